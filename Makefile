@@ -1,0 +1,45 @@
+# One command per intention. `make` alone lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
+
+.PHONY: help install demo test check format
+help:
+	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
+	@echo "make test    install and run all CPU tests"
+	@echo "make check   install, lint and type-check"
+	@echo "make format  install and format the code"
+
+install: $(INSTALLED)
+
+# On a host without an NVIDIA GPU torch is pinned to the tested build, and Unsloth goes in without its dependencies: they
+# ask for CUDA libraries. Where even that fails, the transformers backend serves.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+ifeq ($(GPU),)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps unsloth unsloth_zoo || echo "Unsloth could not be installed; the transformers backend will be used."
+else
+	$(BIN)/python -m pip install -q -e '.[dev,unsloth]'
+endif
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

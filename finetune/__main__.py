@@ -1,0 +1,5 @@
+"""`python -m finetune VERB` = `finetune VERB`."""
+
+from finetune.cli import main
+
+raise SystemExit(main())

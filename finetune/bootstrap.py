@@ -1,0 +1,139 @@
+"""Device, early patches, `import unsloth`, late patches: the one place where the order of imports matters.
+
+Unsloth rewrites classes of transformers, trl and peft when it is imported, so it comes before them; the device of this
+rank is chosen before Unsloth looks at the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import patches
+from finetune import distributed
+from finetune.errors import UserError
+from patches import core
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo", "bitsandbytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What this rank runs on."""
+
+    backend: str  # "unsloth" or "transformers"
+    reason: str  # why that one
+    device: str  # "cuda" or "cpu"
+    local_rank: int
+    patches: tuple[core.Verdict, ...]
+
+    @property
+    def device_map(self) -> dict[str, int | str]:
+        """The whole model on this rank's device."""
+        return {"": self.local_rank if self.device == "cuda" else "cpu"}
+
+
+def start(backend: str = "auto") -> Stack:
+    """Choose this rank's device and import the backend.
+
+    Args:
+        backend: "auto" (Unsloth where it imports and supports the device, else transformers), "unsloth", "transformers".
+
+    Raises:
+        UserError: `backend="unsloth"` where it cannot run, or more ranks than devices.
+    """
+    _set_environment()
+    me = distributed.ranks()
+    import torch
+
+    if torch.cuda.is_available():
+        if me.local_world_size > torch.cuda.device_count():
+            raise UserError(
+                f"{me.local_world_size} processes were launched on this machine and {torch.cuda.device_count()} GPUs are "
+                f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process needs one "
+                f"GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
+            )
+        torch.cuda.set_device(me.local_rank)
+        device = "cuda"
+    else:
+        device = "cpu"
+    if "trl" in sys.modules and "unsloth" not in sys.modules and backend != "transformers":
+        raise RuntimeError("trl was imported before the backend was chosen: Unsloth must be imported first.")
+
+    verdicts = core.run(patches.EARLY) if backend != "transformers" else []
+    refusal = None if backend == "transformers" else _import_unsloth()
+    if backend == "unsloth" and refusal:
+        raise UserError(
+            f"model.backend is `unsloth` and Unsloth cannot run here: {refusal}. Install it with "
+            "`pip install 'finetune[unsloth]'` on a host with a supported GPU, or set model.backend to `auto` or "
+            "`transformers`."
+        )
+    if backend == "transformers":
+        chosen, reason = "transformers", "model.backend asks for it"
+    elif refusal:
+        chosen, reason = "transformers", f"Unsloth cannot run here: {refusal}"
+    else:
+        chosen, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
+    if chosen == "unsloth":
+        verdicts += core.run(patches.LATE)
+    return Stack(backend=chosen, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+
+
+def _set_environment() -> None:
+    """Variables that the libraries read while they are imported. A value that the user has set stays."""
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth's download that counts environments
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Unsloth writes the classes that it generates into the working directory unless told where.
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth_compiled"))
+    me = distributed.ranks()
+    if distributed.wants_cpu():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif me.world_size == 1:
+        # One process uses one GPU: with more in sight, transformers would wrap the model in DataParallel.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
+def cache_folder() -> Path:
+    """Where this program keeps what it can make again: $FINETUNE_CACHE, else ~/.cache/finetune."""
+    return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
+
+
+def _import_unsloth() -> str | None:
+    """Import Unsloth; return why that is not possible here, or None."""
+    if importlib.util.find_spec("unsloth") is None:
+        return "it is not installed"
+    try:
+        with quiet_ranks():
+            import unsloth  # noqa: F401
+    except (ImportError, NotImplementedError, RuntimeError) as error:
+        return " ".join(str(error).split())[:300] or type(error).__name__
+    return None
+
+
+@contextlib.contextmanager
+def quiet_ranks():
+    """Let one rank speak: what libraries print on the others is dropped."""
+    if distributed.ranks().is_main:
+        yield
+    else:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of the libraries that decide what a run computes; None where one is not installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,121 @@
+"""The fields of TRL's SFTConfig, read from its source: importing it would import torch, which takes seconds."""
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.errors import UserError
+
+# Package, file and class, from the base to SFTConfig: a later class overrides an earlier one.
+_CLASSES = (
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+)
+# Names that mean the same in those files as here. An annotation with any other name passes every value through:
+# SFTConfig itself then checks it.
+_NAMES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
+_NAMES |= {"Literal": Literal}
+
+# Names that are ours, and the enum behind each: SFTConfig refuses what is not a value of it.
+CHOICES = {
+    "optim": ("training_args.py", "OptimizerNames"),
+    "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
+}
+
+# SFTConfig fields (and former ones) that this project decides, with where to say it instead. A field that has the same
+# name in one of our sections needs no line: the error says that it belongs there.
+_MANAGED: tuple[tuple[str, str], ...] = (
+    ("extra", "give each SFTConfig field under `training:` by its own name"),
+    ("model_init_kwargs", "use the keys of `model:`"),
+    ("chat_template_path", "use model.chat_template"),
+    ("bf16 fp16 bf16_full_eval fp16_full_eval", "use model.dtype"),
+    ("eos_token pad_token", "the tokenizer and model.chat_template decide it"),
+    ("dataset_text_field", "use data.columns, such as {text: content}"),
+    ("dataset_num_proc", "use data.num_proc"),
+    ("truncation_mode", "use data.over_length"),
+    ("completion_only_loss", "use data.assistant_only_loss"),
+    ("packing_strategy padding_free eval_packing pad_to_multiple_of", "use data.packing and data.pack_length"),
+    (
+        "dataset_kwargs skip_prepare_dataset remove_unused_columns label_names",
+        "data is prepared once, from the keys of `data:`",
+    ),
+    (
+        "group_by_length length_column_name train_sampling_strategy shuffle_dataset data_seed dataloader_drop_last"
+        " accelerator_config ignore_data_skip",
+        "training.seed alone decides the order of the data, so that every number of GPUs sees the same steps",
+    ),
+    (
+        "average_tokens_across_devices auto_find_batch_size",
+        "the loss is the mean over the label tokens of training.global_batch_size rows on any number of GPUs",
+    ),
+    ("eval_strategy eval_on_start eval_delay do_eval", "use training.eval_steps; before and after is always evaluated"),
+    (
+        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps"
+        " include_for_metrics batch_eval_metrics load_best_model_at_end metric_for_best_model greater_is_better",
+        "evaluation sums the loss and the label tokens, and the final model is the one of the last step",
+    ),
+    ("do_train do_predict", "this command trains"),
+    ("save_strategy save_on_each_node", "use training.save_steps; one rank writes"),
+    ("enable_jit_checkpoint", "Ctrl-C and SIGTERM always save a checkpoint"),
+    ("logging_strategy", "use logging.logging_steps"),
+    ("logging_nan_inf_filter", "a loss that is not finite is always shown"),
+    (
+        "report_to logging_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "records go to TensorBoard, in runs/ under training.output_dir; remove it",
+    ),
+    ("disable_tqdm", "progress is drawn on a terminal and written as plain lines elsewhere"),
+    (
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+        "publish the finished model with `finetune export`",
+    ),
+    (
+        "deepspeed fsdp fsdp_config parallelism_config local_rank",
+        "the launcher decides it: accelerate launch --config_file ...",
+    ),
+)
+MANAGED = {name: reason for names, reason in _MANAGED for name in names.split()}
+
+
+@cache
+def sft_fields() -> dict[str, Any]:
+    """Name -> annotation of every SFTConfig field, `typing.Any` where the annotation is not a simple one.
+
+    Raises UserError where trl or transformers is not installed, or does not hold these classes.
+    """
+    found: dict[str, Any] = {}
+    for package, file, name in _CLASSES:
+        for statement in _class_body(package, file, name):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found[statement.target.id] = _annotation(statement.annotation)
+    return found
+
+
+@cache
+def choices(name: str) -> tuple[str, ...]:
+    """The values that SFTConfig allows for one of the names in CHOICES."""
+    body = _class_body("transformers", *CHOICES[name])
+    values = (item.value for item in body if isinstance(item, ast.Assign))
+    return tuple(value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str))
+
+
+def _class_body(package: str, file: str, name: str) -> list[ast.stmt]:
+    spec = find_spec(package)  # finds a top-level package without importing it
+    if spec is None or spec.origin is None:
+        raise UserError(f"{package} is not installed; install this project with its dependencies: pip install -e .")
+    path = Path(spec.origin).parent / file
+    if path.is_file():
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.ClassDef) and statement.name == name:
+                return statement.body
+    raise UserError(f"the installed {package} has no class {name} in {path}; install the version in constraints.txt")
+
+
+def _annotation(node: ast.expr) -> Any:
+    try:
+        # Nothing is trusted here that is not trusted anyway: the same file is imported when training starts.
+        return eval(ast.unparse(node), {"__builtins__": {}}, _NAMES)
+    except (NameError, TypeError):
+        return Any

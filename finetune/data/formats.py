@@ -1,0 +1,400 @@
+"""Rows -> conversations: which of the five row formats a file holds, and one row of it as messages or text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from finetune.errors import UserError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# ShareGPT files name the speakers in several ways; what is not here is an unknown role and not guessed.
+_SHAREGPT_ROLES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+# Per format: the fields a row must have, and those it may have.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools",)),
+    "sharegpt": (("conversations",), ("system", "tools")),
+    "alpaca": (("instruction", "output"), ("input", "system")),
+    "prompt_completion": (("prompt", "completion"), ("tools",)),
+    "text": (("text",), ()),
+}
+FORMATS = tuple(_FIELDS)
+
+# Both names are in use for both list formats; the items decide (role/content or from/value).
+_LIST_COLUMNS = ("messages", "conversations")
+
+# The two prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), in the wording of the `text` column
+# of the published data set, for tokenizers without a chat template.
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+class RowError(Exception):
+    """One row cannot be used. `reason` is a short slug to count by, `detail` says what is wrong with this row.
+
+    Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A row format with its columns (field of the format -> column of the file) and the evidence for it."""
+
+    name: str
+    columns: dict[str, str]
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Messages for a chat template; assistant turns from the message `learn_from` on are learnt."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    learn_from: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Plain text; what follows its first `learn_from` characters (and the EOS that the encoder adds) is learnt."""
+
+    text: str
+    learn_from: int = 0
+
+
+# --- detection ------------------------------------------------------------------------------------------------------
+
+
+def detect(
+    columns: Iterable[str],
+    sample_rows: Sequence[Mapping[str, Any]],
+    wanted: str = "auto",
+    mapping: Mapping[str, str] | None = None,
+) -> Format:
+    """The format of rows with these columns. `wanted` is one of FORMATS or "auto"; `mapping` goes from a field of the
+    format to the column that holds it and also restricts the formats to those that have these fields.
+
+    Raises UserError for an unknown format, field or column, when no format fits (with what each needs), and when
+    several do (with the evidence for each).
+    """
+    columns, mapping = list(columns), dict(mapping or {})
+    present = f"the columns are {', '.join(columns) or '(none)'}"
+    candidates = _candidates(columns, wanted, mapping, present)
+    found = [match for name in candidates if (match := _match(name, columns, sample_rows, mapping, wanted))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        evidence = "; ".join(f"{match.name}: {match.evidence}" for match in found)
+        raise UserError(f"the rows fit several formats ({evidence}); say which by data.format")
+    needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
+    raise UserError(f"no row format fits: {present}; {needs}; map your columns by data.columns, field: column")
+
+
+def _candidates(columns: list[str], wanted: str, mapping: dict[str, str], present: str) -> list[str]:
+    if wanted != "auto" and wanted not in _FIELDS:
+        near = get_close_matches(wanted, FORMATS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(f"data.format is {wanted!r}{hint}; allowed are auto, {', '.join(FORMATS)}")
+    if absent := [column for column in mapping.values() if column not in columns]:
+        raise UserError(f"data.columns names {absent}, which the rows do not have; {present}")
+    names = list(FORMATS) if wanted == "auto" else [wanted]
+    fitting = [name for name in names if set(mapping) <= set(_FIELDS[name][0] + _FIELDS[name][1])]
+    if not fitting:
+        fields = "; ".join(f"{name}: {', '.join(_FIELDS[name][0] + _FIELDS[name][1])}" for name in names)
+        raise UserError(
+            f"data.columns maps the fields {sorted(mapping)}, which belong to no one format; fields: {fields}"
+        )
+    return fitting
+
+
+def _match(
+    name: str, columns: list[str], rows: Sequence[Mapping[str, Any]], mapping: dict[str, str], wanted: str
+) -> Format | None:
+    required, optional = _FIELDS[name]
+    for names in _column_choices(name, mapping):
+        found = {f: names[f] for f in required + optional if names[f] in columns}
+        if not all(f in found for f in required):
+            continue
+        evidence = _evidence(name, found, rows)
+        if evidence is None and wanted != name and not mapping:
+            continue  # the names are there, the values are of another kind
+        return Format(name=name, columns=found, evidence=evidence or "as configured")
+    return None
+
+
+def _column_choices(name: str, mapping: dict[str, str]) -> list[dict[str, str]]:
+    required, optional = _FIELDS[name]
+    usual = {f: mapping.get(f, f) for f in required + optional}
+    if required[0] not in _LIST_COLUMNS or required[0] in mapping:
+        return [usual]
+    other = _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
+    return [usual, {**usual, required[0]: other}]
+
+
+def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What in the sample speaks for the format, or None where no row has values of its kind."""
+    required = [columns[f] for f in _FIELDS[name][0]]
+    named = " and ".join(repr(column) for column in required)
+    if name in ("messages", "sharegpt"):
+        keys = ("role", "content") if name == "messages" else ("from", "value")
+        who = keys[0]
+        fits = [row for row in rows if _is_list_of(row.get(required[0]), who)]
+        return f"column {named} holds lists of {keys[0]}/{keys[1]} objects" if fits else None
+    kinds = (str,) if name != "prompt_completion" else (str, list)
+    fits = [row for row in rows if all(isinstance(row.get(column), kinds) for column in required)]
+    return (
+        f"column{'s' if len(required) > 1 else ''} {named} of {'text' if kinds == (str,) else 'text or messages'}"
+        if fits
+        else None
+    )
+
+
+def _is_list_of(value: Any, key: str) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and key in item for item in value)
+
+
+def _needs(name: str) -> str:
+    described = {
+        "messages": "'messages' (a list of role/content objects)",
+        "sharegpt": "'conversations' (a list of from/value objects)",
+    }
+    return described.get(name) or " and ".join(repr(f) for f in _FIELDS[name][0])
+
+
+# --- one row --------------------------------------------------------------------------------------------------------
+
+
+def to_conversation(
+    row: Mapping[str, Any], format: Format, *, system_prompt: str | None = None, has_template: bool = True
+) -> Conversation | Text:
+    """One row as a conversation, or as text where the format is text or there is no chat template to render with.
+
+    `system_prompt` is put before rows that bring none of their own. Raises RowError when the row cannot be used.
+    """
+    if format.name == "text":
+        if system_prompt:
+            raise UserError("data.system_prompt has no place in rows of plain text; remove it or choose another format")
+        return Text(text=_string(row, format, "text"))
+    tools = _tools(row, format)
+    if format.name == "prompt_completion" and not isinstance(_value(row, format, "prompt"), str):
+        return _from_message_lists(row, format, system_prompt, tools)
+    if format.name in ("alpaca", "prompt_completion"):
+        return _from_strings(row, format, system_prompt, has_template, tools)
+    column = "messages" if format.name == "messages" else "conversations"
+    items = _list(row, format, column)
+    messages = _openai(items) if format.name == "messages" else _sharegpt(items)
+    own_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
+    messages = _with_system(messages, own_system or system_prompt)
+    check(messages)
+    return Conversation(messages=messages, tools=tools)
+
+
+def check(messages: list[Message]) -> None:
+    """Raises RowError unless there is an assistant turn, at most one system (or developer) message and that first, then
+    a user, and tool results only after the assistant or another result. Strict alternation is the template's business.
+    """
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError("no_assistant", "no assistant turn: there is nothing to learn")
+    before = "start"
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role in ("system", "developer"):
+            fits = number == 1
+        elif role == "tool":
+            fits = before in ("assistant", "tool")
+        elif role == "assistant":
+            fits = before not in ("start", "system", "developer")
+        else:
+            fits = True
+        if not fits:
+            raise RowError("roles_out_of_order", f"message {number} is of the role {role!r} after {before!r}")
+        before = role
+
+
+def _from_strings(
+    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool, tools: list | None
+) -> Conversation | Text:
+    if format.name == "alpaca":
+        instruction, given = _string(row, format, "instruction"), _string(row, format, "input", optional=True)
+        answer = _string(row, format, "output")
+        system = _string(row, format, "system", optional=True) or system_prompt
+        prompt = f"{instruction}\n\n{given}" if given else instruction
+        published = _ALPACA_WITH_INPUT if given else _ALPACA_WITHOUT_INPUT
+        plain = published.format(instruction=instruction, input=given)
+    else:
+        prompt = plain = _string(row, format, "prompt")
+        answer, system = _string(row, format, "completion"), system_prompt
+    if has_template:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        return Conversation(messages=_with_system(messages, system), tools=tools)
+    plain = f"{system}\n\n{plain}" if system else plain
+    return Text(text=plain + answer, learn_from=len(plain))
+
+
+def _from_message_lists(
+    row: Mapping[str, Any], format: Format, system_prompt: str | None, tools: list | None
+) -> Conversation:
+    prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
+    completion = _openai(_list(row, format, "completion"))
+    if not any(message["role"] == "assistant" for message in completion):
+        raise RowError("no_assistant", "no assistant turn in the completion: there is nothing to learn")
+    check(prompt + completion)
+    return Conversation(messages=prompt + completion, tools=tools, learn_from=len(prompt))
+
+
+def _openai(items: list) -> list[Message]:
+    messages = []
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+            raise RowError("missing_field", f"message {number} has no 'role'")
+        if item["role"] not in ROLES:
+            raise RowError(
+                "unknown_role", f"message {number} is of the role {item['role']!r}; known: {', '.join(ROLES)}"
+            )
+        # Arrow gives every message the union of the keys, with None where a message had no such key.
+        message = {key: value for key, value in item.items() if value is not None}
+        if "tool_calls" in message:
+            message["tool_calls"] = [_tool_call(call, number) for call in message["tool_calls"]]
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+        message["content"] = _content(message, number)
+        messages.append(message)
+    return messages
+
+
+def _sharegpt(items: list) -> list[Message]:
+    messages = []
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, dict) or not isinstance(item.get("from"), str):
+            raise RowError("missing_field", f"message {number} has no 'from'")
+        role = _SHAREGPT_ROLES.get(item["from"].lower())
+        if role is None:
+            known = ", ".join(_SHAREGPT_ROLES)
+            raise RowError("unknown_role", f"message {number} is from {item['from']!r}; known: {known}")
+        message = {"role": role, "content": item.get("value")}
+        message["content"] = _content(message, number)
+        messages.append(message)
+    return messages
+
+
+def _content(message: Message, number: int) -> str | None:
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, list):  # OpenAI's list of parts
+        content = "".join(_part(part, number) for part in content)
+    if content is None:
+        if not message.get("tool_calls"):
+            raise RowError("missing_field", f"message {number} ({role}) has no content")
+        return None  # not "": a template that knows no tool calls then fails instead of rendering an empty turn
+    if not isinstance(content, str):
+        raise RowError(
+            "wrong_type", f"the content of message {number} ({role}) is a {type(content).__name__}, not text"
+        )
+    # An empty system prompt means something (it silences a template's own); an empty tool result too.
+    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
+        raise RowError("empty", f"message {number} ({role}) is empty")
+    return content
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RowError("not_text", f"message {number} has a part of the type {kind!r}; only text is trained on")
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    """Chat templates want the arguments as an object; OpenAI's files hold them as JSON text."""
+    if not isinstance(call, dict):
+        raise RowError("wrong_type", f"a tool call of message {number} is a {type(call).__name__}, not an object")
+    call = _without_none(call)
+    function = call.get("function", call)
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except json.JSONDecodeError as error:
+            raise RowError("wrong_type", f"the tool-call arguments of message {number} are not JSON") from error
+    return call
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | None:
+    tools = row.get(format.columns["tools"]) if "tools" in format.columns else None
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not JSON") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not a list of tool descriptions")
+    return _without_none(tools)
+
+
+def _with_system(messages: list[Message], system: str | None) -> list[Message]:
+    if not system or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _value(row: Mapping[str, Any], format: Format, name: str) -> Any:
+    value = row.get(format.columns[name])
+    if value is None:
+        raise RowError("missing_field", f"no value in the column {format.columns[name]!r}")
+    return value
+
+
+def _string(row: Mapping[str, Any], format: Format, name: str, optional: bool = False) -> str:
+    if optional and (name not in format.columns or row.get(format.columns[name]) is None):
+        return ""
+    value = _value(row, format, name)
+    if not isinstance(value, str):
+        raise RowError("wrong_type", f"the column {format.columns[name]!r} holds a {type(value).__name__}, not text")
+    if not optional and not value.strip():
+        raise RowError("empty", f"the column {format.columns[name]!r} is empty")
+    return value
+
+
+def _list(row: Mapping[str, Any], format: Format, name: str) -> list:
+    value = _value(row, format, name)
+    if not isinstance(value, list):
+        raise RowError("wrong_type", f"the column {format.columns[name]!r} holds a {type(value).__name__}, not a list")
+    if not value:
+        raise RowError("empty", f"the column {format.columns[name]!r} is an empty list")
+    return value

@@ -1,0 +1,152 @@
+"""Documents -> rows of training. A row is a pack of whole documents, or one document where packing is off."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packs:
+    """Which documents make up which row. Row i holds `documents[offsets[i]:offsets[i + 1]]`, in that order.
+
+    documents:   int64 [n_documents], document indices grouped by row, each exactly once
+    offsets:     int64 [n_rows + 1]
+    tokens:      int64 [n_rows], sum of the row's document lengths (filler not counted)
+    squares:     int64 [n_rows], sum of the squares of the row's document lengths
+    pack_length: tokens of a whole row, the same for all; None where every document is a row of its own
+    """
+
+    documents: np.ndarray
+    offsets: np.ndarray
+    tokens: np.ndarray
+    squares: np.ndarray
+    pack_length: int | None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Document indices of one row, int64."""
+        row = range(len(self))[row]  # refuses what is out of range, counts negative ones from the end
+        return self.documents[self.offsets[row] : self.offsets[row + 1]]
+
+    def totals(self, values: np.ndarray) -> np.ndarray:
+        """Sum per row of a number per document (label tokens, say): [n_documents] -> [n_rows]."""
+        values = np.asarray(values)
+        if values.shape != self.documents.shape:
+            raise ValueError(f"values has shape {values.shape}; expected {self.documents.shape}, one per document")
+        return _row_sums(values[self.documents], self.offsets)
+
+    def costs(self, hidden_size: int) -> np.ndarray:
+        """Compute cost of each row in units of one token's linear layers, float64 [n_rows]: tokens + squares / (12 d).
+
+        Forward FLOPs of a layer of width d are 2 * 12 d^2 per token, plus 2 n d per token for causal attention in a
+        document of n tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1), so attention adds n^2 / (12 d) tokens to
+        a document. The filler of a pack is computed like one more document.
+        """
+        filler = self.pack_length - self.tokens if self.pack_length else np.zeros_like(self.tokens)
+        return (self.tokens + filler) + (self.squares + filler**2) / (12 * hidden_size)
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the packs' positions that hold tokens; 1.0 unpacked, where padding is a matter of the batch."""
+        if self.pack_length is None or not len(self):
+            return 1.0
+        return float(self.tokens.sum() / (len(self) * self.pack_length))
+
+
+def pack(lengths: np.ndarray, pack_length: int) -> Packs:
+    """Best-fit decreasing: longest document first, each into the fullest pack that still has room for it.
+
+    Ties: of equally long documents the lower index first, of equally full packs the one opened first. The result is a
+    function of the arguments alone. A pack's documents are in order of decreasing length.
+
+    lengths: int [n_documents], tokens per document, each in [1, pack_length]; anything else is a ValueError.
+    """
+    lengths = _checked(lengths)
+    if pack_length < 1:
+        raise ValueError(f"pack_length is {pack_length}; it must be at least 1")
+    if len(lengths) and lengths.max() > pack_length:
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"document {longest} has {lengths[longest]} tokens and a pack holds {pack_length}; "
+            "drop, truncate or split documents that are too long before packing"
+        )
+
+    # Documents of one length are placed together, and so are packs with the same room left: once a pack is the best fit
+    # it stays so until the document no longer fits. That makes the number of Python steps follow the distinct lengths
+    # and rooms rather than the documents. `runs[room]` is a heap of (first pack, number of packs), `rooms` its keys.
+    runs: dict[int, list[tuple[int, int]]] = {}
+    rooms: list[int] = []
+    # (first, used, each): `used` packs from `first` on take the next `each` documents in turn.
+    placed: list[tuple[int, int, int]] = []
+    n_packs = 0
+
+    def offer(room: int, first: int, n: int) -> None:
+        if room not in runs:
+            runs[room] = []
+            insort(rooms, room)
+        heappush(runs[room], (first, n))
+
+    distinct, counts = np.unique(lengths, return_counts=True)
+    for length, left in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while left:
+            best = bisect_left(rooms, length)
+            if best == len(rooms):
+                opened = -(-left // (pack_length // length))
+                offer(pack_length, n_packs, opened)
+                n_packs += opened
+            room = rooms[best]
+            first, n = heappop(runs[room])
+            each = min(room // length, left)
+            used = min(n, left // each)
+            if used < n:
+                heappush(runs[room], (first + used, n - used))
+            elif not runs[room]:
+                del runs[room], rooms[best]
+            if room > each * length:
+                offer(room - each * length, first, used)
+            placed.append((first, used, each))
+            left -= used * each
+
+    first, used, each = np.array(placed, dtype=np.int64).reshape(-1, 3).T
+    position_in_run = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
+    pack_of = np.repeat(np.repeat(first, used) + position_in_run, np.repeat(each, used))
+    longest_first = np.argsort(-lengths, kind="stable")
+    documents = longest_first[np.argsort(pack_of, kind="stable")]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=n_packs))])
+    return _packs(lengths, documents, offsets, pack_length)
+
+
+def unpacked(lengths: np.ndarray) -> Packs:
+    """Every document a row of its own, in the order given. lengths: int [n_documents], each at least 1."""
+    lengths = _checked(lengths)
+    return _packs(lengths, np.arange(len(lengths)), np.arange(len(lengths) + 1), None)
+
+
+def _packs(lengths: np.ndarray, documents: np.ndarray, offsets: np.ndarray, pack_length: int | None) -> Packs:
+    grouped = lengths[documents]
+    return Packs(
+        documents=documents.astype(np.int64),
+        offsets=offsets.astype(np.int64),
+        tokens=_row_sums(grouped, offsets),
+        squares=_row_sums(grouped**2, offsets),
+        pack_length=pack_length,
+    )
+
+
+def _row_sums(grouped: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(grouped, offsets[:-1]) if len(grouped) else grouped[:0]
+
+
+def _checked(lengths: np.ndarray) -> np.ndarray:
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or (len(lengths) and not np.issubdtype(lengths.dtype, np.integer)):
+        raise ValueError(f"lengths is {lengths.dtype} of shape {lengths.shape}; expected one integer per document")
+    if len(lengths) and lengths.min() < 1:
+        raise ValueError(f"document {int(lengths.argmin())} has {lengths.min()} tokens; drop empty documents first")
+    return lengths.astype(np.int64)

@@ -1,0 +1,196 @@
+"""Tokenised rows on disk: written once into a content-addressed folder, then mapped by every rank of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from filelock import Timeout as LockTimeout
+
+from finetune.errors import UserError
+from finetune.keeping import no_space, staging
+from finetune.record import write_json
+
+VERSION = 1  # of the layout and of the code that decides tokens and labels: part of every entry's key
+BATCH_TOKENS = 4_000_000  # tokens of one Arrow record batch: what a writer holds in memory
+SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
+_INFO = "entry.json"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Tokenised documents, memory-mapped; also the data set that a DataLoader reads from.
+
+    dataset:       the same file as a `datasets.Dataset` with columns input_ids and labels
+    lengths:       int32 [n], tokens of each document
+    label_tokens:  int32 [n], those that are learnt. The first token of a document never is: nothing stands before it.
+    """
+
+    dataset: Any
+    lengths: np.ndarray
+    label_tokens: np.ndarray
+    _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per record batch: offsets, ids, labels
+    _starts: list[int]  # index of the first document of each record batch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels) of one document, int32 [length] each, not copied."""
+        index = range(len(self))[index]
+        batch = bisect_right(self._starts, index) - 1
+        offsets, ids, labels = self._batches[batch]
+        start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
+        return ids[start:end], labels[start:end]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """What a DataLoader asks for: one entry per index, None for -1, the plan's dummy row."""
+        return [None if index < 0 else self[index] for index in indices]
+
+    def by_length(self) -> np.ndarray:
+        """Document indices, longest first: micro-batches of neighbours need little padding."""
+        return np.argsort(-self.lengths, kind="stable")
+
+
+class Writer:
+    """Appends documents to `NAME.arrow`, one record batch at a time; lengths and label counts to `NAME.npz` at the end."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / name
+        self._sink = pa.OSFile(str(self._path.with_suffix(".arrow")), "wb")
+        self._stream = pa.ipc.new_stream(self._sink, SCHEMA)
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._pending_tokens = 0
+        self._lengths: list[int] = []
+        self._label_tokens: list[int] = []
+
+    def add(self, input_ids: np.ndarray, labels: np.ndarray) -> None:
+        """One document: int32 [length] each."""
+        self._pending.append((input_ids, labels))
+        self._pending_tokens += len(input_ids)
+        self._lengths.append(len(input_ids))
+        self._label_tokens.append(int(np.count_nonzero(labels != -100)))
+        if self._pending_tokens >= BATCH_TOKENS:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._flush()
+        self._stream.close()
+        self._sink.close()
+        np.savez(
+            self._path.with_suffix(".npz"),
+            lengths=np.array(self._lengths, dtype=np.int32),
+            label_tokens=np.array(self._label_tokens, dtype=np.int32),
+        )
+
+    def _flush(self) -> None:
+        if self._pending:
+            offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in self._pending])]).astype(np.int64)
+            columns = [
+                pa.LargeListArray.from_arrays(offsets, np.concatenate([row[side] for row in self._pending]))
+                for side in (0, 1)
+            ]
+            self._stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
+        self._pending, self._pending_tokens = [], 0
+
+
+def load_rows(folder: Path, name: str) -> Rows:
+    """Map what `Writer(folder, name)` wrote. Resident memory does not grow with the data."""
+    import datasets
+
+    path = folder / f"{name}.arrow"
+    batches, starts, count = [], [], 0
+    for batch in pa.ipc.open_stream(pa.memory_map(str(path))):
+        ids, labels = batch.columns
+        batches.append((ids.offsets.to_numpy(), ids.values.to_numpy(), labels.values.to_numpy()))
+        starts.append(count)
+        count += len(batch)
+    with np.load(path.with_suffix(".npz")) as arrays:
+        lengths, label_tokens = arrays["lengths"], arrays["label_tokens"]
+    return Rows(
+        dataset=datasets.Dataset.from_file(str(path)),
+        lengths=lengths,
+        label_tokens=label_tokens,
+        _batches=batches,
+        _starts=starts,
+    )
+
+
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Key of a cache entry: digest of everything that decides its tokens and labels (JSON-safe values)."""
+    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool) -> tuple[Path, dict]:
+    """The folder of `key`, built where it is missing, and what `build` returned when it was.
+
+    `build(folder)` fills a folder of another name, which takes its own when it is whole: a process that dies leaves no
+    half entry. A file lock lets one process at a time build; the others wait for it, ranks and other runs alike.
+
+    Args:
+        verify: read every file and compare checksums, not sizes alone.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+        RunError: its disk is full.
+    """
+    folder = cache / key
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{key}.lock"):
+            if _damage(folder, verify=verify) is not None:
+                with no_space(cache, "the data cache"), staging(folder) as half:
+                    about = build(half)
+                    write_json(
+                        half / _INFO, {"about": about, "files": {p.name: _digest(p) for p in sorted(half.iterdir())}}
+                    )
+    except (PermissionError, LockTimeout) as error:
+        raise UserError(
+            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable FINETUNE_CACHE, to "
+            "a folder that can."
+        ) from None
+    except OSError as error:
+        if error.errno == 30:  # read-only file system
+            raise UserError(
+                f"The data cache {cache} is on a read-only file system. Set data.cache_dir, or the variable "
+                "FINETUNE_CACHE, to a folder that can be written."
+            ) from None
+        raise
+    return folder, json.loads((folder / _INFO).read_text())["about"]
+
+
+def _damage(folder: Path, *, verify: bool) -> str | None:
+    """Why an entry must be built again, or None where it is whole."""
+    try:
+        files = json.loads((folder / _INFO).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return "it is missing or unfinished"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is missing or cut short"
+        if verify and _digest(path)[1] != digest:
+            return f"{name} is corrupt"
+    return None
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    """Size in bytes and xxh3 checksum of a file."""
+    import xxhash
+
+    checksum = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum.update(block)
+    return os.path.getsize(path), checksum.hexdigest()

@@ -1,0 +1,573 @@
+"""Conversations -> token ids and labels, for any chat template, exact at the token.
+
+The whole conversation is rendered once and tokenised once. What is learnt is a set of spans of that text, one for each
+assistant turn: from where the generation prompt ends to the end-of-turn token. A span is found, in this order,
+
+1. by the template's own `{% generation %}` marks;
+2. from the *skeleton* of the conversation's roles: the template rendered once with placeholders for the contents, cut
+   at the placeholders. A row whose contents put into the skeleton give exactly the rendered text has its spans there;
+3. turn by turn: the conversation up to the turn, rendered with the generation prompt, must be a prefix of the whole,
+   and the conversation up to and with the turn gives the end. Where a template rewrites earlier turns (Qwen3 drops
+   their thinking), the whole conversation is rendered with a placeholder for that one turn, and what stands before and
+   after the placeholder must stand before and after the turn as well.
+
+What none of them can tell is refused: the template when the encoder is built, one row as RowError("mask_ambiguous").
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from finetune.data.formats import Conversation, Message, RowError, Text
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import rich.text
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerFast
+
+IGNORE = -100  # the label that torch's cross entropy leaves out
+
+OverLength = Literal["truncate", "drop", "split"]
+Span = tuple[int, int]
+
+# The templates in their published form, without tools and images; a role that they do not know is refused.
+TEMPLATES = {
+    "chatml": r"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
+    "llama3": r"""
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
+    "gemma": r"""
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
+        {{- raise_exception('Gemma has no system role, and roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('user' if message.role == 'user' else 'model') + '\n' }}
+    {{- message.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}""",
+    "mistral": r"""
+{{- bos_token }}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- for message in messages[1 if system else 0:] %}
+    {%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
+        {{- raise_exception('After the optional system message, roles must alternate user/assistant/user/...') }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}""",
+    "phi": r"""
+{%- for message in messages %}
+    {%- if message.role not in ('system', 'user', 'assistant') %}
+        {{- raise_exception('Only the roles system, user and assistant are supported') }}
+    {%- endif %}
+    {{- '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}""",
+}
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MAX_SKELETONS = 4096  # one per sequence of roles; a bound for files with very many shapes of conversation
+
+
+def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None:
+    """The chat template: the tokenizer's own (None where it has none), one of TEMPLATES by name, or a Jinja file.
+    Raises UserError for a name that is neither, or a template that is not Jinja."""
+    if name_or_path is None:
+        template, source = tokenizer.chat_template, f"of the tokenizer {tokenizer.name_or_path!r}"
+        if isinstance(template, dict):  # some tokenizers bring several, by purpose
+            if "default" not in template:
+                raise UserError(
+                    f"the chat template {source} has no 'default' among {sorted(template)}; give one as a file"
+                )
+            template = template["default"]
+    elif name_or_path in TEMPLATES:
+        return TEMPLATES[name_or_path]
+    elif Path(name_or_path).is_file():
+        template, source = Path(name_or_path).read_text(encoding="utf-8"), f"in {name_or_path}"
+    else:
+        raise UserError(
+            f"model.chat_template is {name_or_path!r}, neither a known name nor a file; "
+            f"allowed are {', '.join(TEMPLATES)}, or the path of a Jinja file"
+        )
+    if template is not None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render_jinja_template([], chat_template=template)
+        except TemplateSyntaxError as error:
+            raise UserError(f"the chat template {source} is not Jinja: line {error.lineno}: {error.message}") from error
+    return template
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Encoded:
+    """One document. `input_ids` and `labels` are int32 of the same length n; `labels` is IGNORE (-100) outside what is
+    learnt and always at position 0, which nothing precedes. `shortened`: the row was longer than max_length."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    shortened: bool = False
+
+    @property
+    def label_tokens(self) -> int:
+        return int(np.count_nonzero(self.labels != IGNORE))
+
+
+class Encoder:
+    """Tokenises and labels conversations and texts; picklable, so that worker processes can have it.
+
+    assistant_only_loss: only assistant turns (of Text: what follows `learn_from`) are learnt, each with its end-of-turn
+        token but not the whitespace behind that; else everything is.
+    last_turn_only: of the assistant turns only the last one.
+    max_length: in tokens, None for no limit. Longer rows are cut at the end ("truncate"), refused ("drop"), or made
+        into several pieces ("split"): each but the first begins with the last token of the piece before, as context,
+        so that every label is predicted exactly once. Pieces without any label are left out.
+
+    A token that reaches over the edge of a span is learnt if the part outside is whitespace only (" Hello" after
+    "Assistant:" + " " keeps its first word) and left out otherwise.
+
+    Raises UserError where the tokenizer is not a fast one and where the template cannot be masked exactly.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat_template: str | None,
+        *,
+        max_length: int | None = None,
+        over_length: OverLength = "truncate",
+        assistant_only_loss: bool = True,
+        last_turn_only: bool = False,
+    ) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not say where in the text "
+                "a token stands; a fast tokenizer (tokenizer.json) is needed"
+            )
+        if last_turn_only and not assistant_only_loss:
+            raise UserError("learning the last turn only needs data.assistant_only_loss: true")
+        if max_length is not None and max_length < 2:
+            raise UserError(f"data.max_length is {max_length}; at least 2, as the first token is never learnt")
+        self._tokenizer = tokenizer
+        self._eos = cast("int | None", tokenizer.eos_token_id)
+        self._template = chat_template
+        self._max_length = max_length
+        self._over_length = over_length
+        self._assistant_only_loss = assistant_only_loss
+        self._last_turn_only = last_turn_only
+        self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and such, for the template
+        self._marked = chat_template is not None and bool(_GENERATION_MARK.search(chat_template))
+        self._skeletons: dict[tuple[str, ...], _Skeleton | RowError | None] = {}
+        added = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len)
+        token = "|".join(re.escape(content) for content in reversed(added)) or "(?!)"
+        self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
+        self._shape: _Shape | None = None  # not needed where the template marks the turns, or all is learnt
+        if chat_template is not None and assistant_only_loss and not self._marked:
+            self._shape = self._learn_shape()
+
+    def encode_batch(self, rows: Sequence[Conversation | Text]) -> list[list[Encoded] | RowError]:
+        """One entry for each row: its pieces (one, unless split) or why it cannot be used (reasons: template_error,
+        mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenised once."""
+        results: dict[int, list[Encoded] | RowError] = {}
+        rendered: list[tuple[int, str, list[Span]]] = []
+        plain: list[tuple[int, str, list[Span]]] = []
+        for index, row in enumerate(rows):
+            if isinstance(row, Text):
+                start = row.learn_from if self._assistant_only_loss else 0
+                plain.append((index, row.text, [(start, len(row.text))]))
+                continue
+            try:
+                text, spans = self._render_with_spans(row)
+                rendered.append((index, text, spans))
+            except RowError as error:
+                results[index] = error
+        # A chat template writes BOS and EOS itself; plain text gets what the tokenizer adds, and an EOS to learn.
+        for group, is_text in ((rendered, False), (plain, True)):
+            encodings = self._tokenise([text for _, text, _ in group], add_special_tokens=is_text)
+            for (index, text, spans), encoding in zip(group, encodings, strict=True):
+                ids, labels = _label(encoding, text, spans, self._eos if is_text else None)
+                try:
+                    results[index] = self._pieces(ids, labels)
+                except RowError as error:
+                    results[index] = error
+        return [results[index] for index in range(len(rows))]
+
+    # --- tokens and labels ------------------------------------------------------------------------------------------
+
+    def _tokenise(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+        if not texts:
+            return []
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()  # an earlier call with truncation leaves it switched on
+        backend.no_padding()
+        return backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    def _pieces(self, ids: np.ndarray, labels: np.ndarray) -> list[Encoded]:
+        length, limit = len(ids), self._max_length
+        if limit is None or length <= limit:
+            bounds = [(0, length)]
+        elif self._over_length == "drop":
+            raise RowError("over_length", f"{length} tokens, max_length is {limit}")
+        elif self._over_length == "truncate":
+            bounds = [(0, limit)]
+        else:
+            bounds = [(start, min(start + limit, length)) for start in range(0, length - 1, limit - 1)]
+        pieces = []
+        for start, stop in bounds:
+            piece = labels[start:stop]
+            if start:
+                piece = piece.copy()
+                piece[0] = IGNORE  # was predicted at the end of the piece before
+            if (piece != IGNORE).any():
+                pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=stop - start < length))
+        if not pieces:
+            cut = f" in the first {limit} of {length} tokens" if bounds[-1][1] < length else ""
+            raise RowError("no_label", f"no token is learnt{cut}")
+        return pieces
+
+    # --- text and spans ---------------------------------------------------------------------------------------------
+
+    def _render_with_spans(self, row: Conversation) -> tuple[str, list[Span]]:
+        if self._template is None:
+            raise UserError(
+                "the rows are conversations and the tokenizer has no chat template; "
+                f"set model.chat_template to one of {', '.join(TEMPLATES)} or to a Jinja file"
+            )
+        if not self._assistant_only_loss:
+            text = self._render(row.messages, row.tools)
+            return text, [(0, len(text))]
+        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i >= row.learn_from]
+        turns = turns[-1:] if self._last_turn_only else turns
+        if not turns:
+            return self._render(row.messages, row.tools), []
+        if self._marked:
+            return self._marked_spans(row, turns[0])
+        text = self._render(row.messages, row.tools)
+        skeleton = self._skeleton(row)
+        spans = skeleton.spans(row.messages, turns, text) if skeleton else None
+        return text, spans or [self._span(row, text, turn) for turn in turns]
+
+    def _render(self, messages: list[Message], tools: list | None = None, prompt: bool = False) -> str:
+        return self._render_marked(messages, tools, prompt=prompt, marks=False)[0]
+
+    def _render_marked(
+        self, messages: list[Message], tools: list | None, *, prompt: bool = False, marks: bool = True
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template  # keeps the compiled template
+
+        try:
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **self._special,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RowError("template_error", f"the chat template failed: {error}") from error
+        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if marks else []
+
+    def _marked_spans(self, row: Conversation, first_turn: int) -> tuple[str, list[Span]]:
+        """The marks are the template author's word on what is learnt, and are taken as they are."""
+        text, spans = self._render_marked(row.messages, row.tools)
+        earlier = any(message["role"] == "assistant" for message in row.messages[:first_turn])
+        skip = len(self._render_marked(row.messages[:first_turn], row.tools)[1]) if earlier else 0
+        return text, spans[skip:]
+
+    def _skeleton(self, row: Conversation) -> _Skeleton | None:
+        """The skeleton for these roles, or None where there is more to the messages than contents (tools, thinking)."""
+        if row.tools or any(
+            len(message) != 2 or not isinstance(message.get("content"), str) for message in row.messages
+        ):
+            return None
+        roles = tuple(message["role"] for message in row.messages)
+        if roles not in self._skeletons:
+            if len(self._skeletons) >= _MAX_SKELETONS:
+                self._skeletons.clear()
+            try:
+                self._skeletons[roles] = self._build_skeleton(roles)
+            except RowError as error:
+                # What a template refuses or drops by role, it does for every such row; the mask may still be clear for
+                # the real contents.
+                self._skeletons[roles] = error if error.reason == "not_rendered" else None
+        skeleton = self._skeletons[roles]
+        if isinstance(skeleton, RowError):
+            raise skeleton
+        return skeleton
+
+    def _build_skeleton(self, roles: tuple[str, ...]) -> _Skeleton:
+        messages = [{"role": role, "content": _mark(i)} for i, role in enumerate(roles)]
+        text = self._render(messages)
+        parts = _MARK.split(text)  # literal, index, literal, index, ..., literal
+        order = [int(index) for index in parts[1::2]]
+        if left_out := sorted(set(range(len(roles))) - set(order)):
+            what = f"message {left_out[0] + 1} of the roles {', '.join(roles)}"
+            raise RowError("not_rendered", f"the chat template leaves out {what}")
+        begins, position = [0], 0  # of the literals in `text`
+        for literal, index in zip(parts[::2], order, strict=False):
+            position += len(literal) + len(_mark(index))
+            begins.append(position)
+
+        def relative(position: int) -> tuple[int, int]:
+            number = bisect_right(begins, position) - 1
+            return number, position - begins[number]
+
+        row = Conversation(messages=messages)
+        spans = {i: self._span(row, text, i) for i, role in enumerate(roles) if role == "assistant"}
+        # Whether the template trims a content shows in how it renders one with whitespace around it.
+        padded = self._render([{"role": role, "content": f" \n{_mark(i)}\n "} for i, role in enumerate(roles)])
+        return _Skeleton(
+            literals=parts[::2],
+            contents=[(index, f" \n{_mark(index)}\n " not in padded) for index in order],
+            turns={i: (*relative(start), *relative(end)) for i, (start, end) in spans.items()},
+        )
+
+    def _span(self, row: Conversation, text: str, turn: int) -> Span:
+        """[start, end) of one assistant turn in `text`, which is the rendering of all messages."""
+        messages, shape = row.messages, self._shape
+        assert shape is not None
+        last = turn == len(messages) - 1
+        around: tuple[str, str] | None = None
+
+        prompt = self._render(messages[:turn], row.tools, prompt=True) if turn else ""
+        if prompt and text.startswith(prompt):
+            start = len(prompt)
+        else:
+            around = self._around(row, text, turn)
+            opening = around[0][: self._start(around[0], turn)]
+            start = len(self._shared_start(opening, text))
+            if len(opening) - start > len(shape.header):
+                raise _ambiguous(turn, "what it says changes what is rendered before it")
+
+        closing = shape.end if last else shape.inner_end
+        until = text if last else self._render(messages[: turn + 1], row.tools)
+        closed = until.removesuffix(shape.tail) + closing
+        if until.endswith(shape.tail) and text.startswith(closed):
+            end = len(closed)
+        elif text.startswith(until) and self._ends_in_token(until.rstrip()):  # a tool call may close differently
+            end = len(until.rstrip())
+        else:
+            after = (around or self._around(row, text, turn))[1]
+            if not (text.endswith(after) and after.startswith(closing)):
+                raise _ambiguous(turn, f"it does not end with {closing!r}, or changes what is rendered after it")
+            end = len(text) - len(after) + len(closing)
+
+        if end < start:
+            raise _ambiguous(turn, "its end comes before its start")
+        for call in messages[turn].get("tool_calls", ()):
+            name = (call.get("function") or call).get("name")
+            if name and name not in text[start:end]:
+                raise RowError("not_rendered", f"the chat template leaves out the tool calls of message {turn + 1}")
+        return start, end
+
+    def _around(self, row: Conversation, text: str, turn: int) -> tuple[str, str]:
+        """What the template writes before and after the turn's content, told from a placeholder in its place."""
+        marked = {"role": "assistant", "content": _mark(turn)}
+        if marked == row.messages[turn]:
+            whole = text
+        else:
+            try:
+                whole = self._render([*row.messages[:turn], marked, *row.messages[turn + 1 :]], row.tools)
+            except RowError as error:
+                raise _ambiguous(turn, f"with a placeholder for it, {error.detail}") from error
+        before, mark, after = whole.partition(_mark(turn))
+        if not mark or _mark(turn) in after:
+            raise _ambiguous(turn, "its content is not rendered exactly once")
+        return before, after
+
+    def _start(self, before: str, turn: int) -> int:
+        """Where a turn starts, given all that stands before its words."""
+        assert self._shape is not None
+        header, extra = self._shape.header, self._shape.extra
+        if before.endswith(header + extra):
+            return len(before) - len(extra)
+        # An earlier turn may lack the extra, and of the header what opens the thinking.
+        edges = [edge for token in self._added_token.finditer(header) for edge in token.span() if edge > 0]
+        for edge in (len(header), *sorted(edges, reverse=True)):
+            if before.endswith(header[:edge]):
+                return len(before)
+        raise _ambiguous(turn, f"it is not opened by {header!r}")
+
+    def _ends_in_token(self, text: str) -> bool:
+        tail = text[-64:]
+        return any(token.end() == len(tail) for token in self._added_token.finditer(tail))
+
+    def _learn_shape(self) -> _Shape:
+        """How this template opens and closes an assistant turn, from conversations of placeholders."""
+        user, assistant = {"role": "user", "content": _mark(0)}, {"role": "assistant", "content": _mark(1)}
+        more = [{"role": "user", "content": _mark(2)}, {"role": "assistant", "content": _mark(3)}]
+        try:
+            prompt, whole = self._render([user], prompt=True), self._render([user, assistant])
+        except RowError as error:
+            raise self._refuse(f"it cannot render a user and an assistant message: {error.detail}") from error
+        before, mark, tail = whole.partition(_mark(1))
+        if not mark or _mark(1) in tail:
+            raise self._refuse("it does not render the assistant's words exactly once")
+
+        try:
+            without_prompt = self._render([user])
+        except RowError:
+            without_prompt = ""
+        after_user = prompt.rpartition(_mark(0))[2]
+        header = after_user.removeprefix(without_prompt.rpartition(_mark(0))[2]) or after_user
+        if prompt == without_prompt and before.startswith(prompt) and before.removeprefix(prompt).strip():
+            opening = before.removeprefix(prompt)
+            raise self._refuse(f"it has no generation prompt, so {opening!r} may be the prompt's or the assistant's")
+        # Of a prompt that goes on into the turn (DeepSeek-R1, Qwen3.5 open <think>), what the past turn has too.
+        given = self._shared_start(prompt, before)
+        header = header[: max(0, len(header) - (len(prompt) - len(given)))]
+        if not before.startswith(prompt) and not self._added_token.search(header):
+            raise self._refuse(f"its generation prompt {after_user!r} is not how it opens an assistant turn")
+        extra = before.removeprefix(given)
+
+        try:
+            inner = self._render([user, assistant, *more]).partition(_mark(1))[2]
+        except RowError:
+            inner = tail  # a template for one exchange
+        shared = commonprefix([tail, inner])
+        if tokens := self._added_tokens.search(shared):
+            end = inner_end = shared[: tokens.end()]
+        elif shared == tail:
+            end = inner_end = tail.rstrip()
+        else:  # another token closes the last turn than the earlier ones (gpt-oss: <|return|> and <|end|>)
+            last, earlier = (self._added_token.search(closing) for closing in (tail, inner))
+            if not last or not earlier or tail[: last.start()].strip() or inner[: earlier.start()].strip():
+                raise self._refuse(f"it ends the last turn by {tail!r} and an earlier one by {inner!r}")
+            end, inner_end = tail[: last.end()], inner[: earlier.end()]
+        return _Shape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end)
+
+    def _shared_start(self, prompt: str, before: str) -> str:
+        """What the two start with, not ending inside a special token nor between two that only look alike."""
+        if before.startswith(prompt):
+            return prompt
+        shared = len(commonprefix([prompt, before]))
+        edges = (edge for token in self._added_token.finditer(prompt) for edge in token.span() if edge <= shared)
+        return prompt[: max(edges, default=0)]
+
+    def _refuse(self, why: str) -> UserError:
+        name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
+        start = " ".join((self._template or "").split())[:60]
+        return UserError(
+            f"assistant_only_loss cannot be exact with the chat template used with {name!r} ({start!r}...): {why}; put "
+            "{% generation %} marks around what the assistant says, choose another model.chat_template "
+            f"({', '.join(TEMPLATES)}), or set data.assistant_only_loss: false"
+        )
+
+
+def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.text.Text:
+    """One example for people: what is learnt in bold green, what is context dimmed. Without colour (a log file, a
+    terminal without it) what is learnt stands between the brackets \u27e6 and \u27e7."""
+    import rich.text
+
+    learnt = encoded.labels != IGNORE
+    edges = [0, *(np.flatnonzero(learnt[1:] != learnt[:-1]) + 1).tolist(), len(learnt)]
+    result = rich.text.Text()
+    for start, stop in zip(edges, edges[1:], strict=False):
+        text = tokenizer.decode(encoded.input_ids[start:stop].tolist(), clean_up_tokenization_spaces=False)
+        if not color:
+            result.append(f"\u27e6{text}\u27e7" if learnt[start] else text)
+        else:
+            result.append(text, style="bold green" if learnt[start] else "dim")
+    return result
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+_MARK = re.compile("\ue000([0-9]+)\ue001")
+
+
+def _mark(index: int) -> str:
+    """A placeholder for the content of message `index`: of private-use characters, which no template looks for."""
+    return f"\ue000{index}\ue001"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """How a template writes an assistant turn: `header` (not learnt), `extra` (learnt; Qwen3's empty thinking block),
+    the words, `end` (learnt; `inner_end` when messages follow). `tail` is all it writes after the words at the end."""
+
+    header: str
+    extra: str
+    tail: str
+    end: str
+    inner_end: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Skeleton:
+    """literals[0] contents[0] literals[1] ...: the text of a conversation with given roles."""
+
+    literals: list[str]
+    contents: list[tuple[int, bool]]  # index of the message, whether its content is trimmed
+    turns: dict[int, tuple[int, int, int, int]]  # of an assistant message: literal and offset of its start, of its end
+
+    def spans(self, messages: list[Message], turns: list[int], text: str) -> list[Span] | None:
+        """The spans of these turns in `text`, or None if the text is not what the skeleton gives for the messages."""
+        parts, begins, position = [self.literals[0]], [0], len(self.literals[0])
+        for (index, trimmed), literal in zip(self.contents, self.literals[1:], strict=True):
+            content = messages[index]["content"].strip() if trimmed else messages[index]["content"]
+            begins.append(position + len(content))
+            position += len(content) + len(literal)
+            parts += (content, literal)
+        if position != len(text) or "".join(parts) != text:
+            return None
+        places = (self.turns[turn] for turn in turns)
+        return [(begins[a] + start, begins[b] + end) for a, start, b, end in places]
+
+
+def _label(encoding: Encoding, text: str, spans: list[Span], eos: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels; with `eos`, that token closes the document and is learnt."""
+    ids = np.array(encoding.ids, dtype=np.int32)
+    if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+        ids = np.append(ids, np.int32(eos))
+    labels = np.full_like(ids, IGNORE)
+    for span in spans:
+        first, stop = _tokens_of(encoding, text, span)
+        labels[first:stop] = ids[first:stop]
+    if eos is not None:
+        labels[-1] = eos
+    labels[:1] = IGNORE
+    return ids, labels
+
+
+def _ambiguous(turn: int, why: str) -> RowError:
+    return RowError("mask_ambiguous", f"message {turn + 1} cannot be told from its context in the rendered text: {why}")
+
+
+def _tokens_of(encoding: Encoding, text: str, span: Span) -> tuple[int, int]:
+    """The tokens [first, stop) of a span of the text; at its edges, those whose part outside is whitespace only."""
+    start, end = span
+    # A character may have no token (a trimmed space): look inwards from both edges.
+    first = next((t for i in range(start, end) if (t := encoding.char_to_token(i)) is not None), None)
+    if first is None:
+        return 0, 0
+    last = next(t for i in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(i)) is not None)
+    while first > 0 and (chars := encoding.token_to_chars(first - 1)) and chars[0] >= start:
+        first -= 1  # a token of trimmed whitespace, which covers no character
+    while last + 1 < len(encoding) and (chars := encoding.token_to_chars(last + 1)) and chars[0] < end:
+        last += 1  # the further tokens of one character (an emoji of several bytes)
+    outside_before = text[encoding.token_to_chars(first)[0] : start]  # pyright: ignore[reportOptionalSubscript]
+    outside_after = text[end : encoding.token_to_chars(last)[1]]  # pyright: ignore[reportOptionalSubscript]
+    return first + bool(outside_before.strip()), last + 1 - bool(outside_after.strip())

@@ -1,0 +1,289 @@
+"""Ranks, and what they do together. The only reader of RANK, LOCAL_RANK and WORLD_SIZE; the only caller of collectives.
+
+Importing this file does not import torch: the configuration is checked before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+
+FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Where this process stands in the launch."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """One process of the whole run: it writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """One process of each machine: it prepares the data there."""
+        return self.local_rank == 0
+
+
+@functools.cache
+def ranks() -> Ranks:
+    """Read the launcher's environment; one rank where there is no launcher.
+
+    Raises:
+        UserError: the variables contradict each other, or the launcher was asked for more processes than it started.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = {name: os.environ.get(name) for name in names}
+    if given["WORLD_SIZE"] is None:
+        asked = _launcher_profile().get("num_processes", 1)
+        if asked > 1:
+            raise UserError(
+                f"accelerate launch was asked for {asked} processes and started one. `distributed_type: MULTI_CPU` "
+                "does that silently. Use one of accelerate_configs/ (cpu_2.yaml for two CPU ranks), or "
+                "`distributed_type: MULTI_GPU` with `use_cpu: true`."
+            )
+        return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    try:
+        rank, local_rank, world_size = (int(given[name] or "missing") for name in names)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError:
+        raise UserError(
+            f"The launcher's variables are incomplete: {given}. All three must be whole numbers; start the run with "
+            "`accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
+        ) from None
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+        raise UserError(
+            f"The launcher's variables contradict each other: {given}, LOCAL_WORLD_SIZE={local_world_size}."
+        )
+    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
+
+
+@functools.cache
+def _launcher_profile() -> dict[str, Any]:
+    """num_processes and use_cpu of the `accelerate launch` that started this process; empty for other launchers.
+
+    accelerate does not tell its children how many processes it was asked for, nor, in a distributed launch, that they
+    are to stay on the CPU. So the question goes to the parent's command line and the profile named there.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by accelerate launch alone
+        return {}
+    import psutil
+    import yaml
+
+    try:
+        argv = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return {}
+    if "launch" not in argv:
+        return {}
+    argv = argv[argv.index("launch") + 1 :]
+    own = argv[: argv.index("-m")] if "-m" in argv else argv  # what follows -m belongs to the script
+    options = dict(zip(own, own[1:], strict=False))
+    options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    file = Path(options.get("--config_file", home / "accelerate" / "default_config.yaml"))
+    profile = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+    if "--num_processes" in options:
+        profile["num_processes"] = int(options["--num_processes"])
+    if "--cpu" in own or "--use_cpu" in own:
+        profile["use_cpu"] = True
+    return profile
+
+
+def wants_cpu() -> bool:
+    """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
+    return bool(_launcher_profile().get("use_cpu"))
+
+
+# --- the process group -----------------------------------------------------------------------------------------------
+
+_host_group: Any = None  # gloo: for objects and flags, so that neither touches the GPU
+
+
+def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] | None = None) -> None:
+    """Create the process group with the configured timeout, before anything else can create one with another.
+
+    `on_failure(message)` is called on this rank when another rank has failed, just before this process exits.
+
+    Raises:
+        UserError: the group that exists is not the one the launcher asked for.
+    """
+    global _host_group
+    me = ranks()
+    if me.world_size == 1:
+        return
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    timeout = timedelta(seconds=timeout_seconds)
+    state = PartialState(cpu=cpu, timeout=timeout)
+    if state.num_processes != me.world_size:
+        raise UserError(
+            f"The launcher asked for {me.world_size} processes and the process group has {state.num_processes}. "
+            "Something replaced accelerate's set-up before this program could start; launch it with one of "
+            "accelerate_configs/."
+        )
+    _host_group = dist.new_group(backend="gloo", timeout=timeout)
+    threading.Thread(target=_watch_for_failures, args=(on_failure,), daemon=True).start()
+
+
+def finish() -> None:
+    """Leave the process group. All ranks call it, once, at the end of a run that succeeded."""
+    global _host_group
+    if _host_group is not None:
+        import torch.distributed as dist
+
+        barrier()
+        _watching.set()
+        dist.destroy_process_group()
+        _host_group = None
+
+
+# --- collectives, by name; each does nothing but return its argument where there is one rank ------------------------
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _host_group is not None:
+        import torch.distributed as dist
+
+        dist.barrier(group=_host_group)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronisation."""
+    if _host_group is None:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * ranks().world_size
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    if _host_group is None:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_host_group)
+    return box[0]
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise sum of float64 `values` over all ranks, on the host."""
+    return _reduce(values, "SUM")
+
+
+def max_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise maximum of float64 `values` over all ranks, on the host."""
+    return _reduce(values, "MAX")
+
+
+def _reduce(values: Sequence[float], op: str) -> list[float]:
+    if _host_group is None:
+        return list(values)
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=_host_group)
+    return tensor.tolist()
+
+
+class DelayedFlag:
+    """ "Has any rank raised its flag?", asked every step and answered one step later, so that no step waits.
+
+    All ranks get the same answer at the same step: `ask(flag)` starts the reduction of this step's flags on the host
+    and returns the result of the previous one.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Any, Any] | None = None
+
+    def ask(self, flag: bool) -> bool:
+        """True on all ranks at the first step after one where any rank's `flag` was true."""
+        if _host_group is None:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        answer = self.settle()
+        tensor = torch.tensor([int(flag)])
+        self._pending = (dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_host_group, async_op=True), tensor)
+        return answer
+
+    def settle(self) -> bool:
+        """Wait for the reduction under way, if any, and return its answer."""
+        if self._pending is None:
+            return False
+        work, tensor = self._pending
+        work.wait()
+        self._pending = None
+        return bool(tensor.item())
+
+
+# --- stopping together ----------------------------------------------------------------------------------------------
+
+_FAILURE = "finetune/failure"
+_watching = threading.Event()  # set = no longer
+
+
+def claim_failure(message: str) -> bool:
+    """Tell the other ranks that this one has failed. True when it is the first to say so: its error is the one to show.
+
+    Without a process group there is nobody to tell; each machine's first rank speaks for it, as all of them read the
+    same configuration and the same files.
+    """
+    _watching.set()
+    if _host_group is None:
+        return ranks().is_local_main
+    store = _store()
+    try:
+        mine = json.dumps([ranks().rank, message])
+        return store.compare_set(_FAILURE, "", mine).decode() == mine
+    except Exception:  # the store went away with the rank that hosted it: that rank failed first
+        return False
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _watch_for_failures(on_failure: Callable[[str], None] | None) -> None:
+    """End this process soon after another rank has failed, whatever collective the main thread is waiting in."""
+    store = _store()
+    while not _watching.wait(FAILURE_POLL_SECONDS):
+        try:
+            if not store.check([_FAILURE]):
+                continue
+            rank, message = json.loads(store.get(_FAILURE))
+        except Exception:
+            if _watching.is_set():
+                return
+            rank, message = 0, "the rank that hosts the store has gone"
+        if on_failure is not None:
+            on_failure(f"rank {rank}: {message}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it

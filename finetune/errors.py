@@ -1,0 +1,14 @@
+"""The two errors that are meant for people: printed as they are, without a traceback."""
+
+
+class UserError(Exception):
+    """A mistake in the configuration, the data or the machine's set-up. The message says what was given, what is
+    allowed and what to do next. The process exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class RunError(UserError):
+    """The input was sound and the run still could not go on (out of memory, loss not finite, no disk space)."""
+
+    exit_code = 1

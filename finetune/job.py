@@ -1,0 +1,114 @@
+"""From a configuration to everything that training needs: the same for a run, a dry run and a comparison of runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from finetune import bootstrap, distributed, hardware
+from finetune.bootstrap import Stack
+from finetune.config import Batch, Config
+from finetune.data import Data, Rows
+from finetune.data.packs import unpacked
+from finetune.data.plan import Plan
+from finetune.errors import UserError
+from finetune.hardware import Hardware
+from finetune.metrics import ModelSize
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A model, its data and the plan of its steps, on this rank."""
+
+    config: Config
+    batch: Batch
+    stack: Stack
+    hardware: Hardware
+    tokenizer: Any
+    data: Data
+    model: Any
+    size: ModelSize
+
+    def plan(self, rows: Rows, batch: Batch) -> Plan:
+        """The order of `rows` in global steps of `batch.global_size`."""
+        return Plan(
+            costs=unpacked(rows.lengths).costs(self.size.hidden),
+            label_tokens=rows.label_tokens,
+            global_batch_size=batch.global_size,
+            seed=self.config.training.seed,
+            fingerprint=self.data.fingerprint,
+            lengths=rows.lengths,
+        )
+
+
+def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None) -> Job:
+    """Prepare the data, then meet the other ranks, then load the model.
+
+    Args:
+        on_failure: called with a message when another rank has failed, just before this process ends.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do.
+    """
+    from finetune import data, model
+
+    tokenizer = model.load_tokenizer(config)
+    prepared = data.prepare(config, tokenizer)
+    cpu = stack.device == "cpu"
+    distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
+    check_ranks_agree(prepared)
+    loaded = model.load(config, stack, row_length=int(config.data.max_length))
+    return Job(
+        config=config,
+        batch=batch,
+        stack=stack,
+        hardware=hardware.probe(),
+        tokenizer=tokenizer,
+        data=prepared,
+        model=loaded,
+        size=model_size(loaded),
+    )
+
+
+def check_ranks_agree(data: Data) -> None:
+    """All ranks hold the same data and the same versions, or the run does not start.
+
+    Raises:
+        UserError: on every rank, naming the first one that differs from rank 0.
+    """
+    own = {
+        "the data's fingerprint": data.fingerprint,
+        "the number of training rows": len(data.train),
+        "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
+        "the versions of the libraries": bootstrap.versions(),
+    }
+    everyone = distributed.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        for what, value in other.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"Rank {rank} differs from rank 0 in {what}: {value!r} against {everyone[0][what]!r}. All machines need "
+                    "the same files and the same packages; nothing was trained."
+                )
+
+
+def model_size(model: Any) -> ModelSize:
+    """Counts that the floating-point operations of a step depend on; 4-bit weights count as what they stand for."""
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied = head is not None and embedding.weight is head.weight
+    total = trainable = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        count = int(np.prod(state.shape)) if state is not None else parameter.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return ModelSize(
+        matmul_parameters=total - (0 if tied else embedding.weight.numel()),
+        trainable_parameters=trainable,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+    )

@@ -1,0 +1,49 @@
+"""Pure sums and rates of training. Counts are summed over ranks first and divided last."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What the floating-point operations of a step depend on."""
+
+    matmul_parameters: int  # weights that multiply every token: all but the input embedding, the output head included
+    trainable_parameters: int
+    layers: int
+    hidden: int
+
+
+def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> float:
+    """Floating-point operations of forward and backward, without recomputation: the "model FLOPs" of PaLM (arXiv
+    2204.02311, appendix B), with frozen weights counted as frozen.
+
+    Per token, each weight costs 2 forward, 2 for the gradient of its input, and 2 more for its own gradient where it is
+    trained. Causal attention costs 2 * hidden per layer and squared length forward, and twice that backward.
+
+    Args:
+        tokens: real tokens, padding excluded.
+        squared_lengths: sum over documents of length squared.
+    """
+    per_token = 4 * size.matmul_parameters + 2 * size.trainable_parameters
+    return float(per_token) * tokens + 6.0 * size.layers * size.hidden * squared_lengths
+
+
+def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> float | None:
+    """Model FLOPs utilisation, 0 to 1: achieved over peak. None where the peak is not known."""
+    if peak_tflops is None or seconds <= 0:
+        return None
+    return flops / seconds / (gpus * peak_tflops * 1e12)
+
+
+def rate(count: float, seconds: float) -> float | None:
+    """count per second; None where no time has passed."""
+    return count / seconds if seconds > 0 else None
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None for no values."""
+    return statistics.median(values) if values else None

@@ -1,0 +1,342 @@
+"""Base model, adapter and tokenizer: load, generate, save. Knows no trainer.
+
+Imported after `bootstrap.start`, as everything that touches transformers or peft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.bootstrap import Stack, quiet_ranks
+from finetune.config import Config
+from finetune.errors import UserError
+
+# The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The model's tokenizer, with a pad token and right padding.
+
+    Raises:
+        UserError: it cannot be found, here or on the hub.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.model.model_name_or_path
+    with _model_not_found(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    if tokenizer.pad_token is None:
+        # Padding is masked in attention and labels, so any token serves; the end token is always there.
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
+    """`auto`: bfloat16 where the GPU has it, else float16 on a GPU and float32 on a CPU."""
+    if config.model.dtype != "auto":
+        return getattr(torch, config.model.dtype)
+    if stack.device == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def load(config: Config, stack: Stack, *, row_length: int) -> Any:
+    """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`.
+
+    Args:
+        row_length: tokens of the longest training row; sizes Unsloth's rotary cache.
+
+    Raises:
+        UserError: the model is not found, is an adapter that the configuration does not mean to continue, or cannot be
+            quantized here.
+    """
+    name = str(config.model.model_name_or_path)
+    adapter = adapter_config(name, config.model.revision)
+    if adapter is not None:
+        _check_adapter(config, adapter)
+    if config.model.load_in_4bit:
+        _check_bitsandbytes()
+    load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
+    with _model_not_found(name, "model"), _out_of_memory("loading the model"), quiet_ranks():
+        torch.manual_seed(config.training.seed)  # adapters start from random numbers, the same on every rank
+        model = load_with(config, stack, row_length, continue_adapter=adapter is not None)
+    if config.model.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
+        raise UserError(
+            "model.load_in_4bit is set and the backend loaded 16-bit weights: this model or device has no 4-bit kernels "
+            f"(backend {stack.backend}, device {stack.device}). Set model.load_in_4bit to false."
+        )
+    model.config.use_cache = False
+    return model
+
+
+def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+    from unsloth import FastLanguageModel
+
+    checkpointing = config.training.gradient_checkpointing
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=config.model.model_name_or_path,
+        revision=config.model.revision,
+        max_seq_length=row_length,
+        dtype=resolve_dtype(config, stack),
+        load_in_4bit=config.model.load_in_4bit,
+        full_finetuning=config.model.full_finetuning,
+        device_map=stack.device_map,
+        use_gradient_checkpointing=checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+        random_state=config.training.seed,
+        **_attention(config),
+    )
+    if config.model.full_finetuning or continue_adapter:
+        return model
+    lora = config.lora
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=_targets(config),
+        modules_to_save=lora.modules_to_save,
+        use_rslora=lora.use_rslora,
+        bias="none",
+        use_gradient_checkpointing=checkpointing,
+        random_state=config.training.seed,
+    )
+
+
+def _load_transformers(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    name = str(config.model.model_name_or_path)
+    dtype = resolve_dtype(config, stack)
+    quantization = None
+    if config.model.load_in_4bit:  # NF4 with double quantization: the QLoRA paper, arXiv 2305.14314
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    base = PeftConfig.from_pretrained(name).base_model_name_or_path if continue_adapter else name
+    model = AutoModelForCausalLM.from_pretrained(
+        base,
+        revision=None if continue_adapter else config.model.revision,
+        dtype=dtype,
+        device_map=stack.device_map,
+        quantization_config=quantization,
+        trust_remote_code=config.model.trust_remote_code,
+        **_attention(config),
+    )
+    if config.model.full_finetuning:
+        return model
+    checkpointing = bool(config.training.gradient_checkpointing)
+    if quantization is not None:
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    elif checkpointing:
+        model.enable_input_require_grads()
+    if continue_adapter:
+        return PeftModel.from_pretrained(model, name, is_trainable=True)
+    lora = config.lora
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            lora_dropout=lora.lora_dropout,
+            target_modules=_targets(config),
+            modules_to_save=lora.modules_to_save,
+            use_rslora=lora.use_rslora,
+            bias="none",
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def _attention(config: Config) -> dict[str, str]:
+    chosen = config.model.attn_implementation
+    return {} if chosen is None else {"attn_implementation": chosen}
+
+
+def _targets(config: Config) -> Any:
+    chosen = config.lora.target_modules
+    return list(PROJECTIONS) if chosen is None else chosen
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def adapter_config(name: str, revision: str | None = None) -> dict | None:
+    """The adapter_config.json of a folder or hub name that holds an adapter; None for a whole model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(name)
+    if folder.is_dir():
+        file = folder / "adapter_config.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+    cached = try_to_load_from_cache(name, "adapter_config.json", revision=revision)
+    if isinstance(cached, str):
+        return json.loads(Path(cached).read_text())
+    from huggingface_hub import constants, file_exists, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from requests import RequestException
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        if not file_exists(name, "adapter_config.json", revision=revision):
+            return None
+        return json.loads(Path(hf_hub_download(name, "adapter_config.json", revision=revision)).read_text())
+    except (HfHubHTTPError, HFValidationError, RequestException, OSError):
+        return None  # loading the model itself says better what is wrong
+
+
+def _check_adapter(config: Config, adapter: dict) -> None:
+    name = config.model.model_name_or_path
+    base = adapter.get("base_model_name_or_path")
+    if config.model.full_finetuning:
+        raise UserError(
+            f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the adapter "
+            "first, or give the base model."
+        )
+    if not config.lora.continue_adapter:
+        raise UserError(
+            f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would replace it. "
+            "To go on training this one set lora.continue_adapter: true; to start anew give the base model."
+        )
+    wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
+    found = {key: adapter.get(key) for key in wanted}
+    if wanted != found:
+        raise UserError(
+            f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration says {wanted}. "
+            "Set lora.r and lora.lora_alpha to the adapter's values."
+        )
+
+
+def _check_bitsandbytes() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:  # its import loads CUDA libraries and can fail in many ways
+        raise UserError(
+            f"model.load_in_4bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: {error}). "
+            "Install it with `pip install bitsandbytes`, or set model.load_in_4bit to false."
+        ) from None
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
+) -> list[str]:
+    """Greedy answers to tokenised prompts, as text without special tokens.
+
+    Args:
+        prompts: token ids of each prompt, ending where the assistant speaks.
+        max_new_tokens: per answer; it ends earlier at the model's end token.
+    """
+    answers: list[str] = []
+    with _inference(model):
+        device = next(model.parameters()).device
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            width = max(len(ids) for ids in batch)
+            padded = [[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in batch]
+            mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]
+            output = model.generate(
+                input_ids=torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=_end_tokens(model, tokenizer),
+            )
+            answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return answers
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
+
+
+@contextlib.contextmanager
+def _inference(model: Any) -> Iterator[None]:
+    """Unsloth's generation mode where the model has one; afterwards the model is as it was."""
+    was_training = model.training
+    if hasattr(model, "for_inference"):
+        model.for_inference()
+    else:
+        model.eval()
+    try:
+        yield
+    finally:
+        if hasattr(model, "for_training"):
+            model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", True))
+        model.train(was_training)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _model_not_found(name: str | None, what: str) -> Iterator[None]:
+    """Say in our words what the hub and transformers say in theirs."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
+            raise
+        text = str(error)
+        if isinstance(error, ValueError) and not any(
+            sign in text
+            for sign in ("Unrecognized model", "not a local folder", "Couldn't instantiate", "does not appear")
+        ):
+            raise
+        offline = (
+            "HF_HUB_OFFLINE is set, so only local folders and the cache count. " if constants.HF_HUB_OFFLINE else ""
+        )
+        where = (
+            "The folder exists and lacks files that transformers needs. "
+            if Path(str(name)).is_dir()
+            else "No such folder is here, and the hub gave no such model. "
+        )
+        raise UserError(
+            f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
+            f"Check the spelling, download it first with `huggingface-cli download {name}`, or give a folder. "
+            f"(The library's first words: {text.splitlines()[0][:200]})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _out_of_memory(doing: str) -> Iterator[None]:
+    from finetune.errors import RunError
+
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise RunError(
+            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error

@@ -1,0 +1,294 @@
+"""`accelerate launch -m finetune.train`: the story of a training run, top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import distributed, interrupt, keeping
+from finetune.cli import DONE, INTERRUPTED, console, run_verb
+from finetune.config import Config, dump_yaml, resolve_batch
+from finetune.errors import RunError, UserError
+from finetune.record import RunRecord, write_json
+
+if TYPE_CHECKING:
+    from finetune.job import Job
+    from finetune.samples import Question
+    from finetune.trainer import SFTTrainer
+
+STARTED = time.time()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, or with --dry-run find out whether training would work. Returns the exit code."""
+    return run_verb("train", argv, run)
+
+
+def run(config: Config) -> int:
+    """Everything after the configuration is known to be sound: check, load, train, save."""
+    from finetune import demo
+
+    if config.demo:
+        config = demo.configure(config)
+    if config.dry_run:
+        from finetune import dryrun
+
+        return dryrun.run(config)
+
+    batch = resolve_batch(config.training, distributed.ranks().world_size)
+    output_dir = Path(config.training.output_dir)
+    resume = config.training.resume_from_checkpoint
+    keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
+    found = keeping.find(output_dir, resume)
+
+    from finetune import bootstrap
+
+    stack = bootstrap.start(config.model.backend)
+    from finetune.job import open_job
+
+    record = RunRecord(output_dir)
+    job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message))
+    keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
+    if distributed.ranks().is_main and config.training.overwrite_output_dir:
+        keeping.clear(output_dir)
+    distributed.barrier()
+    introduce(job, found)
+    with recorded(record, job):
+        stopped = train(job, record, found)
+    distributed.finish()
+    if config.json and distributed.ranks().is_main:
+        write_json(config.json, record.content)
+    return INTERRUPTED if stopped else DONE
+
+
+def train(job: Job, record: RunRecord, found: keeping.Found) -> bool:
+    """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
+    from finetune import samples
+
+    output_dir = Path(job.config.training.output_dir)
+    trainer, telling, stop = build_trainer(job, output_dir)
+    check_same_plan(trainer, found)
+    record.update(plan=trainer.plan.digest(), resumed_from=str(found.path) if found.path else None)
+    held_out, count = job.data.eval, job.config.logging.generate_samples
+    asked = samples.questions(held_out, job.tokenizer, count) if held_out else []
+
+    with contextlib.closing(telling), out_of_memory(job):
+        before, answers_before = measure(job, trainer, asked)
+        with interrupt.deferred():
+            trainer.train(resume_from_checkpoint=str(found.path) if found.path else None)
+        first_step = telling.first_step_at - STARTED if telling.first_step_at else None
+        record.update(steps=trainer.state.global_step, seconds_to_first_step=first_step, **telling.results())
+        if stop.stopped:
+            record.update(status="interrupted")
+            say_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
+            return True
+        save(trainer, output_dir)
+        after, answers_after = measure(job, trainer, asked)
+
+    scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
+    record.update(status="done", **scores)
+    if asked:
+        console().print(samples.table(job.tokenizer, asked, answers_before, answers_after))
+    conclude(record.content, output_dir)
+    return False
+
+
+def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[str, float | None], list[str]]:
+    """The model as it is now on the held-out rows: loss, exact match, and its answers to `asked`."""
+    from finetune import samples
+
+    loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
+    answers = samples.answers(job.model, job.tokenizer, asked) if asked else []
+    return {"eval_loss": loss, "exact_match": samples.exact_match(answers, asked) if asked else None}, answers
+
+
+def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
+    """The trainer with its callbacks: (trainer, what it records, what stops it)."""
+    from finetune import callbacks
+    from finetune.trainer import SFTTrainer, arguments
+
+    config, rows = job.config, job.data.train
+    plan = job.plan(rows, job.batch)
+    args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
+    total = (
+        args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * plan.steps_per_epoch * 1000) // 1000)
+    )
+    is_main = distributed.ranks().is_main
+    telling = callbacks.Record(
+        folder=output_dir / "runs" if is_main else None,
+        plan=plan,
+        tokens=rows.lengths.astype("int64"),
+        squared_lengths=rows.lengths.astype("int64") ** 2,
+        hardware=job.hardware,
+        size=job.size,
+        texts={"configuration": dump_yaml(config), "data": str(job.data.ledgers)},
+        progress=callbacks.ProgressLines(console(), total) if is_main else None,
+    )
+    stop = callbacks.StopOnRequest()
+    trainer = SFTTrainer(
+        model=job.model,
+        args=args,
+        tokenizer=job.tokenizer,
+        stack=job.stack,
+        plan=plan,
+        rows=rows,
+        eval_rows=job.data.eval,
+        callbacks=[telling, stop],
+    )
+    telling.trainer = trainer
+    return trainer, telling, stop
+
+
+def check_same_plan(trainer: SFTTrainer, found: keeping.Found) -> None:
+    """A checkpoint goes on only with the steps that it was part of.
+
+    Raises:
+        UserError: other data, seed or global batch size.
+    """
+    if found.path is None:
+        return
+    had, has = keeping.manifest(found.path).get("plan"), trainer.plan.digest()
+    if had != has:
+        raise UserError(
+            f"{found.path} belongs to another plan of steps ({had} against {has}): the data, its tokenizer or masks, "
+            "training.seed or training.global_batch_size have changed since. Restore them (run.json there has the old "
+            "configuration), or start a new run in another training.output_dir."
+        )
+
+
+def save(trainer: SFTTrainer, output_dir: Path) -> None:
+    """The final adapter or model into `output_dir`, by one rank."""
+    if distributed.ranks().is_main:
+        with keeping.no_space(output_dir, "the final model"), keeping.staging(output_dir / "final") as folder:
+            trainer.save_model(str(folder))
+        keeping.publish(output_dir / "final", output_dir)
+    distributed.barrier()
+
+
+def checkpoint_bytes(model: Any) -> int:
+    """Room for one checkpoint (weights, and two float32 moments of each) and the final weights, in bytes."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(parameter.numel() * (2 * parameter.element_size() + 8) for parameter in trainable) + keeping.SPARE_BYTES
+
+
+# --- what is said and recorded --------------------------------------------------------------------------------------
+
+
+def introduce(job: Job, found: keeping.Found) -> None:
+    """Say what is about to run."""
+    from finetune import demo
+    from finetune.data import ledger
+
+    say = console().print
+    if job.config.demo:
+        say(demo.introduction(), highlight=False, soft_wrap=True)
+    for sentence in found.skipped:
+        say(f"warning: {sentence}", style="yellow", soft_wrap=True)
+    if job.config.training.resume_from_checkpoint and found.path is None:
+        say("warning: there is no checkpoint to resume from; the run starts at step 0", style="yellow", soft_wrap=True)
+    world = distributed.ranks().world_size
+    kind = (
+        "full fine-tuning"
+        if job.config.model.full_finetuning
+        else ("QLoRA" if job.config.model.load_in_4bit else "LoRA")
+    )
+    say(
+        f"{kind} of {job.config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} x "
+        f"{job.hardware.name}: {job.size.trainable_parameters:,} trainable parameters",
+        highlight=False,
+        soft_wrap=True,
+    )
+    batch = job.batch
+    say(
+        f"A step is {batch.global_size} rows = {world} ranks x {batch.per_device} rows x {batch.accumulation} accumulated",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for verdict in job.stack.patches:
+        if verdict.applied:
+            say(f"patched: {verdict.name} ({verdict.reason})", soft_wrap=True)
+    say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True)
+    say(ledger.table(job.data.ledgers))
+
+
+def say_stopped(checkpoint: Path) -> None:
+    """Say where a run that was interrupted can go on."""
+    console().print(
+        f"Stopped by a signal; {checkpoint} is saved. Go on with --training.resume_from_checkpoint true.",
+        soft_wrap=True,
+    )
+
+
+def conclude(results: dict[str, Any], output_dir: Path) -> None:
+    """Say how it ended."""
+    parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
+    for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
+        early, late = results[f"{name}_before"], results[f"{name}_after"]
+        if late is not None:
+            parts.append(f"{label} {early:.4f} -> {late:.4f}")
+    if results["tokens_per_second_per_gpu"]:
+        parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
+    console().print("; ".join(parts) + ".", highlight=False, soft_wrap=True)
+    console().print(
+        f"The model, run.json and runs/ (tensorboard --logdir {output_dir}) are in {output_dir}.", soft_wrap=True
+    )
+
+
+@contextlib.contextmanager
+def recorded(record: RunRecord, job: Job) -> Iterator[None]:
+    """run.json from the first moment, with the error when there is one."""
+    from finetune import bootstrap
+
+    with keeping.no_space(record.path.parent, record.path.name):
+        record.update(
+            status="running",
+            config=job.config.to_dict(),
+            versions=bootstrap.versions(),
+            world_size=distributed.ranks().world_size,
+            batch=vars(job.batch),
+            backend=job.stack.backend,
+            backend_reason=job.stack.reason,
+            hardware=job.hardware.to_dict(),
+            patches=[verdict.to_dict() for verdict in job.stack.patches],
+            ledger=job.data.ledgers,
+            data_fingerprint=job.data.fingerprint,
+        )
+    try:
+        yield
+    except BaseException as error:
+        record.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextlib.contextmanager
+def out_of_memory(job: Job) -> Iterator[None]:
+    """Say what to change when the GPU is full."""
+    import torch
+
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        half = max(job.batch.per_device // 2, 1)
+        less = (
+            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_size}: more "
+            "accumulation, the same result)"
+            if job.batch.per_device > 1
+            else "set data.max_length lower"
+        )
+        others = [] if job.config.training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        others += (
+            [] if job.config.model.load_in_4bit or job.config.model.full_finetuning else ["model.load_in_4bit: true"]
+        )
+        raise RunError(
+            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per GPU. "
+            f"To go on, {less}" + (f"; {' and '.join(others)} need less, too" if others else "") + ". "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

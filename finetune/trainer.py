@@ -1,0 +1,332 @@
+"""The SFTTrainer subclass: data from the plan, a loss that is exact at any world size, checkpoints that are whole.
+
+Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by then the class that Unsloth has rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from torch.utils.data import DataLoader
+from transformers.trainer_callback import ExportableState
+
+from finetune import distributed, keeping
+from finetune.bootstrap import Stack
+from finetune.config import Batch, Config
+from finetune.data import Rows, collate
+from finetune.data.plan import Plan, RankView
+from finetune.errors import RunError
+from finetune.model import resolve_dtype
+
+
+def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
+    """TRL's arguments for a resolved configuration."""
+    training = config.training
+    dtype = resolve_dtype(config, stack)
+    checkpointing = bool(training.gradient_checkpointing)
+    settings: dict[str, Any] = dict(
+        output_dir=training.output_dir,
+        per_device_train_batch_size=batch.per_device,
+        per_device_eval_batch_size=training.per_device_eval_batch_size,
+        gradient_accumulation_steps=batch.accumulation,
+        num_train_epochs=training.num_train_epochs,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        optim=training.optim,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        bf16=stack.device == "cuda" and dtype == torch.bfloat16,
+        fp16=stack.device == "cuda" and dtype == torch.float16,
+        use_cpu=stack.device == "cpu",
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        save_strategy="steps" if training.save_steps else "no",
+        save_steps=training.save_steps or 500,
+        eval_strategy="steps" if evaluate and training.eval_steps else "no",
+        eval_steps=training.eval_steps or None,
+        logging_steps=config.logging.logging_steps,
+        ddp_timeout=training.ddp_timeout,
+        # Every trainable weight of a dense model takes part in every step. The search for unused ones costs a walk of
+        # the graph a step, and with reentrant checkpointing it ends in "marked as ready twice".
+        ddp_find_unused_parameters=False,
+    )
+    settings |= training.extra
+    settings |= dict(  # what this project does itself
+        average_tokens_across_devices=True,
+        logging_nan_inf_filter=False,  # it would hide a loss that is not finite, and waits for the GPU at every step
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        packing=False,
+        padding_free=False,
+        max_length=None,
+        ignore_data_skip=True,  # the plan starts at the right step: nothing has to be skipped
+        disable_tqdm=True,
+        report_to="none",
+    )
+    return trl.SFTConfig(**settings)
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """TRL's trainer with the data order, the loss, the evaluation and the checkpoints of this project.
+
+    loss of a step = sum of the token losses of the whole global batch / number of its label tokens, at any world size
+    and accumulation; each rank's share carries the factor world size that DDP's mean takes out again.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        args: trl.SFTConfig,
+        tokenizer: Any,
+        stack: Stack,
+        plan: Plan,
+        rows: Rows,
+        eval_rows: Rows | None = None,
+        callbacks: list[transformers.TrainerCallback] | None = None,
+    ) -> None:
+        self.stack = stack
+        self.plan = plan
+        self.rows = rows
+        self.eval_rows = eval_rows
+        self.resumed_step = 0  # the optimiser step that a resumed run starts from
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=rows.dataset,
+            eval_dataset=eval_rows.dataset if eval_rows else None,
+            processing_class=tokenizer,
+            data_collator=lambda indices: indices,  # TRL builds its own where it gets none; the loaders below collate
+            callbacks=callbacks,
+        )
+        self.remove_callback(transformers.PrinterCallback)
+        self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
+        self._step_loss: torch.Tensor | None = None
+        self._counts_checked = False
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's view of the plan. Not sent through accelerate's `prepare`, which would deal the rows again."""
+        epoch, step = divmod(self.resumed_step, self.plan.steps_per_epoch)
+        view = RankView(
+            plan=self.plan,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            per_device=self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            epoch=epoch,
+            start=step * self.args.gradient_accumulation_steps,
+        )
+        return _PlanLoader(
+            self.rows,
+            batch_sampler=view,
+            collate_fn=self._collate,
+            num_workers=self.args.dataloader_num_workers,
+            persistent_workers=False,
+            pin_memory=self.stack.device == "cuda",
+        )
+
+    def _collate(self, rows: list) -> dict[str, Any]:
+        return collate(rows, pad_token_id=self.processing_class.pad_token_id)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
+        """The micro-batches of one optimiser step, and the label tokens of the whole global batch.
+
+        The plan knows that number beforehand, so counting costs neither a collective nor a wait for the GPU.
+        """
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not batches:
+            return batches, None
+        epoch, step = divmod(self.state.global_step, self.plan.steps_per_epoch)
+        planned = self.plan.label_tokens_of_step(epoch, step)
+        if not self._counts_checked:
+            self._check_count(batches, planned)
+        count = torch.tensor(planned, dtype=torch.int64)
+        if self.stack.device == "cuda":
+            count = count.pin_memory().to(device, non_blocking=True)
+        return batches, count
+
+    def _check_count(self, batches: list[dict[str, Any]], planned: int) -> None:
+        """Once a run: the labels that all ranks hold for this step are those that the plan divides by."""
+        own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        held = int(distributed.sum_over_ranks([own])[0])
+        if held != planned:
+            raise RunError(
+                f"The ranks hold {held} label tokens for step {self.state.global_step} and the plan counts {planned}: "
+                "the loss would be scaled wrongly. Delete the data cache and prepare the data again."
+            )
+        self._counts_checked = True
+
+    # --- loss -------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """This rank's share of the step's loss, times the world size; every argument is passed on.
+
+        Args:
+            num_items_in_batch: label tokens of the global batch. Without it each micro-batch would be a mean of its own.
+        """
+        if return_outputs or num_items_in_batch is None:
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+            )
+        if not self.model_accepts_loss_kwargs:
+            loss = self._loss_of_model_that_ignores_counts(model, inputs, num_items_in_batch)
+        elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
+        elif self.stack.backend == "transformers" and self.stack.device == "cuda":
+            # TRL's head computes the token losses without keeping the logits. Its own compute_loss around it waits for
+            # the GPU several times a step, to average metrics.
+            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+            loss = -outputs.log_probs.sum() / num_items_in_batch * self.args.world_size
+        else:
+            # TRL's fused head needs Triton and a GPU; transformers' loss does not.
+            loss = transformers.Trainer.compute_loss(
+                self, model, inputs, num_items_in_batch=num_items_in_batch, **kwargs
+            )
+        # A fused loss returned as a view cannot be modified in place, as DDP and accelerate do (unsloth issue 3452).
+        return loss.clone() if loss._is_view() else loss
+
+    def _loss_of_model_that_ignores_counts(
+        self, model: Any, inputs: dict[str, Any], total: torch.Tensor
+    ) -> torch.Tensor:
+        """The same loss from a model whose forward returns the mean over its own micro-batch whatever it is told."""
+        own = (inputs["labels"][:, 1:] != -100).sum()
+        outputs = model(**inputs)
+        mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # a mean over no label is not a number
+        # `training_step` divides by the accumulation for such models, in training only.
+        parts = self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1
+        return mean * own / total * self.args.world_size * parts
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one micro-batch; keeps the loss on the device."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+        if self.accelerator.sync_gradients:
+            self.step_losses.append(self._step_loss)
+            self._step_loss = None
+        return loss
+
+    def drain_step_losses(self) -> list[float]:
+        """The losses of the steps since the last call, in nats per label token, equal on all ranks. Waits for the GPU."""
+        if not self.step_losses:
+            return []
+        own = torch.stack(self.step_losses).double().tolist()
+        self.step_losses.clear()
+        return [total / self.args.world_size for total in distributed.sum_over_ranks(own)]
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Counted from the plan at logging steps instead (see callbacks): transformers walks all modules each time."""
+        return 0
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss over the label tokens of the held-out rows, each row once.
+
+        The same number at any world size and evaluation batch size: sums are taken over all ranks, then divided.
+        """
+        rows = self.eval_rows
+        if rows is None:
+            raise ValueError("evaluate needs held-out rows: set data.eval_file or data.eval_fraction")
+        was_training = self.model.training
+        self.model.eval()
+        total = 0.0
+        one = torch.ones((), dtype=torch.int64, device=self.args.device)  # ask for sums: divide by one label token
+        size = self.args.per_device_eval_batch_size
+        order = rows.by_length()[self.args.process_index :: self.args.world_size]
+        losses = []
+        for start in range(0, len(order), size):
+            batch = self._collate(rows.__getitems__(order[start : start + size].tolist()))
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=one)
+            losses.append(loss.double() / self.args.world_size)
+        if losses:
+            total = float(torch.stack(losses).sum())
+        summed, labels = distributed.sum_over_ranks([total, float(rows.label_tokens[order].sum())])
+        self.model.train(was_training)
+        metrics = {f"{metric_key_prefix}_loss": summed / labels}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write checkpoint-N under another name, and rename it when every rank's part is there and sealed."""
+        output_dir = Path(self.args.output_dir)
+        target = output_dir / f"checkpoint-{self.state.global_step}"
+        with keeping.no_space(output_dir, target.name), keeping.staging(target, main=self.args.should_save) as staging:
+            distributed.barrier()
+            self.save_model(str(staging), _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(str(staging))
+                self._save_scaler(str(staging))
+                self._save_rng_state(str(staging))
+            if self.args.should_save:
+                self._save_state(staging, output_dir)
+            distributed.barrier()
+            if self.args.should_save:
+                keeping.seal(staging, {"step": self.state.global_step, "plan": self.plan.digest()})
+        if self.args.should_save:
+            keeping.rotate(output_dir, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+        distributed.barrier()
+
+    def _save_state(self, staging: Path, output_dir: Path) -> None:
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(output_dir / f"checkpoint-{self.state.best_global_step}")
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        self.state.save_to_json(str(staging / "trainer_state.json"))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Weights, configuration and tokenizer; not the pickled arguments, which run.json says in plain text."""
+        folder = str(output_dir or self.args.output_dir)
+        unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        self.processing_class.save_pretrained(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read both on the host; the optimiser moves its state to where its parameters are.
+
+        transformers maps the file to the device of `args`, which fails for ranks on a CPU ("tagged with cpu:0").
+        """
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        for name, target in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
+            target.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        """Train to the end, from the beginning or from a whole checkpoint."""
+        self.resumed_step = 0 if resume_from_checkpoint is None else keeping.step_of(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+
+class _PlanLoader(DataLoader):
+    """A DataLoader that tells its rank view which epoch begins; plain DataLoaders have no `set_epoch`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]

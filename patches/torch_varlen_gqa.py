@@ -1,0 +1,46 @@
+"""torch 2.11's variable-length flash attention handles grouped-query heads but does not take `enable_gqa`.
+
+Unsloth 2026.10 asks `torch.nn.attention.varlen.varlen_attn` for that keyword and, where it is missing, falls back to one
+attention call per document and layer. Only CUDA kernels are concerned; on a CPU neither path is used.
+Without this: packed training runs at half its throughput on torch 2.11, with the same losses and no warning.
+"""
+
+import functools
+import inspect
+
+UPSTREAM = "https://github.com/pytorch/pytorch/blob/v2.12.0/torch/nn/attention/varlen.py"
+REMOVE_WHEN = "torch>=2.12"
+
+
+def _varlen():
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:  # torch < 2.10 has no such function, and nothing that asks for it
+        return None
+    return varlen
+
+
+def needed() -> bool:
+    """Whether `varlen_attn` knows windows (torch 2.11) and refuses `enable_gqa` (torch 2.12)."""
+    varlen = _varlen()
+    if varlen is None:
+        return False
+    accepted = inspect.signature(varlen.varlen_attn).parameters
+    return "window_size" in accepted and "enable_gqa" not in accepted
+
+
+def apply() -> None:
+    """Accept `enable_gqa` and leave it out: the kernel itself reads the number of key-value heads from the shapes."""
+    varlen = _varlen()
+    if varlen is None or not needed():
+        return
+    original = varlen.varlen_attn
+
+    @functools.wraps(original)
+    def varlen_attn(*args, enable_gqa: bool = False, **kwargs):
+        return original(*args, **kwargs)
+
+    own = inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False)
+    signature = inspect.signature(original)
+    varlen_attn.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
+    varlen.varlen_attn = varlen_attn

@@ -1,0 +1,591 @@
+"""The configuration layer: `pytest tests/unit/test_config.py` on any machine, offline."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    TrainingConfig,
+    dump_yaml,
+    help_text,
+    load,
+    resolve_batch,
+)
+from finetune.config.load import _ALIASES
+from finetune.config.schema import SECTIONS
+from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
+from finetune.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["--model.model_name_or_path", "some/model", "--data.train_file", "train.jsonl"]
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(list(argv))
+    assert caught.value.exit_code == 2
+    assert all(text in str(caught.value) for text in caught.value.problems)
+    return caught.value.problems
+
+
+def problem(*argv: str) -> str:
+    found = problems(*argv)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_demo():
+    config = load([])
+    assert config == Config()
+    assert config.demo and config.config_file is None and not config.dry_run and config.json is None
+
+
+def test_command_line_over_yaml_over_default(write):
+    path = write(
+        "model: {model_name_or_path: a/b}\ndata: {train_file: t.jsonl}\ntraining: {learning_rate: 1e-5, seed: 7}\n"
+    )
+    config = load(["--training.seed", "9", "--config", path, "--dry-run", "--json", "out.json"])
+    assert (config.training.seed, config.training.learning_rate, config.training.weight_decay) == (9, 1e-5, 0.0)
+    assert (config.config_file, config.dry_run, config.json) == (path, True, Path("out.json"))
+    assert not config.demo
+
+
+@pytest.mark.parametrize("text", ["2e-4", "2E-4", "0.0002", '"2e-4"', "2.0e-04"])
+def test_an_exponent_is_a_number_in_a_file_and_on_the_command_line(write, text):
+    assert load(["--config", write(f"training: {{learning_rate: {text}}}\n")]).training.learning_rate == 2e-4
+    assert load(["--training.learning_rate", text]).training.learning_rate == 2e-4
+    nested = load(["--config", write("training: {lr_scheduler_kwargs: {min_lr: 1e-5}}\n")])
+    assert nested.training.extra == {"lr_scheduler_kwargs": {"min_lr": 1e-5}}
+
+
+def test_spellings_of_an_option():
+    config = load(
+        [*MODEL, "--lora.target-modules", "[q_proj, v_proj]", "--model.load-in-4bit", "--training.max_steps", "-1"]
+        + [
+            "--training.warmup_steps=5",
+            "--data.columns={prompt: question}",
+            "--training.seed",
+            "1",
+            "--training.seed=2",
+        ]
+    )
+    assert config.lora.target_modules == ["q_proj", "v_proj"]
+    assert config.model.load_in_4bit is True
+    assert config.data.columns == {"prompt": "question"}
+    assert (config.training.max_steps, config.training.warmup_steps, config.training.seed) == (-1, 5.0, 2)
+    assert type(config.training.warmup_steps) is float
+    assert load(["--model.load_in_4bit", "false"]).model.load_in_4bit is False
+    assert load(["--lora.target_modules", "all-linear"]).lora.target_modules == "all-linear"
+    assert load(["--training.resume_from_checkpoint"]).training.resume_from_checkpoint is True
+    assert load(["--training.resume_from_checkpoint", "out/checkpoint-3"]).training.resume_from_checkpoint.endswith("3")
+
+
+@pytest.mark.parametrize("text", ["Answer: yes", "Be brief # really", "12e4567", "123", "{x", "[x", "- a: b", "# a"])
+def test_text_on_the_command_line_stays_as_it_is(text):
+    assert load([*MODEL, "--data.system_prompt", text]).data.system_prompt == text
+
+
+def test_null_and_quotes_on_the_command_line(write):
+    path = write("data: {train_file: a.jsonl, num_proc: 2}\n")
+    config = load(["--config", path, *MODEL[:2], "--data.num_proc", "null", "--data.cache_dir", "'null'"])
+    assert config.data.num_proc is None and config.data.cache_dir == "null"
+    assert load(["--config", path, "--data.train_file", "null"]).data.train_file is None
+
+
+def test_a_date_in_a_file_is_text(write):
+    assert load(["--config", write("training: {output_dir: 2026-01-01}\n")]).training.output_dir == "2026-01-01"
+
+
+def test_extra_fields_go_by_their_own_name(write):
+    path = write("training: {neftune_noise_alpha: 5, adam_beta2: 1e-1, report_to: tensorboard}\n")
+    config = load(["--config", path, "--training.torch_compile", "--training.include-num-input-tokens-seen", "all"])
+    assert config.training.extra == {
+        "neftune_noise_alpha": 5.0,
+        "adam_beta2": 0.1,
+        "torch_compile": True,
+        "include_num_input_tokens_seen": "all",
+    }
+
+
+def test_sections_merge_and_may_be_empty(write):
+    assert load(["--config", write("lora: {r: 8}\ntraining:\nlogging: {}\n")]).lora.r == 8
+    path = write("data: {columns: {<<: {a: b, d: e}, a: c}}\n")  # a merge key, which is no duplicate
+    assert load(["--config", path, *MODEL]).data.columns == {"a": "c", "d": "e"}
+
+
+def test_the_transformers_backend_takes_stock_checkpointing():
+    assert load(["--model.backend", "transformers"]).training.gradient_checkpointing is True
+    assert load([]).training.gradient_checkpointing == "unsloth"
+
+
+def test_length_on_the_command_line_outranks_the_file(write):
+    steps = load(["--config", write("training: {num_train_epochs: 3}\n"), "--training.max_steps", "20"]).training
+    assert (steps.max_steps, steps.num_train_epochs) == (20, 1.0)
+    epochs = load(["--config", write("training: {max_steps: 20}\n"), "--training.num_train_epochs", "3"]).training
+    assert (epochs.max_steps, epochs.num_train_epochs) == (-1, 3.0)
+
+
+# Round trip ---------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "demo": [],
+    "full": [*MODEL, "--model.full_finetuning", "--training.max_steps", "5", "--training.adam_beta2", "0.9"],
+    "transformers": [*MODEL, "--model.backend", "transformers", "--data.system_prompt", "1e5"],
+    "lists": [*MODEL, "--lora.modules_to_save", "[embed_tokens]", "--data.eval_file", "[a, b]", "--lora.r", "4"],
+    "text": [*MODEL, "--training.optim_args", "1e-5", "--data.cache_dir", "2026-01-01"],
+}
+
+
+@pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
+def test_round_trip(argv, write):
+    config = load(argv)
+    for text in (json.dumps(config.to_dict()), yaml.safe_dump(config.to_dict())):
+        assert Config.from_dict(yaml.safe_load(text)) == config
+    again = load(["--config", write(dump_yaml(config))])
+    assert again.to_dict() | {"config_file": None} == config.to_dict()
+
+
+def test_from_dict_of_another_version():
+    saved = Config().to_dict() | {"plugins": {}}
+    saved["lora"]["rank"] = 3
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(saved)
+    assert len(caught.value.problems) == 2 and "lora.rank" in str(caught.value) and "plugins" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_example(path, write):
+    config = load(["--config", str(path)])
+    assert not config.demo and config.data.train_file == "data/train.jsonl"
+    assert config.model.full_finetuning == (path.name == "full.yaml")
+    assert config.model.load_in_4bit == (path.name == "qlora.yaml")
+    for world_size in (1, 2, 4, 8):
+        assert resolve_batch(config.training, world_size).global_size == config.training.global_batch_size
+    assert load(["--config", write(dump_yaml(config))]).training == config.training
+
+
+def test_all_three_examples_are_there():
+    assert {path.name for path in (ROOT / "examples").glob("*.yaml")} >= {"lora.yaml", "qlora.yaml", "full.yaml"}
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------
+
+
+def test_three_misspelt_keys_at_once(write):
+    path = write(
+        "model:\n  model_name_or_pth: a/b\ndata:\n  train_fil: t.jsonl\n  max_length: 64\n"
+        "training:\n  learnin_rate: 1\n"
+    )
+    found = problems("--config", path)
+    assert len(found) == 3  # and no rule complains that model or data is missing
+    for text, line, shown, nearest in zip(
+        found,
+        (2, 4, 7),
+        ("model_name_or_pth: a/b", "train_fil: t.jsonl", "learnin_rate: 1"),
+        ("model.model_name_or_path", "data.train_file", "training.learning_rate"),
+        strict=True,
+    ):
+        assert text.startswith(f"{path}:{line}: ") and shown in text and f"nearest is {nearest} (" in text
+
+
+def test_file_and_command_line_are_reported_together(write):
+    path = write("lora: {r: high}\ntraining: {seed: -1}\n")
+    found = problems(
+        "--config", path, "--lora.use_rslora", "maybe", "--training.lr", "1", "stray", "--trainin.seed", "1"
+    )
+    assert len(found) == 6
+    assert any(text.startswith(f"{path}:1: `lora.r: high`") and "type int" in text for text in found)
+    assert any(text.startswith(f"{path}:2: `training.seed: -1`") and "in [0, 2**32)" in text for text in found)
+    assert any(text.startswith("command line: `--lora.use_rslora maybe`") and "true | false" in text for text in found)
+    assert any("`stray`" in text and "no option" in text for text in found)
+    assert any("`--trainin.seed 1`" in text and "belongs under `training:`" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed"),
+    [
+        ("--lora.r=1.5", "int"),
+        ("--lora.r=true", "int"),
+        ("--lora.r=0", "at least 1"),
+        ("--lora.r=", "int"),
+        ("--lora.r=[1]", "int"),
+        ("--lora.lora_dropout=1", "in [0, 1)"),
+        ("--lora.lora_dropout=-0.1", "in [0, 1)"),
+        ("--data.eval_fraction=1.0", "in [0, 1)"),
+        ("--lora.target_modules=[]", "not empty"),
+        ("--lora.modules_to_save=[1]", "list of str | null"),
+        ("--data.columns=[a]", "mapping of str to str"),
+        ("--data.columns={a: 1}", "mapping of str to str"),
+        ("--data.columns={1: a}", "mapping of str to str"),
+        ("--data.max_length=0", "at least 1"),
+        ("--data.num_proc=-2", "at least 1"),
+        ("--model.backend=cuda", "auto | unsloth | transformers"),
+        ("--model.dtype=bf16", "auto | bfloat16 | float16 | float32"),
+        ("--training.learning_rate=fast", "float"),
+        ("--training.learning_rate=true", "float"),
+        ("--training.learning_rate=.nan", "float"),
+        ("--training.learning_rate=inf", "float"),
+        ("--training.learning_rate=0", "above 0"),
+        ("--training.learning_rate={", "float"),
+        ("--training.num_train_epochs=0", "above 0"),
+        ("--training.max_steps=0", "-1 (off) or at least 1"),
+        ("--training.global_batch_size=-4", "at least 1"),
+        ("--training.save_steps=-1", "at least 0"),
+        ("--training.gradient_checkpointing=some", "unsloth | true | false"),
+        ("--training.lr_scheduler_type=cosin", "nearest is cosine"),
+        ("--training.optim=adamw", "adamw_torch"),
+        ("--training.neftune_noise_alpha=loud", "float | null"),
+        ("--training.torch_compile=2", "true | false"),
+        ("--training.logging_first_step=1", "true | false"),
+        ("--logging.logging_steps=0", "at least 1"),
+        ("--model.model_name_or_path=", "not empty"),
+    ],
+)
+def test_wrong_value(argument, allowed):
+    name = argument.partition("=")[0].removeprefix("--")
+    text = problem(argument)
+    assert name in text and allowed in text and argument.partition("=")[2] in text
+
+
+def test_a_number_where_a_file_needs_text(write):
+    assert "put it in quotes" in problem("--config", write("model: {revision: 1234567}\n"))
+    assert "list of str | str | null" in problem("--config", write("lora: {target_modules: {a: b}}\n"))
+    assert "mapping | str | null" in problem("--config", write("training: {lr_scheduler_kwargs: [1]}\n"))
+    text = problem("--config", write("training: {learning_rate: }\n"))
+    assert "`training.learning_rate: null`" in text and "float" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("training.lr", "training.learning_rate"),
+        ("training.micro_batch_size", "training.per_device_train_batch_size"),
+        ("training.epochs", "training.num_train_epochs"),
+        ("training.warmup_ratio", "training.warmup_steps"),
+        ("data.sequence_len", "data.max_length"),
+        ("model.max_seq_length", "data.max_length"),
+        ("model.lora_r", "lora.r"),
+        ("lora.rnk", "lora.r"),
+        ("data.sample_packing", "data.packing"),
+        ("lora.lora_drop_out", "lora.lora_dropout"),
+        ("data.max-lenght", "data.max_length"),
+        ("training.neftune_noise_alfa", "training.neftune_noise_alpha"),
+        ("trainig.learning_rat", "training.learning_rate"),
+    ],
+)
+def test_nearest_name(name, nearest):
+    text = problem(f"--{name}", "3")
+    assert name.replace("-", "_") in text and f"nearest is {nearest} (" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("training.r", "lora"),
+        ("training.max_length", "data"),
+        ("training.packing", "data"),
+        ("training.assistant_only_loss", "data"),
+        ("training.logging_steps", "logging"),
+        ("training.trust_remote_code", "model"),
+        ("model.neftune_noise_alpha", "training"),
+        ("learning_rate", "training"),
+    ],
+)
+def test_a_key_of_another_section(name, section):
+    assert f"belongs under `{section}:`" in problem(f"--{name}", "3")
+
+
+def test_a_key_like_no_other():
+    assert "--help lists every key" in problem("--lora.zzqqxx", "3")
+    assert "nearest is --dry-run" in problem("--dry-rum")
+    assert "nearest is --config" in problem("--confg", "run.yaml")
+    assert "value must follow (int)" in problem("--lora.r")
+    assert "value must follow (int)" in problem("--lora.r", "--training.seed", "3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("bf16", "true", "model.dtype"),
+        ("report_to", "none", "TensorBoard"),
+        ("report_to", "wandb", "TensorBoard"),
+        ("push_to_hub", "true", "finetune export"),
+        ("group_by_length", "true", "training.seed"),
+        ("logging_dir", "x", "TensorBoard"),
+        ("average_tokens_across_devices", "false", "label tokens"),
+        ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),
+        ("do_train", "true", "this command trains"),
+        ("extra", "{}", "by its own name"),
+    ],
+)
+def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
+    text = problem(f"--training.{name}", value)
+    assert f"--training.{name} {value}" in text and remedy in text
+
+
+# Files that cannot be read ------------------------------------------------------------------------------------------
+
+
+def test_missing_file(tmp_path):
+    path = str(tmp_path / "none.yaml")
+    text = problem("--config", path, "--data.train_file", "t.jsonl")  # and no complaint that the model is missing
+    assert text.startswith(path) and "does not exist" in text
+    assert "cannot be read" in problem("--config", str(tmp_path))
+    assert "a path must follow" in problem("--config")
+    assert "given twice" in problem("--json", "a", "--json", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("model:\n  dtype: auto\n backend: auto\n", 3, "not valid YAML"),
+        ("model:\n\tdtype: auto\n", 2, "not valid YAML"),
+        ("lora: {r: 8\n", 2, "not valid YAML"),
+        ("lora: {r: !!python/object/apply:os.getcwd []}\n", 1, "not valid YAML"),
+        ("lora: {r: 8}\n---\nlora: {r: 9}\n", 2, "not valid YAML"),
+        ("lora:\n  r: 8\n  lora_alpha: 8\n  r: 9\n", 4, "`r` is given twice"),
+        ("lora: {r: 8}\nmodel: {}\nlora: {r: 9}\n", 3, "`lora` is given twice"),
+        ("lora:\n  - r\n", 1, "a section is a mapping"),
+        ("lora: 3\n", 1, "a section is a mapping"),
+        ("trainer: {learning_rate: 1e-4}\n", 1, "nearest is training"),
+        ("\nlearning_rate: 1e-4\n", 2, "belongs under `training:`"),
+        ('1: a\n"1": b\n', 2, "given twice"),
+    ],
+)
+def test_broken_file(write, text, line, what):
+    path = write(text)
+    assert any(found.startswith(f"{path}:{line}: ") and what in found for found in problems("--config", path))
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "[1, 2]\n", "text\n", "{}\n"])
+def test_file_without_settings(write, text):
+    assert "holds no settings" in problem("--config", write(text))
+
+
+def test_file_of_another_encoding(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("data: {system_prompt: é}\n".encode("latin-1"))
+    assert "UTF-8" in problem("--config", str(tmp_path / "latin.yaml"))
+
+
+# Contradictions -----------------------------------------------------------------------------------------------------
+
+NO_MODEL = ["--data.train_file", "t.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "about"),
+    [
+        ([*MODEL, "--model.full_finetuning", "--model.load_in_4bit"], "4-bit"),
+        ([*MODEL, "--data.dataset_name", "a/b"], "both name the training data"),
+        (MODEL[:2], "no training data"),
+        (NO_MODEL, "embedded demo"),
+        (["--data.dataset_name", "a/b"], "embedded demo"),
+        (["--data.eval_file", "e.jsonl"], "embedded demo"),
+        ([*MODEL, "--data.dataset_config", "main"], "set data.dataset_name"),
+        ([*MODEL, "--training.max_steps", "5", "--training.num_train_epochs", "1"], "length of the run"),
+        ([*MODEL, "--data.pack_length", "4096"], "packing: true"),
+        ([*MODEL, "--data.packing", "--data.pack_length", "512"], "below max_length 2048"),
+        ([*MODEL, "--data.eval_file", "e.jsonl", "--data.eval_fraction", "0.1"], "held-out rows"),
+        ([*MODEL, "--training.eval_steps", "5"], "no rows are held out"),
+        ([*MODEL, "--data.last_turn_only", "--data.assistant_only_loss", "false"], "assistant_only_loss: true"),
+        (["--model.backend", "transformers", "--training.gradient_checkpointing", "unsloth"], "use true"),
+        ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
+        (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "keep one"),
+        (["--training.global_batch_size", "6", "--training.per_device_train_batch_size", "4"], "not a multiple"),
+    ],
+)
+def test_contradiction(argv, about):
+    text = problem(*argv)
+    assert about in text and text.startswith("command line: `--")
+
+
+def test_contradictions_all_at_once_with_the_place_of_each(write):
+    path = write(
+        "model: {model_name_or_path: a/b, full_finetuning: true, load_in_4bit: true}\n"
+        "data: {train_file: t.jsonl, dataset_name: a/b, pack_length: 8}\n"
+        "training: {max_steps: 5, num_train_epochs: 2}\n"
+    )
+    found = problems("--config", path, "--lora.r", "8", "--lora.zzqqxx", "8")
+    assert len(found) == 6
+    assert any(f"{path}:1: `model.full_finetuning: true`; command line: `--lora.r 8`" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*MODEL, "--data.packing", "--data.pack_length", "2048"],
+        [*MODEL, "--training.max_steps", "-1", "--training.num_train_epochs", "2"],
+        [*MODEL, "--training.eval_steps", "5", "--data.eval_fraction", "0.1"],
+        ["--data.max_length", "64", "--data.packing", "--training.eval_steps", "5"],
+        [*MODEL, "--lora.lora_dropout", "0.999"],
+    ],
+)
+def test_no_contradiction(argv):
+    load(argv)
+
+
+# Batches ------------------------------------------------------------------------------------------------------------
+
+
+def batch(world_size: int, **settings: int) -> tuple[int, int, int]:
+    found = resolve_batch(TrainingConfig(**settings), world_size)
+    return found.per_device, found.accumulation, found.global_size
+
+
+def test_batch():
+    assert [batch(world) for world in (1, 2, 4, 16)] == [(8, 2, 16), (8, 1, 16), (4, 1, 16), (1, 1, 16)]
+    assert batch(1, global_batch_size=14) == (7, 2, 14)
+    assert batch(2, global_batch_size=26) == (1, 13, 26)
+    assert batch(2, global_batch_size=32, per_device_train_batch_size=4) == (4, 4, 32)
+    assert batch(2, global_batch_size=32, gradient_accumulation_steps=1) == (16, 1, 32)
+    assert batch(2, gradient_accumulation_steps=3) == (8, 3, 48)
+    assert batch(2, gradient_accumulation_steps=3, per_device_train_batch_size=2) == (2, 3, 12)
+    assert batch(2, per_device_train_batch_size=4) == (4, 2, 16)
+
+
+@given(st.integers(1, 300), st.integers(1, 64), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20))
+def test_batch_is_exact_or_refused(size, world, per_device, accumulation):
+    training = TrainingConfig(
+        global_batch_size=size, per_device_train_batch_size=per_device, gradient_accumulation_steps=accumulation
+    )
+    possible = [
+        (p, a)
+        for p in ([per_device] if per_device else range(1, size + 1))
+        for a in ([accumulation] if accumulation else range(1, size + 1))
+        if p * a * world == size
+    ]
+    try:
+        found = resolve_batch(training, world)
+    except UserError:
+        assert not possible
+    else:
+        assert (found.per_device, found.accumulation) in possible and found.global_size == size
+        if per_device is None and accumulation is None:
+            assert found.per_device == max(p for p, _ in possible if p <= 8)
+
+
+def test_batch_that_does_not_fit():
+    with pytest.raises(UserError) as caught:
+        batch(3, global_batch_size=16)
+    text = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "global_batch_size 16" in text and "3 (processes)" in text
+    assert "exactly: 1, 2, 4, 8, 16;" in text and "to 15 or 18" in text
+
+    with pytest.raises(UserError, match=r"exactly: 1, 2, 4; .*size to 8\."):
+        batch(8, global_batch_size=4)
+    with pytest.raises(UserError, match=r"16 \(the default\) is not .* exactly: none; .*to 15 or 20, or leave"):
+        batch(1, per_device_train_batch_size=5)
+    with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16; .*exactly: 4; .*to 16"):
+        batch(2, global_batch_size=32, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+
+
+# The installed TRL, and what importing costs ------------------------------------------------------------------------
+
+
+def in_subprocess(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_sft_fields_are_those_of_the_installed_class():
+    code = """
+import dataclasses, json
+from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import SchedulerType
+from trl import SFTConfig
+fields = {field.name: str(field.type) for field in dataclasses.fields(SFTConfig)}
+print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value for item in SchedulerType]]))
+"""
+    real, optimisers, schedulers = json.loads(in_subprocess(code).splitlines()[-1])
+    assert set(sft_fields()) == set(real)
+    assert sft_fields()["max_steps"] is int and sft_fields()["torch_compile"] is bool
+    assert sft_fields()["bf16"] == bool | None  # overridden in TRL
+    assert set(choices("optim")) == set(optimisers) and set(choices("lr_scheduler_type")) == set(schedulers)
+    assert TrainingConfig().optim in optimisers and TrainingConfig().lr_scheduler_type in schedulers
+    # What is refused by name exists or existed; what is ours is not refused.
+    former = {"extra", "group_by_length", "logging_dir", "skip_prepare_dataset"}
+    assert set(MANAGED) - set(real) == former
+
+
+def test_tables_name_what_exists():
+    own = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)}
+    keys = {name.split(".")[1] for name in own} - {"extra"}
+    assert set(_ALIASES.values()) <= own
+    assert not set(_ALIASES) & keys and not set(MANAGED) & keys
+    assert set(CHOICES) <= keys
+
+
+def test_help_names_every_key_with_its_type_default_and_meaning():
+    text = help_text("train")
+    for section, kind in SECTIONS.items():
+        assert f"\n{section}:" in text
+        for field in fields(kind):
+            if field.name != "extra":
+                assert f"--{section}.{field.name}  " in text and field.metadata["help"] in text
+    assert "--training.learning_rate  float, above 0  (default: 0.0002)" in text
+    assert "--model.backend  auto | unsloth | transformers  (default: auto)" in text
+    assert text.startswith("usage: accelerate launch -m finetune.train [--dry-run] [--config FILE.yaml]")
+    assert "--dry-run" not in help_text("prepare") and "python -m finetune.prepare" in help_text("prepare")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_ends_the_process(capsys, flag):
+    with pytest.raises(SystemExit) as caught:
+        load(["--config", "none.yaml", flag], verb="train")
+    assert caught.value.code == 0 and capsys.readouterr().out == help_text("train")
+
+
+def test_dry_run_belongs_to_train():
+    with pytest.raises(ConfigError, match="finetune.train alone"):
+        load(["--dry-run"], verb="prepare")
+    assert "takes no value" in problem("--dry-run=yes")
+
+
+def test_no_heavy_import():
+    code = """
+import sys
+from finetune.config import ConfigError, help_text, load, dump_yaml
+help_text("train"), dump_yaml(load(["--training.adam_beta2", "0.9", "--training.optim", "sgd"]))
+try:
+    load(["--training.learnin_rate", "1"])
+except ConfigError:
+    pass
+heavy = {"torch", "transformers", "trl", "accelerate", "datasets", "unsloth", "peft", "numpy"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert in_subprocess(code).strip() == "[]"
+
+
+def test_sections_are_frozen():
+    for section in (Config(), ModelConfig(), DataConfig()):
+        with pytest.raises(AttributeError):
+            section.r = 1  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        ModelConfig("positional")  # type: ignore[misc]

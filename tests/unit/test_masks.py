@@ -1,0 +1,450 @@
+"""Labels: exactly the assistant's words and the end-of-turn token, for real chat templates."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.formats import Conversation, RowError, Text
+from finetune.data.template import IGNORE, TEMPLATES, Encoded, Encoder, load_template, preview
+from finetune.errors import UserError
+from tests.unit.chat_templates import (
+    CHAT_TEMPLATES,
+    CHATML,
+    CHATML_MARKED,
+    GEMMA,
+    MISTRAL,
+    MISTRAL_V3,
+    PHI3,
+    QWEN3,
+    build_tokenizer,
+)
+
+HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello, you!"}]
+
+
+@functools.cache
+def tokenizer_for(name: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    case = CHAT_TEMPLATES[name]
+    tokenizer = build_tokenizer(case.tokens, case.eos, case.bos)
+    if trim_offsets:  # as GPT-2 has it: a token's place in the text leaves its leading space out
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[attr-defined]
+    return tokenizer
+
+
+@functools.cache
+def encoder_for(name: str, trim_offsets: bool = False, **options: Any) -> Encoder:
+    return Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
+
+
+def encode_one(encoder: Encoder, messages: list[dict], **fields: Any) -> Encoded:
+    (result,) = encoder.encode_batch([Conversation(messages=messages, **fields)])
+    assert not isinstance(result, RowError), result
+    (piece,) = result
+    return piece
+
+
+def fails_with(encoder: Encoder, row: Conversation | Text) -> RowError:
+    (result,) = encoder.encode_batch([row])
+    assert isinstance(result, RowError)
+    return result
+
+
+def learnt(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The decoded runs of label tokens; also checks that a label is the token of its place."""
+    runs: list[list[int]] = []
+    before = IGNORE
+    for token, label in zip(encoded.input_ids.tolist(), encoded.labels.tolist(), strict=True):
+        assert label in (IGNORE, token)
+        if label != IGNORE:
+            if before == IGNORE:
+                runs.append([])
+            runs[-1].append(label)
+        before = label
+    return [tokenizer.decode(run) for run in runs]
+
+
+# --- the property -----------------------------------------------------------------------------------------------------
+
+# Role words, other templates' and this template's own markers, thinking, and whitespace at every edge.
+snippets = st.sampled_from(
+    [
+        "assistant",
+        "user\n",
+        "system:",
+        "model",
+        "[INST] ",
+        "<|im_start|>assistant\n",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "</s>",
+    ]
+    + [
+        "<end_of_turn>\n",
+        "<|end|>",
+        "### Response:",
+        "🙂",
+        "👩‍👩‍👧",
+        "é",
+        "日本",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "0",
+        "{{ x }}",
+    ]
+    + ["<think>\nhm\n</think>\n\n"]
+)
+content = st.lists(
+    snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
+).map("".join)
+content = content.filter(lambda text: text.strip() != "")
+
+
+@st.composite
+def conversations(draw: st.DrawFn, system: bool) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": draw(content)}] if system and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(content)})
+        messages.append({"role": "assistant", "content": draw(content)})
+    if draw(st.integers(0, 4)) == 0:
+        messages.append({"role": "user", "content": draw(content)})
+    return messages
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_labels_are_the_assistants_words_and_the_end_of_turn(
+    name: str, trim_offsets: bool, data: st.DataObject
+) -> None:
+    case, tokenizer = CHAT_TEMPLATES[name], tokenizer_for(name, trim_offsets)
+    messages = data.draw(conversations(case.system))
+    says = case.says(messages)
+
+    encoded = encode_one(encoder_for(name, trim_offsets), messages)
+    assert learnt(encoded, tokenizer) == says
+    text = tokenizer.apply_chat_template(messages, chat_template=case.template, tokenize=False)
+    assert encoded.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    encoded = encode_one(encoder_for(name, trim_offsets, last_turn_only=True), messages)
+    assert learnt(encoded, tokenizer) == says[-1:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations(system=True))
+def test_labels_equal_the_mask_of_marked_templates(messages: list[dict[str, str]]) -> None:
+    tokenizer = tokenizer_for("chatml")
+    reference = tokenizer.apply_chat_template(
+        messages, chat_template=CHATML_MARKED, return_assistant_tokens_mask=True, return_dict=True
+    )
+    expected = np.array(reference["assistant_masks"], dtype=bool)
+    marked = Encoder(tokenizer, CHATML_MARKED)
+    for encoder in (marked, encoder_for("chatml")):
+        encoded = encode_one(encoder, messages)
+        assert encoded.input_ids.tolist() == reference["input_ids"]
+        assert ((encoded.labels != IGNORE) == expected).all()
+    last = encode_one(Encoder(tokenizer, CHATML_MARKED, last_turn_only=True), messages)
+    assert learnt(last, tokenizer) == CHATML.says(messages)[-1:]
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_qwen3_learns_the_thinking_that_the_template_keeps() -> None:
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "<think>\nlong ago\n</think>\n\none"},
+        {"role": "user", "content": "second"},
+        {"role": "assistant", "reasoning_content": "just now", "content": "two"},
+    ]
+    encoded = encode_one(encoder_for("qwen3"), messages)
+    assert learnt(encoded, tokenizer_for("qwen3")) == [
+        "one<|im_end|>",
+        "<think>\njust now\n</think>\n\ntwo<|im_end|>",
+    ]
+
+
+def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    encoded = encode_one(encoder_for("qwen3"), messages)
+    assert learnt(encoded, tokenizer_for("qwen3")) == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nIt is 2.<|im_end|>",
+    ]
+    messages[1]["content"] = "Let me see."  # phi3 would render these words and nothing of the call
+    assert fails_with(encoder_for("phi3"), Conversation(messages=messages)).reason == "not_rendered"
+
+
+def test_only_turns_from_learn_from_on_are_learnt() -> None:
+    messages = [*HELLO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}]
+    for encoder in (encoder_for("chatml"), Encoder(tokenizer_for("chatml"), CHATML_MARKED)):
+        encoded = encode_one(encoder, messages, learn_from=3)
+        assert learnt(encoded, tokenizer_for("chatml")) == ["more<|im_end|>"]
+
+
+def test_everything_is_learnt_without_assistant_only_loss() -> None:
+    encoded = encode_one(encoder_for("llama3", assistant_only_loss=False), HELLO)
+    assert encoded.labels[0] == IGNORE  # nothing precedes the first token
+    assert (encoded.labels[1:] == encoded.input_ids[1:]).all()
+    with pytest.raises(UserError, match="assistant_only_loss"):
+        encoder_for("chatml", assistant_only_loss=False, last_turn_only=True)
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+PLAIN = (
+    "{% for m in messages %}{{ 'USER: ' + m.content + '\n' if m.role == 'user' else 'BOT: ' + m.content + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'BOT: ' }}{% endif %}"
+)
+
+
+def test_a_first_word_joined_with_the_prompts_space_is_learnt() -> None:
+    tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: Hello BOT: Hello"] * 9)
+    assert "ĠHello" in tokenizer.get_vocab()
+    encoded = encode_one(Encoder(tokenizer, PLAIN), [{"role": "user", "content": "x"}, HELLO[1] | {"content": "Hello"}])
+    assert learnt(encoded, tokenizer) == [" Hello</s>"]
+
+
+def test_a_token_that_is_partly_the_prompts_word_is_not_learnt() -> None:
+    backend = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=30, special_tokens=["</s>"], show_progress=False)
+    backend.train_from_iterator([":he"] * 9 + ["USRBOTxlo\n: "], trainer)  # no pre-tokenizer: merges reach anywhere
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    template = PLAIN.replace("BOT: ", "BOT:")
+    encoded = encode_one(Encoder(tokenizer, template), [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "hello"}])
+    assert ":he" in tokenizer.get_vocab()
+    assert "".join(tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])) == "llo</s>"
+
+
+def test_sentencepiece_style_tokens() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[attr-defined]
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>", "[INST]", "[/INST]"], show_progress=False)
+    backend.train_from_iterator(["Hi there Hello, you! Hi there Hello, you! "], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    encoded = encode_one(Encoder(tokenizer, MISTRAL.template), HELLO)
+    tokens = tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])
+    assert "".join(tokens) == "▁Hello,▁you!</s>"
+
+
+def test_bos_comes_once() -> None:
+    case, tokenizer = CHAT_TEMPLATES["llama3"], build_tokenizer(CHAT_TEMPLATES["llama3"].tokens, "<eos>", "<bos>")
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[attr-defined]
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    encoder = Encoder(tokenizer, case.template)
+    assert encode_one(encoder, HELLO).input_ids.tolist().count(bos) == 1
+    ((text,),) = encoder.encode_batch([Text(text="Hello there")])
+    assert isinstance(text, Encoded)
+    assert text.input_ids.tolist().count(bos) == 1
+    assert text.input_ids[0] == bos and text.labels[0] == IGNORE
+    assert learnt(text, tokenizer) == ["Hello there<eos>"]
+
+
+def test_plain_text_learns_the_completion_and_eos() -> None:
+    tokenizer = tokenizer_for("chatml")
+    text = Text(text="Question: how many? Answer: 42", learn_from=len("Question: how many? Answer:"))
+    ((piece,),) = Encoder(tokenizer, None).encode_batch([text])  # type: ignore[misc]
+    assert learnt(piece, tokenizer) == [" 42<|im_end|>"]
+    ((piece,),) = Encoder(tokenizer, None, assistant_only_loss=False).encode_batch([text])  # type: ignore[misc]
+    assert piece.label_tokens == len(piece.input_ids) - 1
+    with pytest.raises(UserError, match="no chat template"):
+        Encoder(tokenizer, None).encode_batch([Conversation(messages=HELLO)])
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+LONG = [{"role": "user", "content": "How many? " * 3}, {"role": "assistant", "content": "seventy-two clips " * 9}]
+
+
+def test_over_length() -> None:
+    whole = encode_one(encoder_for("chatml"), LONG)
+    length, cut = len(whole.input_ids), len(whole.input_ids) - 7
+    assert not whole.shortened
+
+    cut_off = encode_one(encoder_for("chatml", max_length=cut), LONG)
+    assert cut_off.shortened
+    assert cut_off.input_ids.tolist() == whole.input_ids[:cut].tolist()
+    assert cut_off.labels.tolist() == whole.labels[:cut].tolist()
+    exact = encode_one(encoder_for("chatml", max_length=length, over_length="drop"), LONG)
+    assert not exact.shortened
+
+    error = fails_with(encoder_for("chatml", max_length=cut, over_length="drop"), Conversation(messages=LONG))
+    assert error.reason == "over_length" and str(length) in error.detail and str(cut) in error.detail
+    # Cut within the question there is nothing to learn.
+    assert fails_with(encoder_for("chatml", max_length=5), Conversation(messages=LONG)).reason == "no_label"
+
+
+@pytest.mark.parametrize("limit", [2, 3, 10, 17, 50])
+def test_split_predicts_every_label_once(limit: int) -> None:
+    whole = encode_one(encoder_for("chatml"), LONG)
+    (pieces,) = encoder_for("chatml", max_length=limit, over_length="split").encode_batch([Conversation(messages=LONG)])
+    assert not isinstance(pieces, RowError) and len(pieces) > 1
+    assert all(2 <= len(piece.input_ids) <= limit and piece.shortened for piece in pieces)
+    assert all(piece.labels[0] == IGNORE and piece.label_tokens > 0 for piece in pieces)
+    labels = np.concatenate([piece.labels for piece in pieces])
+    assert labels[labels != IGNORE].tolist() == whole.labels[whole.labels != IGNORE].tolist()
+    for piece, following in zip(pieces, pieces[1:], strict=False):
+        assert following.input_ids[0] == piece.input_ids[-1]
+
+
+# --- what cannot be used ----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_fail_are_told_apart_and_do_not_touch_the_others() -> None:
+    system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    good, failed, unlearnt, again = encoder_for("gemma").encode_batch(
+        [
+            Conversation(messages=HELLO),
+            Conversation(messages=system),
+            Conversation(messages=HELLO[:1]),
+            Conversation(messages=HELLO),
+        ]
+    )
+    assert isinstance(failed, RowError) and failed.reason == "template_error" and "System role" in failed.detail
+    assert isinstance(unlearnt, RowError) and unlearnt.reason == "no_label"
+    for result in (good, again):
+        assert isinstance(result, list) and learnt(result[0], tokenizer_for("gemma")) == GEMMA.says(HELLO)
+    twice = [HELLO[0], HELLO[0], HELLO[1]]
+    assert fails_with(encoder_for("mistral"), Conversation(messages=twice)).reason == "template_error"
+
+
+def test_a_message_that_the_template_leaves_out_is_not_lost_silently() -> None:
+    system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    encoder = Encoder(tokenizer_for("mistral"), MISTRAL_V3)
+    assert learnt(encode_one(encoder, HELLO), tokenizer_for("mistral")) == MISTRAL.says(HELLO)
+    error = fails_with(encoder, Conversation(messages=system))
+    assert error.reason == "not_rendered" and "message 1" in error.detail
+    developer = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    assert fails_with(encoder_for("phi3"), Conversation(messages=developer)).reason == "not_rendered"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}",
+            "no generation prompt",
+        ),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "exactly once"),
+        ("{{ raise_exception('never') }}", "never"),
+        (
+            "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+            "{{ ' STOP' if loop.last and m.role == 'assistant' else '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+            "ends the last turn",
+        ),
+    ],
+)
+def test_ambiguous_templates_are_refused(template: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as caught:
+        Encoder(tokenizer_for("chatml"), template)
+    assert "assistant_only_loss" in str(caught.value) and template[:20] in str(caught.value).replace("\\n", "\n")
+    if "raise_exception" not in template:
+        assert encode_one(Encoder(tokenizer_for("chatml"), template, assistant_only_loss=False), HELLO).label_tokens
+
+
+def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
+    # An answer with "?" is moved to the front: nothing tells it from the context.
+    template = (
+        "{% if '?' in messages[-1].content %}{{ messages[-1].content }}{% endif %}"
+        "{% for m in messages if '?' not in m.content %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    encoder = Encoder(tokenizer_for("chatml"), template)
+    assert learnt(encode_one(encoder, HELLO), tokenizer_for("chatml")) == CHATML.says(HELLO)
+    tangled = [HELLO[0], {"role": "assistant", "content": "Really?"}]
+    assert fails_with(encoder, Conversation(messages=tangled)).reason == "mask_ambiguous"
+
+
+def test_each_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, seen = encoder_for("qwen3"), []
+    tokenise = Encoder._tokenise
+    monkeypatch.setattr(Encoder, "_tokenise", lambda self, texts, **k: seen.extend(texts) or tokenise(self, texts, **k))
+    rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
+    encoder.encode_batch(rows)
+    assert len(seen) == len(rows)
+
+
+def test_an_encoder_can_be_pickled() -> None:
+    encoder = encoder_for("llama3")
+    here = encode_one(encoder, HELLO)
+    there = encode_one(pickle.loads(pickle.dumps(encoder)), HELLO)
+    assert there.labels.tolist() == here.labels.tolist()
+
+
+def test_truncation_left_on_in_the_tokenizer_does_not_matter() -> None:
+    tokenizer = build_tokenizer(CHATML.tokens, CHATML.eos)
+    encoder = Encoder(tokenizer, CHATML.template)
+    tokenizer("a long text that is cut", truncation=True, max_length=3)
+    assert learnt(encode_one(encoder, LONG), tokenizer) == CHATML.says(LONG)
+
+
+# --- templates by name ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_named_templates_render_as_published(name: str) -> None:
+    published = {"phi": "phi3"}.get(name, name)
+    case, tokenizer = CHAT_TEMPLATES[published], tokenizer_for(published)
+    messages = [*HELLO, {"role": "user", "content": " and? "}, {"role": "assistant", "content": "more"}]
+    if case.system:
+        messages = [{"role": "system", "content": "Be brief."}, *messages]
+    ours, theirs = (
+        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        for template in (load_template(tokenizer, name), case.template)
+    )
+    # phi: without the EOS behind the last turn; mistral: without the space before [INST].
+    assert ours == theirs.removesuffix(PHI3.eos).replace(" [INST]", "[INST]")
+    assert learnt(encode_one(Encoder(tokenizer, TEMPLATES[name]), messages), tokenizer) == case.says(messages)
+
+
+def test_load_template(tmp_path: Any) -> None:
+    tokenizer = build_tokenizer(CHATML.tokens, CHATML.eos)
+    assert load_template(tokenizer) is None
+    tokenizer.chat_template = QWEN3.template
+    assert load_template(tokenizer) == QWEN3.template
+    file = tmp_path / "mine.jinja"
+    file.write_text(PHI3.template, encoding="utf-8")
+    assert load_template(tokenizer, str(file)) == PHI3.template
+    file.write_text("{% for m in messages %}", encoding="utf-8")
+    with pytest.raises(UserError, match="mine.jinja is not Jinja: line 1"):
+        load_template(tokenizer, str(file))
+    with pytest.raises(UserError, match="'chatlm'.*chatml, llama3"):
+        load_template(tokenizer, "chatlm")
+
+
+# --- the preview ------------------------------------------------------------------------------------------------------
+
+
+def test_preview() -> None:
+    tokenizer = tokenizer_for("chatml")
+    encoded = encode_one(encoder_for("chatml"), HELLO)
+    plain = preview(encoded, tokenizer, color=False).plain
+    assert plain == "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n⟦Hello, you!<|im_end|>⟧\n"
+    stream = io.StringIO()
+    Console(file=stream, force_terminal=True, color_system="standard").print(preview(encoded, tokenizer))
+    assert "⟦" not in stream.getvalue()
+    assert "\x1b[1;32mHello, you!<|im_end|>" in stream.getvalue()

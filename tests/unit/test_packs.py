@@ -1,0 +1,131 @@
+"""Packing against a plain best-fit decreasing, written the slow way."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.packs import Packs, pack, unpacked
+
+
+def plain_best_fit_decreasing(lengths: list[int], pack_length: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = [(room, i) for i, room in enumerate(rooms) if room >= lengths[document]]
+        if fitting:
+            i = min(fitting)[1]
+        else:
+            i = len(packs)
+            packs.append([])
+            rooms.append(pack_length)
+        packs[i].append(document)
+        rooms[i] -= lengths[document]
+    return packs
+
+
+def as_lists(packs: Packs) -> list[list[int]]:
+    return [packs[i].tolist() for i in range(len(packs))]
+
+
+def lognormal(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(6.0, 0.8, n).round().clip(32, 2048).astype(np.int64)
+
+
+def test_equals_plain_best_fit_decreasing_on_thousands_of_random_cases():
+    rng = np.random.default_rng(0)
+    for _ in range(4000):
+        pack_length = int(rng.integers(1, 60))
+        longest = int(rng.integers(1, pack_length + 1))
+        lengths = rng.integers(1, longest + 1, size=rng.integers(1, 40))
+        assert as_lists(pack(lengths, pack_length)) == plain_best_fit_decreasing(lengths.tolist(), pack_length)
+
+
+def test_equals_plain_best_fit_decreasing_on_real_shapes():
+    lengths = lognormal(1500)
+    for pack_length in (2048, 4096, 16384):
+        assert as_lists(pack(lengths, pack_length)) == plain_best_fit_decreasing(lengths.tolist(), pack_length)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_document_once_and_no_pack_over_its_length(data):
+    pack_length = data.draw(st.integers(1, 5000))
+    lengths = np.array(data.draw(st.lists(st.integers(1, pack_length), max_size=60)), dtype=np.int64)
+    packs = pack(lengths, pack_length)
+    assert sorted(packs.documents.tolist()) == list(range(len(lengths)))
+    assert packs.tokens.tolist() == [sum(lengths[i] for i in members) for members in as_lists(packs)]
+    assert packs.squares.tolist() == [sum(lengths[i] ** 2 for i in members) for members in as_lists(packs)]
+    assert all(0 < total <= pack_length for total in packs.tokens)
+    assert packs.tokens.sum() == lengths.sum()
+
+
+def test_efficiency_on_lognormal_and_gsm8k_shaped_lengths():
+    rng = np.random.default_rng(1)
+    gsm8k = (rng.lognormal(5.11, 0.36, 7473).round() + 30).clip(90, 570).astype(np.int64)
+    assert pack(gsm8k, 16384).efficiency >= 0.99
+    for pack_length in (2048, 16384):
+        packs = pack(lognormal(50_000), pack_length)
+        assert packs.efficiency >= 0.99
+        assert packs.efficiency == pytest.approx(packs.tokens.sum() / (len(packs) * pack_length))
+
+
+def test_result_does_not_depend_on_the_integer_type():
+    lengths = lognormal(300)
+    expected = as_lists(pack(lengths, 4096))
+    for dtype in (np.int32, np.uint16, np.uint64):
+        assert as_lists(pack(lengths.astype(dtype), 4096)) == expected
+
+
+def test_totals_sum_a_value_per_document():
+    packs = pack(np.array([3, 5, 2, 7, 1]), 8)
+    labels = np.array([1, 0, 2, 4, 8])
+    assert packs.totals(labels).tolist() == [sum(labels[i] for i in members) for members in as_lists(packs)]
+    with pytest.raises(ValueError, match="one per document"):
+        packs.totals(labels[:-1])
+
+
+def test_costs_count_attention_by_document_and_the_filler():
+    packs = pack(np.array([6, 3]), 10)  # one pack: 6 + 3 + filler of 1
+    assert packs.costs(hidden_size=4).tolist() == pytest.approx([10 + (36 + 9 + 1) / 48])
+    assert unpacked(np.array([6, 3])).costs(hidden_size=4).tolist() == pytest.approx([6 + 36 / 48, 3 + 9 / 48])
+
+
+def test_unpacked_keeps_each_document_as_a_row_in_order():
+    rows = unpacked(np.array([4, 9, 2]))
+    assert as_lists(rows) == [[0], [1], [2]]
+    assert rows.tokens.tolist() == [4, 9, 2]
+    assert rows.squares.tolist() == [16, 81, 4]
+    assert rows.totals(np.array([1, 2, 3])).tolist() == [1, 2, 3]
+    assert rows.pack_length is None and rows.efficiency == 1.0
+
+
+def test_rows_are_indexed_like_a_sequence():
+    packs = pack(np.array([5, 5, 5]), 5)
+    assert packs[-1].tolist() == packs[2].tolist() == [2]
+    assert [members.tolist() for members in packs] == [[0], [1], [2]]
+    with pytest.raises(IndexError):
+        packs[3]
+
+
+def test_no_documents_make_no_rows():
+    for rows in (pack(np.array([], dtype=np.int64), 8), unpacked(np.array([]))):
+        assert (
+            len(rows) == 0 and rows.tokens.tolist() == [] and rows.totals(np.array([], dtype=np.int64)).tolist() == []
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pack_length", "message"),
+    [
+        ([3, 9, 4], 8, "document 1 has 9 tokens and a pack holds 8"),
+        ([3, 0], 8, "document 1 has 0 tokens"),
+        ([3, -2], 8, "document 1 has -2 tokens"),
+        ([3, 2], 0, "pack_length is 0"),
+        ([3.0, 2.0], 8, "one integer per document"),
+        ([[3, 2]], 8, "one integer per document"),
+    ],
+)
+def test_refuses_what_cannot_be_packed(lengths, pack_length, message):
+    with pytest.raises(ValueError, match=message):
+        pack(np.array(lengths), pack_length)
