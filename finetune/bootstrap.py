@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -39,11 +40,13 @@ class Stack:
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
-def start(backend: str = "auto") -> Stack:
+def start(backend: str = "auto", log_level: str = "warning") -> Stack:
     """Choose this rank's device and import the backend.
 
     Args:
-        backend: "auto" (Unsloth where it imports and supports the device, else transformers), "unsloth", "transformers".
+        backend: "auto" (Unsloth where it imports and supports the device, else transformers), "unsloth" or
+            "transformers".
+        log_level: of the libraries' own messages on rank 0; the other ranks tell errors alone.
 
     Raises:
         UserError: `backend="unsloth"` where it cannot run, or more ranks than devices.
@@ -55,8 +58,10 @@ def start(backend: str = "auto") -> Stack:
     if torch.cuda.is_available():
         if me.local_world_size > torch.cuda.device_count():
             raise UserError(
-                f"{me.local_world_size} processes were launched on this machine and {torch.cuda.device_count()} GPUs are "
-                f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process needs one "
+                f"{me.local_world_size} processes were launched on this machine and {torch.cuda.device_count()} GPUs "
+                "are "
+                f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process "
+                "needs one "
                 f"GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
             )
         torch.cuda.set_device(me.local_rank)
@@ -82,7 +87,22 @@ def start(backend: str = "auto") -> Stack:
         chosen, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if chosen == "unsloth":
         verdicts += core.run(patches.LATE)
+    _set_log_level(log_level)
     return Stack(backend=chosen, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+
+
+def _set_log_level(level: str) -> None:
+    import datasets
+    import transformers
+
+    level = level if distributed.ranks().is_main else "error"
+    number = getattr(logging, level.upper())
+    logging.getLogger().setLevel(number)
+    transformers.utils.logging.set_verbosity(number)
+    datasets.utils.logging.set_verbosity(number)
+    if number >= logging.WARNING:  # their bars come from every rank, and between our own lines
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
 
 
 def _set_environment() -> None:

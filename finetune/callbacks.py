@@ -30,6 +30,7 @@ class StopOnRequest(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._flag.ask(interrupt.requested()):
             self.stopped = True
+            control.should_log = True  # or the steps since the last record would be missing from run.json
             control.should_save = True
             control.should_training_stop = True
 
@@ -176,7 +177,8 @@ class Record(TrainerCallback):
         if bad:
             raise RunError(
                 f"The loss of step {bad[0]} is not finite ({losses[bad[0] - first]}). Training on would keep nothing "
-                "of worth. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in place "
+                "of worth. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
+                "place "
                 "of float16; then go on from the last checkpoint with training.resume_from_checkpoint: true."
             )
 

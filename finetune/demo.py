@@ -8,14 +8,8 @@ the map?"). No owner-thing pair and no colour-thing pair of a held-out prompt oc
 answer was read from the prompt and not remembered.
 """
 
-import json
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 VERSION = 1  # raise it with every change of what materialise writes: folders of another version are not reused
@@ -52,7 +46,6 @@ def _ask(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     """One instruction about a scene of two or three facts, and its answer."""
     scene = " ".join(map(str, facts))
     first, last = facts[0], facts[-1]
-    items = ", ".join(fact.item for fact in facts)
     match kind:
         case 0:
             return f"Who is named first? {scene}", first.name
@@ -71,9 +64,9 @@ def _ask(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
         case 7:
             return f"Repeat the last sentence: {scene}", str(last)
         case 8:
-            return f"Write in capitals: {items}", items.upper()
+            return f"List the names in capitals: {scene}", ", ".join(fact.name for fact in facts).upper()
         case _:
-            return f"Swap the first two: {items}", ", ".join(fact.item for fact in (facts[1], facts[0], *facts[2:]))
+            return f"List the colours: {scene}", ", ".join(fact.colour for fact in facts)
 
 
 KINDS = 10

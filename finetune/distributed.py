@@ -90,9 +90,11 @@ def _launcher_profile() -> dict[str, Any]:
         argv = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return {}
-    if "launch" not in argv:
+    names = ("launch", "accelerate-launch", "accelerate.commands.launch")  # `accelerate launch` and its other spellings
+    start = next((place for place, word in enumerate(argv) if word in names or Path(word).name in names), None)
+    if start is None:
         return {}
-    argv = argv[argv.index("launch") + 1 :]
+    argv = argv[start + 1 :]
     own = argv[: argv.index("-m")] if "-m" in argv else argv  # what follows -m belongs to the script
     options = dict(zip(own, own[1:], strict=False))
     options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
@@ -256,12 +258,21 @@ def claim_failure(message: str) -> bool:
     _watching.set()
     if _host_group is None:
         return ranks().is_local_main
-    store = _store()
+    return first_failure(message) == message
+
+
+def first_failure(message: str) -> str:
+    """`message`, or that of the rank that failed before this one: it says why all ranks end."""
+    _watching.set()
+    if _host_group is None:
+        return message
+    own = json.dumps([ranks().rank, message])
     try:
-        mine = json.dumps([ranks().rank, message])
-        return store.compare_set(_FAILURE, "", mine).decode() == mine
+        found = _store().compare_set(_FAILURE, "", own).decode()
     except Exception:  # the store went away with the rank that hosted it: that rank failed first
-        return False
+        return "rank 0: it has gone, and the store with it"
+    rank, first = json.loads(found)
+    return message if found == own else f"rank {rank}: {first}"
 
 
 def _store() -> Any:

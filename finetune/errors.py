@@ -12,3 +12,8 @@ class RunError(UserError):
     """The input was sound and the run still could not go on (out of memory, loss not finite, no disk space)."""
 
     exit_code = 1
+
+
+def describe(error: BaseException) -> str:
+    """An error in one text: ours are sentences, the others need the name of their kind."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -89,7 +89,8 @@ def check_ranks_agree(data: Data) -> None:
         for what, value in other.items():
             if value != everyone[0][what]:
                 raise UserError(
-                    f"Rank {rank} differs from rank 0 in {what}: {value!r} against {everyone[0][what]!r}. All machines need "
+                    f"Rank {rank} differs from rank 0 in {what}: {value!r} against {everyone[0][what]!r}. All "
+                    "machines need "
                     "the same files and the same packages; nothing was trained."
                 )
 

@@ -72,7 +72,8 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         model = load_with(config, stack, row_length, continue_adapter=adapter is not None)
     if config.model.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
         raise UserError(
-            "model.load_in_4bit is set and the backend loaded 16-bit weights: this model or device has no 4-bit kernels "
+            "model.load_in_4bit is set and the backend loaded 16-bit weights: this model or device has no 4-bit "
+            "kernels "
             f"(backend {stack.backend}, device {stack.device}). Set model.load_in_4bit to false."
         )
     model.config.use_cache = False
@@ -127,7 +128,7 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    base = PeftConfig.from_pretrained(name).base_model_name_or_path if continue_adapter else name
+    base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
     model = AutoModelForCausalLM.from_pretrained(
         base,
         revision=None if continue_adapter else config.model.revision,
@@ -209,12 +210,14 @@ def _check_adapter(config: Config, adapter: dict) -> None:
     base = adapter.get("base_model_name_or_path")
     if config.model.full_finetuning:
         raise UserError(
-            f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the adapter "
+            f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the "
+            "adapter "
             "first, or give the base model."
         )
     if not config.lora.continue_adapter:
         raise UserError(
-            f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would replace it. "
+            f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would "
+            "replace it. "
             "To go on training this one set lora.continue_adapter: true; to start anew give the base model."
         )
     wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
@@ -249,6 +252,15 @@ def generate(
         prompts: token ids of each prompt, ending where the assistant speaks.
         max_new_tokens: per answer; it ends earlier at the model's end token.
     """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_end_tokens(model, tokenizer),
+    )
     answers: list[str] = []
     with _inference(model):
         device = next(model.parameters()).device
@@ -260,14 +272,7 @@ def generate(
             output = model.generate(
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=_end_tokens(model, tokenizer),
+                generation_config=settings,
             )
             answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return answers

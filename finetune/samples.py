@@ -27,7 +27,7 @@ class Question:
 
 
 def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
-    """The first `count` rows that end in a learnt answer to a prompt; rows that are learnt from their start have none."""
+    """The first `count` rows that end in a learnt answer to a prompt; rows learnt from their start have none."""
     found: list[Question] = []
     for index in range(len(rows)):
         if len(found) == count:

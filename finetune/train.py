@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import distributed, interrupt, keeping
-from finetune.cli import DONE, INTERRUPTED, console, run_verb
 from finetune.config import Config, dump_yaml, resolve_batch
-from finetune.errors import RunError, UserError
+from finetune.errors import RunError, UserError, describe
 from finetune.record import RunRecord, write_json
+from finetune.verb import DONE, INTERRUPTED, console, run_verb
 
 if TYPE_CHECKING:
     from finetune.job import Job
@@ -47,7 +46,7 @@ def run(config: Config) -> int:
 
     from finetune import bootstrap
 
-    stack = bootstrap.start(config.model.backend)
+    stack = bootstrap.start(config.model.backend, config.logging.log_level)
     from finetune.job import open_job
 
     record = RunRecord(output_dir)
@@ -204,7 +203,8 @@ def introduce(job: Job, found: keeping.Found) -> None:
     )
     batch = job.batch
     say(
-        f"A step is {batch.global_size} rows = {world} ranks x {batch.per_device} rows x {batch.accumulation} accumulated",
+        f"A step is {batch.global_size} rows = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
+        "accumulated",
         highlight=False,
         soft_wrap=True,
     )
@@ -260,7 +260,7 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        record.fail(f"{type(error).__name__}: {error}")
+        record.fail(distributed.first_failure(describe(error)))
         raise
 
 
@@ -284,7 +284,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
             [] if job.config.model.load_in_4bit or job.config.model.full_finetuning else ["model.load_in_4bit: true"]
         )
         raise RunError(
-            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per GPU. "
+            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens "
+            "per GPU. "
             f"To go on, {less}" + (f"; {' and '.join(others)} need less, too" if others else "") + ". "
             f"({str(error).splitlines()[0][:200]})"
         ) from error

@@ -1,6 +1,6 @@
 """The SFTTrainer subclass: data from the plan, a loss that is exact at any world size, checkpoints that are whole.
 
-Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by then the class that Unsloth has rewritten.
+Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by then the class that Unsloth rewrote.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         # Every trainable weight of a dense model takes part in every step. The search for unused ones costs a walk of
         # the graph a step, and with reentrant checkpointing it ends in "marked as ready twice".
         ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # rotary tables: the same on all ranks, and constant
     )
     settings |= training.extra
     settings |= dict(  # what this project does itself
@@ -81,6 +82,14 @@ class SFTTrainer(trl.SFTTrainer):
     and accumulation; each rank's share carries the factor world size that DDP's mean takes out again.
     """
 
+    # transformers types these as what they may be at any time; here they are there.
+    model: Any
+    args: Any
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+
     def __init__(
         self,
         *,
@@ -104,7 +113,7 @@ class SFTTrainer(trl.SFTTrainer):
             train_dataset=rows.dataset,
             eval_dataset=eval_rows.dataset if eval_rows else None,
             processing_class=tokenizer,
-            data_collator=lambda indices: indices,  # TRL builds its own where it gets none; the loaders below collate
+            data_collator=self._collate,
             callbacks=callbacks,
         )
         self.remove_callback(transformers.PrinterCallback)
@@ -127,15 +136,17 @@ class SFTTrainer(trl.SFTTrainer):
             start=step * self.args.gradient_accumulation_steps,
         )
         return _PlanLoader(
-            self.rows,
+            self.rows,  # type: ignore[arg-type]  # it has what a map-style data set needs
             batch_sampler=view,
             collate_fn=self._collate,
             num_workers=self.args.dataloader_num_workers,
-            persistent_workers=False,
             pin_memory=self.stack.device == "cuda",
+            # A loader without a generator draws a seed from the global one: a resumed run would then drop out other
+            # units than the run that it continues.
+            generator=torch.Generator().manual_seed(self.args.seed),
         )
 
-    def _collate(self, rows: list) -> dict[str, Any]:
+    def _collate(self, rows: Any) -> dict[str, Any]:
         return collate(rows, pad_token_id=self.processing_class.pad_token_id)
 
     def get_batch_samples(
@@ -181,12 +192,13 @@ class SFTTrainer(trl.SFTTrainer):
         """This rank's share of the step's loss, times the world size; every argument is passed on.
 
         Args:
-            num_items_in_batch: label tokens of the global batch. Without it each micro-batch would be a mean of its own.
+            num_items_in_batch: label tokens of the global batch. Without it each micro-batch is a mean of its own.
         """
         if return_outputs or num_items_in_batch is None:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
+        loss: Any
         if not self.model_accepts_loss_kwargs:
             loss = self._loss_of_model_that_ignores_counts(model, inputs, num_items_in_batch)
         elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
@@ -226,7 +238,7 @@ class SFTTrainer(trl.SFTTrainer):
         return loss
 
     def drain_step_losses(self) -> list[float]:
-        """The losses of the steps since the last call, in nats per label token, equal on all ranks. Waits for the GPU."""
+        """Losses of the steps since the last call, in nats per label token, equal on all ranks; waits for the GPU."""
         if not self.step_losses:
             return []
         own = torch.stack(self.step_losses).double().tolist()

@@ -1,7 +1,7 @@
 """torch 2.11's variable-length flash attention handles grouped-query heads but does not take `enable_gqa`.
 
-Unsloth 2026.10 asks `torch.nn.attention.varlen.varlen_attn` for that keyword and, where it is missing, falls back to one
-attention call per document and layer. Only CUDA kernels are concerned; on a CPU neither path is used.
+Unsloth 2026.10 asks `torch.nn.attention.varlen.varlen_attn` for that keyword and, where it is missing, makes one
+attention call per document and layer instead. Only CUDA kernels are concerned; on a CPU neither path is used.
 Without this: packed training runs at half its throughput on torch 2.11, with the same losses and no warning.
 """
 

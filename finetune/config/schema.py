@@ -165,7 +165,8 @@ class Config:
     config_file: str | None = None
     dry_run: bool = False
     json: Path | None = None
-    given: frozenset[str] = frozenset()  # dotted names of what the user wrote; the rest are defaults
+    # Dotted names of what the user wrote; the rest are defaults.
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def demo(self) -> bool:

@@ -167,7 +167,7 @@ def _encode_all(
 def _encoded_chunks(
     rows: Iterator[Item], work: tuple, num_proc: int | None
 ) -> Iterator[tuple[list[str], list[list[Encoded] | RowError]]]:
-    """Chunks of rows encoded in this process, and from POOL_FROM_CHUNK on in several, always in the order of the rows."""
+    """Chunks of rows encoded in this process, and from POOL_FROM_CHUNK on in several, in the order of the rows."""
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
@@ -217,8 +217,10 @@ def _nothing_left(name: str, ledger: Ledger) -> str:
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
-        f"{key}: none of the {ledger.rows_read:,} rows has a token to learn. Dropped: {reasons or 'none'}. Look at the first "
-        "row named for each reason; data.columns, data.format, data.max_length and data.assistant_only_loss decide what is kept."
+        f"{key}: none of the {ledger.rows_read:,} rows has a token to learn. Dropped: {reasons or 'none'}. Look at "
+        "the first "
+        "row named for each reason; data.columns, data.format, data.max_length and data.assistant_only_loss decide "
+        "what is kept."
     )
 
 

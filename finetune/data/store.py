@@ -7,7 +7,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Rows:
     dataset: Any
     lengths: np.ndarray
     label_tokens: np.ndarray
+    _places: np.ndarray  # int64 [n], index of each document in the file
     _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per record batch: offsets, ids, labels
     _starts: list[int]  # index of the first document of each record batch
 
@@ -46,7 +47,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of one document, int32 [length] each, not copied."""
-        index = range(len(self))[index]
+        index = int(self._places[range(len(self))[index]])
         batch = bisect_right(self._starts, index) - 1
         offsets, ids, labels = self._batches[batch]
         start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
@@ -56,13 +57,23 @@ class Rows:
         """What a DataLoader asks for: one entry per index, None for -1, the plan's dummy row."""
         return [None if index < 0 else self[index] for index in indices]
 
+    def take(self, indices: np.ndarray) -> Rows:
+        """These documents alone, renumbered in this order; tokens stay where they are."""
+        return replace(
+            self,
+            dataset=self.dataset.select(indices.tolist()),
+            lengths=self.lengths[indices],
+            label_tokens=self.label_tokens[indices],
+            _places=self._places[indices],
+        )
+
     def by_length(self) -> np.ndarray:
         """Document indices, longest first: micro-batches of neighbours need little padding."""
         return np.argsort(-self.lengths, kind="stable")
 
 
 class Writer:
-    """Appends documents to `NAME.arrow`, one record batch at a time; lengths and label counts to `NAME.npz` at the end."""
+    """Appends documents to `NAME.arrow`, one record batch at a time; lengths and label counts to `NAME.npz`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path = folder / name
@@ -121,6 +132,7 @@ def load_rows(folder: Path, name: str) -> Rows:
         dataset=datasets.Dataset.from_file(str(path)),
         lengths=lengths,
         label_tokens=label_tokens,
+        _places=np.arange(count),
         _batches=batches,
         _starts=starts,
     )
@@ -157,7 +169,8 @@ def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool)
                     )
     except (PermissionError, LockTimeout) as error:
         raise UserError(
-            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable FINETUNE_CACHE, to "
+            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable "
+            "FINETUNE_CACHE, to "
             "a folder that can."
         ) from None
     except OSError as error:

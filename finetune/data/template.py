@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -39,6 +39,7 @@ IGNORE = -100  # the label that torch's cross entropy leaves out
 
 OverLength = Literal["truncate", "drop", "split"]
 Span = tuple[int, int]
+_Rendered = tuple[int, str, list[Span]]  # index of the row, its text, what is learnt of it
 
 # The templates in their published form, without tools and images; a role that they do not know is refused.
 TEMPLATES = {
@@ -103,7 +104,13 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
     elif name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     elif Path(name_or_path).is_file():
-        template, source = Path(name_or_path).read_text(encoding="utf-8"), f"in {name_or_path}"
+        source = f"in {name_or_path}"
+        try:
+            template = Path(name_or_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"the chat template {source} cannot be read: {error}; give a Jinja file in UTF-8"
+            ) from error
     else:
         raise UserError(
             f"model.chat_template is {name_or_path!r}, neither a known name nor a file; "
@@ -180,6 +187,7 @@ class Encoder:
         self._skeletons: dict[tuple[str, ...], _Skeleton | RowError | None] = {}
         added = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len)
         token = "|".join(re.escape(content) for content in reversed(added)) or "(?!)"
+        self._byte_lengths = _byte_lengths(tokenizer)
         self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
         self._shape: _Shape | None = None  # not needed where the template marks the turns, or all is learnt
         if chat_template is not None and assistant_only_loss and not self._marked:
@@ -189,8 +197,8 @@ class Encoder:
         """One entry for each row: its pieces (one, unless split) or why it cannot be used (reasons: template_error,
         mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenised once."""
         results: dict[int, list[Encoded] | RowError] = {}
-        rendered: list[tuple[int, str, list[Span]]] = []
-        plain: list[tuple[int, str, list[Span]]] = []
+        rendered: list[_Rendered] = []
+        plain: list[_Rendered] = []
         for index, row in enumerate(rows):
             if isinstance(row, Text):
                 start = row.learn_from if self._assistant_only_loss else 0
@@ -200,27 +208,53 @@ class Encoder:
                 text, spans = self._render_with_spans(row)
                 rendered.append((index, text, spans))
             except RowError as error:
-                results[index] = error
+                results[index] = error.with_traceback(None)
         # A chat template writes BOS and EOS itself; plain text gets what the tokenizer adds, and an EOS to learn.
-        for group, is_text in ((rendered, False), (plain, True)):
-            encodings = self._tokenise([text for _, text, _ in group], add_special_tokens=is_text)
-            for (index, text, spans), encoding in zip(group, encodings, strict=True):
-                ids, labels = _label(encoding, text, spans, self._eos if is_text else None)
-                try:
-                    results[index] = self._pieces(ids, labels)
-                except RowError as error:
-                    results[index] = error
+        documents = [*self._label(rendered, eos=None), *self._label(plain, eos=self._eos, add_special_tokens=True)]
+        for index, ids, labels in documents:
+            try:
+                results[index] = self._pieces(ids, labels)
+            except RowError as error:
+                results[index] = error.with_traceback(None)
         return [results[index] for index in range(len(rows))]
 
     # --- tokens and labels ------------------------------------------------------------------------------------------
 
-    def _tokenise(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+    def _label(
+        self, group: list[_Rendered], *, eos: int | None, add_special_tokens: bool = False
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(index, ids, labels) for each; with `eos`, that token closes the document and is learnt."""
+        by_length = [self._byte_lengths is not None and not add_special_tokens and t.isascii() for _, t, _ in group]
+        for fast in (True, False):
+            members = [entry for entry, is_fast in zip(group, by_length, strict=True) if is_fast is fast]
+            encodings = self._tokenise([text for _, text, _ in members], add_special_tokens, offsets=not fast)
+            for (index, text, spans), encoding in zip(members, encodings, strict=True):
+                ids = np.array(encoding.ids, dtype=np.int32)
+                ends = self._byte_lengths[ids].cumsum() if fast and self._byte_lengths is not None else None
+                if ends is not None and len(ends) and ends[-1] == len(text):
+                    ranges = [_tokens_by_length(ends, text, span) for span in spans]
+                else:
+                    if fast:  # a vocabulary without some character, which the tokenizer then leaves out
+                        (encoding,) = self._tokenise([text], add_special_tokens, offsets=True)
+                    ranges = [_tokens_by_offset(encoding, text, span) for span in spans]
+                if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+                    ids = np.append(ids, np.int32(eos))
+                labels = np.full(len(ids), IGNORE, dtype=np.int32)
+                for first, stop in ranges:
+                    labels[first:stop] = ids[first:stop]
+                if eos is not None:
+                    labels[-1] = eos
+                labels[:1] = IGNORE
+                yield index, ids, labels
+
+    def _tokenise(self, texts: list[str], add_special_tokens: bool, *, offsets: bool) -> list[Encoding]:
         if not texts:
             return []
         backend = self._tokenizer.backend_tokenizer
         backend.no_truncation()  # an earlier call with truncation leaves it switched on
         backend.no_padding()
-        return backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        encode = backend.encode_batch if offsets else backend.encode_batch_fast
+        return encode(texts, add_special_tokens=add_special_tokens)
 
     def _pieces(self, ids: np.ndarray, labels: np.ndarray) -> list[Encoded]:
         length, limit = len(ids), self._max_length
@@ -313,7 +347,7 @@ class Encoder:
                 self._skeletons[roles] = error if error.reason == "not_rendered" else None
         skeleton = self._skeletons[roles]
         if isinstance(skeleton, RowError):
-            raise skeleton
+            raise RowError(skeleton.reason, skeleton.detail)  # a new one: a raised exception keeps its traceback
         return skeleton
 
     def _build_skeleton(self, roles: tuple[str, ...]) -> _Skeleton:
@@ -537,27 +571,55 @@ class _Skeleton:
         return [(begins[a] + start, begins[b] + end) for a, start, b, end in places]
 
 
-def _label(encoding: Encoding, text: str, spans: list[Span], eos: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and labels; with `eos`, that token closes the document and is learnt."""
-    ids = np.array(encoding.ids, dtype=np.int32)
-    if eos is not None and (len(ids) == 0 or ids[-1] != eos):
-        ids = np.append(ids, np.int32(eos))
-    labels = np.full_like(ids, IGNORE)
-    for span in spans:
-        first, stop = _tokens_of(encoding, text, span)
-        labels[first:stop] = ids[first:stop]
-    if eos is not None:
-        labels[-1] = eos
-    labels[:1] = IGNORE
-    return ids, labels
+def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
+    """The length in bytes of every token, int32 [vocabulary], or None where lengths do not give places in ASCII text.
+
+    Offsets cost the tokenizer a quarter of its time. A byte-level one (GPT-2, Llama 3, Qwen) needs none: its tokens are
+    the bytes of the text, one after another, and a Unicode normalisation leaves ASCII as it is.
+    """
+    from tokenizers import decoders, normalizers
+
+    backend = tokenizer.backend_tokenizer
+    unicode = (normalizers.NFC, normalizers.NFD, normalizers.NFKC, normalizers.NFKD)
+    if not isinstance(backend.decoder, decoders.ByteLevel):  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    if backend.normalizer is not None and not isinstance(backend.normalizer, unicode):
+        return None
+    tokens = backend.get_vocab(with_added_tokens=False)  # one character for each byte
+    added = backend.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()):  # these swallow the whitespace beside them
+        return None
+    lengths = np.zeros(max([*tokens.values(), *added], default=-1) + 1, dtype=np.int32)
+    for token, index in tokens.items():
+        lengths[index] = len(token)
+    for index, token in added.items():
+        lengths[index] = len(token.content.encode())
+    probe = "Hello,  you!\n\n\t 12 words'll do;\r\n"
+    ids = backend.encode(probe, add_special_tokens=False).ids
+    return lengths if int(lengths[ids].sum()) == len(probe) else None
 
 
 def _ambiguous(turn: int, why: str) -> RowError:
     return RowError("mask_ambiguous", f"message {turn + 1} cannot be told from its context in the rendered text: {why}")
 
 
-def _tokens_of(encoding: Encoding, text: str, span: Span) -> tuple[int, int]:
-    """The tokens [first, stop) of a span of the text; at its edges, those whose part outside is whitespace only."""
+# The two functions below give the tokens [first, stop) of a span of the text. At an edge of the span, a token that
+# reaches out of it counts if what it has outside is whitespace only.
+
+
+def _tokens_by_length(ends: np.ndarray, text: str, span: Span) -> tuple[int, int]:
+    """From where each token ends in the text."""
+    start, end = span
+    if start >= end:
+        return 0, 0
+    first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, end, side="left")
+    begin = ends[first - 1] if first else 0
+    outside_before, outside_after = text[begin:start], text[end : ends[last]]
+    return int(first) + bool(outside_before.strip()), int(last) + 1 - bool(outside_after.strip())
+
+
+def _tokens_by_offset(encoding: Encoding, text: str, span: Span) -> tuple[int, int]:
+    """From the tokenizer's own offsets, asked for at the edges only."""
     start, end = span
     # A character may have no token (a trimmed space): look inwards from both edges.
     first = next((t for i in range(start, end) if (t := encoding.char_to_token(i)) is not None), None)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.formats import Conversation, RowError, Text
@@ -44,7 +44,11 @@ def tokenizer_for(name: str, trim_offsets: bool = False) -> PreTrainedTokenizerF
 
 @functools.cache
 def encoder_for(name: str, trim_offsets: bool = False, **options: Any) -> Encoder:
-    return Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
+    encoder = Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
+    assert encoder._byte_lengths is not None
+    if trim_offsets:
+        encoder._byte_lengths = None  # by the offsets for all rows, not only for those that are not ASCII
+    return encoder
 
 
 def encode_one(encoder: Encoder, messages: list[dict], **fields: Any) -> Encoded:
@@ -178,6 +182,40 @@ def test_qwen3_learns_the_thinking_that_the_template_keeps() -> None:
     ]
 
 
+def test_a_generation_prompt_that_opens_the_thinking() -> None:
+    """As DeepSeek-R1 and Qwen3.5 have it: what the prompt gives is context, and earlier turns come without it."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+        "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    encoder, tokenizer = Encoder(tokenizer_for("qwen3"), template), tokenizer_for("qwen3")
+    assert learnt(encode_one(encoder, HELLO * 2), tokenizer) == [
+        "Hello, you!<|im_end|>",
+        "\n</think>\n\nHello, you!<|im_end|>",
+    ]
+    thought = [HELLO[0], HELLO[1] | {"reasoning_content": "Be kind."}]
+    assert learnt(encode_one(encoder, thought), tokenizer) == ["Be kind.\n</think>\n\nHello, you!<|im_end|>"]
+    # Nemotron renders an empty block in another way than its prompt opens one: they share <think>.
+    nemotron = template.replace("'<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n'", "'<think></think>'")
+    encoded = encode_one(Encoder(tokenizer, nemotron), HELLO)
+    assert learnt(encoded, tokenizer) == ["</think>Hello, you!<|im_end|>"]
+    bare = template.replace("loop.last", "false")
+    assert learnt(encode_one(Encoder(tokenizer, bare), HELLO * 2), tokenizer) == CHATML.says(HELLO * 2)
+
+
+def test_another_token_at_the_very_end() -> None:
+    """As gpt-oss has it: <|return|> closes the last turn and <|end|> those before."""
+    template = (
+        "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}"
+        "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    encoder, tokenizer = Encoder(tokenizer_for("phi3"), template), tokenizer_for("phi3")
+    assert learnt(encode_one(encoder, HELLO * 2), tokenizer) == ["Hello, you!<|end|>", "Hello, you!<|endoftext|>"]
+    assert learnt(encode_one(encoder, HELLO * 2 + HELLO[:1]), tokenizer) == ["Hello, you!<|end|>"] * 2
+
+
 def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
@@ -218,10 +256,14 @@ PLAIN = (
 )
 
 
-def test_a_first_word_joined_with_the_prompts_space_is_learnt() -> None:
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_a_first_word_joined_with_the_prompts_space_is_learnt(by_offsets: bool) -> None:
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: Hello BOT: Hello"] * 9)
     assert "ĠHello" in tokenizer.get_vocab()
-    encoded = encode_one(Encoder(tokenizer, PLAIN), [{"role": "user", "content": "x"}, HELLO[1] | {"content": "Hello"}])
+    encoder = Encoder(tokenizer, PLAIN)
+    assert encoder._byte_lengths is not None
+    encoder._byte_lengths = None if by_offsets else encoder._byte_lengths
+    encoded = encode_one(encoder, [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "Hello"}])
     assert learnt(encoded, tokenizer) == [" Hello</s>"]
 
 
@@ -236,6 +278,13 @@ def test_a_token_that_is_partly_the_prompts_word_is_not_learnt() -> None:
     assert "".join(tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])) == "llo</s>"
 
 
+def test_a_last_character_of_several_tokens_is_learnt_whole() -> None:
+    template = PLAIN.replace("eos_token", "'\n'")  # no end-of-turn token stands behind it
+    tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: BOT: x"])
+    messages = [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "🙂"}]
+    assert learnt(encode_one(Encoder(tokenizer, template), messages * 2), tokenizer) == ["🙂", "🙂"]
+
+
 def test_sentencepiece_style_tokens() -> None:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[attr-defined]
@@ -245,6 +294,19 @@ def test_sentencepiece_style_tokens() -> None:
     encoded = encode_one(Encoder(tokenizer, MISTRAL.template), HELLO)
     tokens = tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])
     assert "".join(tokens) == "▁Hello,▁you!</s>"
+
+
+def test_a_vocabulary_that_lacks_characters_does_not_shift_the_labels() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[attr-defined]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[attr-defined]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(CHATML.tokens), show_progress=False)
+    backend.train_from_iterator(["user assistant Hi there Hello, you! \n\t 12 words'll do;\r"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CHATML.eos)
+    encoder = Encoder(tokenizer, CHATML.template)
+    assert encoder._byte_lengths is not None
+    messages = [{"role": "user", "content": "QQQQQ there"}, HELLO[1]]  # has no Q
+    assert learnt(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
 
 
 def test_bos_comes_once() -> None:
@@ -366,11 +428,11 @@ def test_ambiguous_templates_are_refused(template: str, why: str) -> None:
 
 
 def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
-    # An answer with "?" is moved to the front: nothing tells it from the context.
+    # With a "?" in the answer, the question and the answer change places: a text of the same length.
     template = (
-        "{% if '?' in messages[-1].content %}{{ messages[-1].content }}{% endif %}"
-        "{% for m in messages if '?' not in m.content %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% set flip = '?' in messages[-1].content %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ messages[1 - loop.index0 if flip else loop.index0].content + '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     encoder = Encoder(tokenizer_for("chatml"), template)
@@ -379,10 +441,23 @@ def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
     assert fails_with(encoder, Conversation(messages=tangled)).reason == "mask_ambiguous"
 
 
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, renderings = encoder_for(name), []
+    row = Conversation(messages=[HELLO[0], HELLO[1] | {"content": " Hello, you!\t"}] * 2)
+    encoder.encode_batch([row])
+    render = Encoder._render
+    monkeypatch.setattr(Encoder, "_render", lambda self, *a, **k: renderings.append(a) or render(self, *a, **k))
+    encoder.encode_batch([row] * 5)
+    assert len(renderings) == 5
+
+
 def test_each_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for("qwen3"), []
     tokenise = Encoder._tokenise
-    monkeypatch.setattr(Encoder, "_tokenise", lambda self, texts, **k: seen.extend(texts) or tokenise(self, texts, **k))
+    monkeypatch.setattr(
+        Encoder, "_tokenise", lambda self, texts, *a, **k: seen.extend(texts) or tokenise(self, texts, *a, **k)
+    )
     rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
     encoder.encode_batch(rows)
     assert len(seen) == len(rows)
@@ -431,6 +506,9 @@ def test_load_template(tmp_path: Any) -> None:
     assert load_template(tokenizer, str(file)) == PHI3.template
     file.write_text("{% for m in messages %}", encoding="utf-8")
     with pytest.raises(UserError, match="mine.jinja is not Jinja: line 1"):
+        load_template(tokenizer, str(file))
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match="mine.jinja cannot be read"):
         load_template(tokenizer, str(file))
     with pytest.raises(UserError, match="'chatlm'.*chatml, llama3"):
         load_template(tokenizer, "chatlm")

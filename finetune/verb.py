@@ -1,0 +1,82 @@
+"""What every verb has in common: parse, run, and turn each way of ending into a message and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from finetune.errors import UserError, describe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from finetune.config import Config
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int]) -> int:
+    """Load the configuration and run a verb with it. Returns the exit code; prints an error once, in its own words."""
+    from finetune.config import help_text, load
+
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(help_text(verb) + "\n")
+        return DONE
+    return guarded(lambda: run(load(argv, verb=verb)))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Run to the end, or to an error: 2 for bad input, 1 for a failure, 130 for an interruption.
+
+    Of all ranks the one that failed first shows its error; the others end quietly with it.
+    """
+    from finetune import distributed, interrupt
+
+    interrupt.install()
+    try:
+        return run()
+    except interrupt.Interrupted as signal:
+        if distributed.ranks().is_main:
+            sys.stderr.write(f"stopped by {signal}\n")
+        return INTERRUPTED
+    except UserError as error:
+        if _speaks(error):
+            sys.stderr.write(f"error: {_rank_name()}{error}\n")
+        return error.exit_code
+    except Exception as error:
+        if _speaks(error):
+            sys.stderr.write(_rank_name() + traceback.format_exc())
+        return FAILED
+
+
+def _speaks(error: Exception) -> bool:
+    from finetune import distributed
+
+    try:
+        return distributed.claim_failure(describe(error))
+    except UserError:  # the launcher's variables themselves are wrong
+        return True
+
+
+def _rank_name() -> str:
+    from finetune import distributed
+
+    try:
+        me = distributed.ranks()
+    except UserError:
+        return ""
+    return f"[rank {me.rank}] " if me.world_size > 1 else ""
+
+
+@functools.cache
+def console() -> Console:
+    """Where rank 0 speaks; silent on the other ranks."""
+    from rich.console import Console
+
+    from finetune import distributed
+
+    return Console(quiet=not distributed.ranks().is_main)

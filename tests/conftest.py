@@ -1,0 +1,24 @@
+"""Fixtures that several tests share. Runs of the shipped command go through `tests.launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Llama of about 100,000 parameters, with tokenizer and chat template."""
+    return tiny.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with train.jsonl (50 ragged conversations) and eval.jsonl (11)."""
+    folder = tmp_path_factory.mktemp("data")
+    tiny.make_rows(folder / "train.jsonl", 50)
+    tiny.make_rows(folder / "eval.jsonl", 11, seed=1)
+    return folder

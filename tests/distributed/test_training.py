@@ -1,0 +1,276 @@
+"""Whole runs of the shipped command on one process and on two gloo ranks, through the shipped profiles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests import launch
+
+STEPS = 6
+
+
+def settings(model: Path, data: Path, *extra: str) -> list[str]:
+    return [
+        *("--model.model_name_or_path", str(model), "--data.train_file", str(data / "train.jsonl")),
+        *("--data.eval_file", str(data / "eval.jsonl"), "--training.max_steps", str(STEPS)),
+        *("--logging.logging_steps", "2", "--logging.generate_samples", "0", *extra),
+    ]
+
+
+def worst(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+FULL = ("--model.full_finetuning", "--training.learning_rate", "1e-3")
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", ["unsloth-lora", "transformers-full"])
+def test_two_ranks_train_as_one_process_does(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, kind: str, accumulation: int
+) -> None:
+    """Same global batch, ragged lengths: losses to 1e-5, evaluation to 1e-6, final weights to 1e-5."""
+    backend, _, what = kind.partition("-")
+    extra = ("--model.backend", backend, *(FULL if what == "full" else ()))
+    # Of 12 rows a step, one process takes 12 or 3 x 4, two ranks 6 or 3 x 2: padding differs, results must not.
+    batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size")
+    arguments = settings(tiny_model, tiny_data, *extra, *batch)
+    runs = [
+        launch.train(how, [*arguments, str(12 // ranks // accumulation)], out=tmp_path / how, cache=tmp_path)
+        for how, ranks in (("single.yaml", 1), ("cpu_2.yaml", 2))
+    ]
+    one, two = runs
+    assert [run["world_size"] for run in runs] == [1, 2]
+    assert [run["backend"] for run in runs] == [backend, backend]
+    assert one["batch"]["accumulation"] == two["batch"]["accumulation"] == accumulation
+    assert len(one["losses"]) == STEPS
+    assert worst(one["losses"], two["losses"]) < 1e-5
+    assert (
+        worst([one["eval_loss_before"], one["eval_loss_after"]], [two["eval_loss_before"], two["eval_loss_after"]])
+        < 1e-6
+    )
+    assert one["eval_loss_after"] < one["eval_loss_before"]
+    assert len(two["peak_memory_gib"]) == 2
+    weights = [load_file(next((tmp_path / how).glob("*model.safetensors"))) for how in ("single.yaml", "cpu_2.yaml")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+def test_training_equals_a_plain_loop(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
+    """Final weights of a full fine-tuning against 6 steps written out in plain PyTorch, on the same rows."""
+    out = tmp_path / "out"
+    run = launch.train(
+        "python",
+        settings(
+            tiny_model, tiny_data, *FULL, "--model.backend", backend, "--training.global_batch_size", "7",
+            "--training.lr_scheduler_type", "constant", "--training.per_device_train_batch_size", "1",
+            "--training.optim", "adamw_torch",
+        ),
+        out=out,
+        cache=tmp_path,
+    )  # fmt: skip
+    losses, weights = plain_loop(tiny_model, tiny_data, run, tmp_path)
+    assert worst(losses, run["losses"]) < 1e-5
+    saved = load_file(out / "model.safetensors")
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, saved[name], rtol=1e-3, atol=2e-5), name
+
+
+def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Sum of token losses over the rows of each planned step, divided by their label tokens; AdamW; clipping at 1."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.data import store
+    from finetune.data.packs import unpacked
+    from finetune.data.plan import Plan
+
+    rows = store.load_rows(cache / "data" / run["data_fingerprint"], "train")
+    assert len(rows) == sum(1 for _ in (data / "train.jsonl").open())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(
+        json.loads((data / "train.jsonl").open().readline())["messages"], tokenize=False
+    )
+    assert tokenizer.decode(rows[0][0]) == text
+    plan = Plan(
+        costs=unpacked(rows.lengths).costs(64),
+        label_tokens=rows.label_tokens,
+        global_batch_size=7,
+        seed=run["config"]["training"]["seed"],
+        fingerprint=run["data_fingerprint"],
+        lengths=rows.lengths,
+    )
+    assert plan.digest() == run["plan"]
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for index in plan.step_rows(0, step):
+            ids, labels = (torch.tensor(values, dtype=torch.int64) for values in rows[int(index)])
+            logits = trained(input_ids=ids[None]).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+            count += int((labels[1:] != -100).sum())
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: tensor.detach() for name, tensor in trained.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["python", "cpu_2.yaml"])
+def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
+    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is torn and is passed over, said aloud."""
+    extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
+    arguments = settings(tiny_model, tiny_data, *extra)
+    whole = tmp_path / "whole"
+    first = launch.train(how, arguments, out=whole, cache=tmp_path)
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    (again / "adapter_model.safetensors").unlink()
+    (again / "checkpoint-6" / "optimizer.pt").write_bytes(b"torn")
+    done = launch.run(
+        how,
+        [*arguments, "--training.resume_from_checkpoint", "true", "--training.output_dir", str(again)],
+        cache=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "checkpoint-6 is torn" in " ".join(done.stdout.split())
+    second = json.loads((again / "run.json").read_text())
+    assert second["resumed_from"].endswith("checkpoint-3")
+    assert second["losses"] == first["losses"][3:]
+    assert second["tokens"] == first["tokens"]
+    assert (whole / "adapter_model.safetensors").read_bytes() == (again / "adapter_model.safetensors").read_bytes()
+
+
+def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    arguments = settings(tiny_model, tiny_data, "--training.save_steps", "3", "--training.global_batch_size", "4")
+    whole = launch.train("python", arguments, out=tmp_path / "whole", cache=tmp_path)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole", again)
+    shutil.rmtree(again / "checkpoint-6")
+    resumed = launch.train(
+        "cpu_2.yaml", [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path
+    )
+    assert worst(whole["losses"][3:], resumed["losses"]) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["accelerate", "torchrun"])
+def test_other_launchers(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
+    """`accelerate launch` without a profile, and torchrun."""
+    run = launch.train(
+        how, settings(tiny_model, tiny_data, "--training.global_batch_size", "4"), out=tmp_path / "out", cache=tmp_path
+    )
+    assert run["world_size"] == (2 if how == "torchrun" else 1)
+    assert run["status"] == "done"
+
+
+def test_multi_cpu_profile_that_starts_one_process_is_refused(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    profile = yaml.safe_load((launch.PROFILES / "cpu_2.yaml").read_text()) | {"distributed_type": "MULTI_CPU"}
+    (tmp_path / "multi_cpu.yaml").write_text(yaml.safe_dump(profile))
+    out = tmp_path / "out"
+    done = launch.run(
+        str(tmp_path / "multi_cpu.yaml"),
+        settings(tiny_model, tiny_data, "--training.output_dir", str(out)),
+        cache=tmp_path,
+    )
+    assert done.returncode != 0
+    assert "was asked for 2 processes and started one" in done.stdout
+    assert not out.exists()
+
+
+FAULT = """
+import os, signal, sys
+from finetune import train
+
+kind, rank, step = os.environ["FAULT"], os.environ["FAULT_RANK"], int(os.environ["FAULT_STEP"])
+build = train.build_trainer
+
+
+def build_faulty(job, folder):
+    trainer, telling, stop = build(job, folder)
+    healthy = type(trainer).training_step
+
+    def training_step(self, *arguments, **keywords):
+        if os.environ.get("RANK", "0") == rank and self.state.global_step == step:
+            if kind == "raise":
+                raise ValueError("the fault of this test")
+            if kind == "nan":
+                for parameter in self.model.parameters():
+                    parameter.data.fill_(float("nan"))
+            elif kind != "none":
+                os.kill(os.getpid(), getattr(signal, kind))
+        return healthy(self, *arguments, **keywords)
+
+    type(trainer).training_step = training_step
+    return trainer, telling, stop
+
+
+train.build_trainer = build_faulty
+sys.exit(train.main())
+"""
+
+
+def faulty(how: str, arguments: list[str], out: Path, cache: Path, kind: str, rank: int, step: int):
+    script = cache / "faulty.py"
+    script.write_text(FAULT)
+    fault = {"FAULT": kind, "FAULT_RANK": str(rank), "FAULT_STEP": str(step)}
+    return launch.run(how, [*arguments, "--training.output_dir", str(out)], cache=cache, script=script, **fault)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_all_and_shows_its_own_error(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, rank: int
+) -> None:
+    arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
+    done = faulty("cpu_2.yaml", arguments, tmp_path / "out", tmp_path, "raise", rank, 2)
+    assert done.returncode != 0
+    ours = done.stdout[: done.stdout.index("ChildFailedError")]
+    assert ours.count("ValueError: the fault of this test") == 1
+    assert f"[rank {rank}] Traceback" in ours and f"[rank {1 - rank}] Traceback" not in ours
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "the fault of this test" in record["error"]
+
+
+@pytest.mark.parametrize(("how", "kind"), [("python", "SIGINT"), ("torchrun", "SIGTERM")])
+def test_a_signal_saves_and_ends_with_130(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, kind: str
+) -> None:
+    """One rank gets the signal; all save after the same step, and the run can be resumed to the same losses."""
+    arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
+    whole = launch.train(how, arguments, out=tmp_path / "whole", cache=tmp_path)
+    out = tmp_path / "out"
+    done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "python" else 1, 1)
+    if how == "python":
+        assert done.returncode == 130, done.stdout[-3000:]
+    else:  # torchrun ends with 1 whatever its ranks end with, and lists theirs
+        assert done.stdout.count("exitcode  : 130") == 2, done.stdout[-3000:]
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    assert 0 < record["steps"] < STEPS
+    assert (out / f"checkpoint-{record['steps']}" / "checkpoint.json").is_file()
+    resumed = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
+    assert record["losses"] + resumed["losses"] == whole["losses"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
+    done = faulty("python", arguments, tmp_path / "out", tmp_path, "nan", 0, 3)
+    assert done.returncode == 1
+    assert "error: The loss of step 4 is not finite (nan)" in done.stdout
+    assert "Traceback" not in done.stdout
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "failed" and "step 4" in record["error"]

@@ -1,0 +1,58 @@
+"""Reading the launcher, and what one rank does alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune import distributed
+from finetune.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    distributed.ranks.cache_clear()
+    yield
+    distributed.ranks.cache_clear()
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_no_launcher_is_one_rank() -> None:
+    me = distributed.ranks()
+    assert (me.rank, me.local_rank, me.world_size, me.is_main, me.is_local_main) == (0, 0, 1, True, True)
+
+
+def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, RANK="9", LOCAL_RANK="1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
+    me = distributed.ranks()
+    assert (me.rank, me.local_rank, me.world_size, me.local_world_size) == (9, 1, 16, 8)
+    assert not me.is_main and not me.is_local_main
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "zero", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"},
+    ],
+)
+def test_variables_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    launch(monkeypatch, **variables)
+    with pytest.raises(UserError, match="launcher's variables"):
+        distributed.ranks()
+
+
+def test_collectives_of_one_rank_return_what_they_were_given() -> None:
+    assert distributed.gather_objects({"a": 1}) == [{"a": 1}]
+    assert distributed.broadcast_object("x") == "x"
+    assert distributed.sum_over_ranks([1.5, 2.0]) == [1.5, 2.0]
+    assert distributed.max_over_ranks([1.5]) == [1.5]
+    flag = distributed.DelayedFlag()
+    assert [flag.ask(value) for value in (False, True)] == [False, True]

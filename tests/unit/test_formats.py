@@ -1,0 +1,268 @@
+"""Row formats: which one a file holds, and its rows as conversations or as counted errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from finetune.data.formats import FORMATS, Conversation, Format, RowError, Text, detect, to_conversation
+from finetune.errors import UserError
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": MESSAGES},
+    "sharegpt": {"conversations": SHAREGPT, "id": "1"},
+    "alpaca": {"instruction": "Greet.", "input": "", "output": "Hello"},
+    "prompt_completion": {"prompt": "Hi", "completion": "Hello"},
+    "text": {"text": "Once upon a time"},
+}
+
+
+def detected(row: dict[str, Any], **options: Any) -> Format:
+    return detect(list(row), [row], **options)
+
+
+def convert(row: dict[str, Any], wanted: str = "auto", **options: Any) -> Conversation | Text:
+    return to_conversation(row, detected(row, wanted=wanted), **options)
+
+
+def messages_of(row: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    conversation = convert(row, **options)
+    assert isinstance(conversation, Conversation)
+    return conversation.messages
+
+
+def reason(row: dict[str, Any], wanted: str = "auto") -> str:
+    with pytest.raises(RowError) as caught:
+        convert(row, wanted)
+    assert caught.value.detail and caught.value.reason in str(caught.value)
+    return caught.value.reason
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_detected_and_said(name: str) -> None:
+    found = detected(ROWS[name])
+    assert found.name == name
+    assert next(iter(found.columns.values())) in found.evidence
+
+
+def test_the_items_decide_and_not_the_name_of_the_list() -> None:
+    assert detected({"conversations": MESSAGES}) == Format(
+        name="messages",
+        columns={"messages": "conversations"},
+        evidence="column 'conversations' holds lists of role/content objects",
+    )
+    assert messages_of({"conversations": MESSAGES}) == MESSAGES
+    assert detected({"messages": SHAREGPT}).name == "sharegpt"
+    assert messages_of({"messages": SHAREGPT}) == MESSAGES
+
+
+def test_a_tie_lists_the_evidence() -> None:
+    row = {**ROWS["alpaca"], "text": "Below is an instruction"}
+    with pytest.raises(
+        UserError, match="several formats.*alpaca: columns 'instruction' and 'output'.*text: column 'text'"
+    ):
+        detected(row)
+    assert detected(row, wanted="alpaca").name == "alpaca"
+    assert detected(row, mapping={"instruction": "instruction"}).name == "alpaca"
+
+
+def test_values_of_another_kind_are_no_evidence() -> None:
+    assert detected({"messages": MESSAGES, "text": 7}).name == "messages"
+    with pytest.raises(UserError, match="no row format fits: the columns are messages; "):
+        detected({"messages": "a string"})
+
+
+def test_no_match_lists_the_columns_and_the_needs() -> None:
+    with pytest.raises(UserError) as caught:
+        detected({"question": "1 + 1?", "answer": "2"})
+    for part in ("question, answer", "text needs 'text'", "alpaca needs 'instruction' and 'output'", "data.columns"):
+        assert part in str(caught.value)
+
+
+def test_a_mapping_decides_the_format() -> None:
+    row = {"question": "1 + 1?", "answer": "2", "text": "1 + 1 = 2"}
+    found = detected(row, mapping={"prompt": "question", "completion": "answer"})
+    assert (found.name, found.columns) == ("prompt_completion", {"prompt": "question", "completion": "answer"})
+    assert to_conversation(row, found) == Conversation(
+        messages=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    )
+    assert detected(row, mapping={"text": "answer"}).columns == {"text": "answer"}
+
+
+def test_mistakes_in_format_and_mapping() -> None:
+    row = {"question": "1 + 1?", "answer": "2"}
+    with pytest.raises(UserError, match=r"names \['reply'\].*the columns are question, answer"):
+        detected(row, mapping={"prompt": "question", "completion": "reply"})
+    with pytest.raises(UserError, match=r"\['promt'\].*prompt_completion: prompt, completion"):
+        detected(row, mapping={"promt": "question"})
+    with pytest.raises(UserError, match="'sharegtp'.*did you mean 'sharegpt'.*allowed are auto, messages"):
+        detected(row, wanted="sharegtp")
+    with pytest.raises(UserError, match="columns are question, answer; alpaca needs 'instruction' and 'output'"):
+        detected(row, wanted="alpaca")
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_sharegpt_speakers_and_system_column() -> None:
+    row = {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "GPT", "value": "Let me look."},
+            {"from": "tool", "value": ""},
+            {"from": "assistant", "value": "Hello"},
+        ],
+    }
+    assert [(m["role"], m["content"]) for m in messages_of(row)] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Let me look."),
+        ("tool", ""),
+        ("assistant", "Hello"),
+    ]
+
+
+def test_alpaca() -> None:
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "You add."}
+    assert [m["content"] for m in messages_of(row)] == ["You add.", "Add.\n\n1 2", "3"]
+    assert [m["content"] for m in messages_of(ROWS["alpaca"])] == ["Greet.", "Hello"]
+
+    text = convert(row, has_template=False)
+    assert isinstance(text, Text)
+    assert text.text == (
+        "You add.\n\n"
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"
+    )
+    assert text.text[text.learn_from :] == "3"
+    bare = convert(ROWS["alpaca"] | {"instruction": "Print {braces}."}, has_template=False)
+    assert isinstance(bare, Text)
+    assert "Print {braces}." in bare.text and "### Input" not in bare.text
+
+
+def test_prompt_completion() -> None:
+    assert messages_of(ROWS["prompt_completion"]) == MESSAGES
+    assert convert({"prompt": "1 + 1 =", "completion": " 2"}, has_template=False) == Text(
+        text="1 + 1 = 2", learn_from=7
+    )
+
+    lists = {"prompt": [*MESSAGES, {"role": "user", "content": "and?"}], "completion": [MESSAGES[1]]}
+    assert convert(lists, system_prompt="Be brief.") == Conversation(
+        messages=[{"role": "system", "content": "Be brief."}, *lists["prompt"], MESSAGES[1]], learn_from=4
+    )
+
+
+def test_text() -> None:
+    assert convert(ROWS["text"]) == Text(text="Once upon a time")
+    with pytest.raises(UserError, match="system_prompt"):
+        convert(ROWS["text"], system_prompt="Be brief.")
+
+
+def test_the_system_prompt_never_replaces_one() -> None:
+    own = {"messages": [{"role": "system", "content": ""}, *MESSAGES]}
+    assert messages_of(own, system_prompt="Be brief.") == own["messages"]
+    assert messages_of(ROWS["messages"], system_prompt="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+    assert ROWS["messages"]["messages"] == MESSAGES and len(MESSAGES) == 2  # the row itself is left alone
+
+
+def test_openai_details() -> None:
+    """Parts of content, tool calls with JSON text as arguments, and the None that Arrow fills missing keys with."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}, "x": None}
+    row = {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}],
+                "name": None,
+            },
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "1", "tool_calls": None},
+            {"role": "assistant", "content": "2", "tool_calls": []},
+        ],
+        "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
+    }
+    conversation = convert(row)
+    assert isinstance(conversation, Conversation)
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+    user, calling, result, answer = conversation.messages
+    assert user == {"role": "user", "content": "1 + 1?"}
+    assert calling["content"] is None
+    assert calling["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+    assert "x" not in calling["tool_calls"][0]
+    assert result == {"role": "tool", "content": "2", "tool_call_id": "1"}
+    assert answer == {"role": "assistant", "content": "2"}
+
+
+def turns(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "x"} for role in roles]}
+
+
+@pytest.mark.parametrize(
+    ("row", "slug"),
+    [
+        (turns("user"), "no_assistant"),
+        (turns("system", "user", "user"), "no_assistant"),
+        (turns("assistant", "user", "assistant"), "roles_out_of_order"),
+        (turns("system", "assistant"), "roles_out_of_order"),
+        (turns("system", "system", "user", "assistant"), "roles_out_of_order"),
+        (turns("user", "system", "assistant"), "roles_out_of_order"),
+        (turns("user", "tool", "assistant"), "roles_out_of_order"),
+        (turns("user", "narrator", "assistant"), "unknown_role"),
+        ({"messages": []}, "empty"),
+        ({"messages": [MESSAGES[0], {"role": "assistant", "content": " \n"}]}, "empty"),
+        ({"messages": [MESSAGES[0], {"role": "assistant", "content": None}]}, "missing_field"),
+        ({"messages": [MESSAGES[0], {"content": "x"}]}, "missing_field"),
+        ({"messages": [MESSAGES[0], "x"]}, "missing_field"),
+        ({"messages": None}, "missing_field"),
+        ({"messages": "x"}, "wrong_type"),
+        ({"messages": [MESSAGES[0], {"role": "assistant", "content": 7}]}, "wrong_type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, MESSAGES[1]]}, "not_text"),
+        (
+            {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "wrong_type",
+        ),
+        ({"messages": MESSAGES, "tools": "not json"}, "wrong_type"),
+    ],
+)
+def test_messages_that_cannot_be_used(row: dict[str, Any], slug: str) -> None:
+    fmt = Format(name="messages", columns={"messages": "messages", "tools": "tools"}, evidence="")
+    with pytest.raises(RowError) as caught:
+        to_conversation(row, fmt)
+    assert caught.value.reason == slug
+
+
+@pytest.mark.parametrize("roles", [("user", "user", "assistant"), ("user", "assistant", "assistant", "user")])
+def test_alternation_is_left_to_the_template(roles: tuple[str, ...]) -> None:
+    assert [m["role"] for m in messages_of(turns(*roles))] == list(roles)
+    assert [m["role"] for m in messages_of(turns("developer", *roles))] == ["developer", *roles]
+
+
+def test_other_formats_that_cannot_be_used() -> None:
+    sharegpt = [{"from": "human", "value": "Hi"}]
+    assert reason({"conversations": [*sharegpt, {"from": "narrator", "value": "x"}]}) == "unknown_role"
+    assert reason({"conversations": [*sharegpt, {"from": "gpt"}]}) == "missing_field"
+    assert reason({"conversations": sharegpt}) == "no_assistant"
+    assert reason({"instruction": "Add.", "output": ""}) == "empty"
+    assert reason({"instruction": None, "output": "3"}, "alpaca") == "missing_field"
+    assert reason({"prompt": "x", "completion": 7}, "prompt_completion") == "wrong_type"
+    assert reason({"prompt": MESSAGES, "completion": [MESSAGES[0]]}) == "no_assistant"
+    assert reason({"text": "  "}) == "empty"
+    # Mixed formats in one file: the rows of the other format are counted, not fatal.
+    with pytest.raises(RowError, match="missing_field"):
+        to_conversation(ROWS["alpaca"], detected(ROWS["messages"]))
+
+
+def test_a_row_error_can_cross_a_process() -> None:
+    error = pickle.loads(pickle.dumps(RowError("empty", "message 2 is empty")))
+    assert (error.reason, error.detail) == ("empty", "message 2 is empty")

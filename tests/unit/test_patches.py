@@ -1,0 +1,96 @@
+"""The contract of a patch, and that the list of patches is true."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import patches
+from patches import core
+
+FOLDER = Path(patches.__file__).parent
+ALL = (*patches.EARLY, *patches.LATE)
+
+
+def test_every_file_is_listed_once() -> None:
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "core"}
+    listed = [patch.__name__.rpartition(".")[2] for patch in ALL]
+    assert sorted(listed) == sorted(files)
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.__name__)
+def test_patch_says_what_it_is_for(patch: types.ModuleType) -> None:
+    assert "Without this:" in (patch.__doc__ or "")
+    assert patch.UPSTREAM.startswith("https://")
+    if patch.REMOVE_WHEN is not None:
+        Requirement(patch.REMOVE_WHEN)
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.__name__)
+def test_patch_is_removed_when_its_time_has_come(patch: types.ModuleType) -> None:
+    """Fails when the oldest version that the project allows no longer has the defect."""
+    if patch.REMOVE_WHEN is None:
+        return
+    gone = Requirement(patch.REMOVE_WHEN)
+    text = (FOLDER.parent / "pyproject.toml").read_text()
+    lower = [line.strip(' ",') for line in text.splitlines() if line.strip().startswith(f'"{gone.name}>=')]
+    assert lower, f"{gone.name} is no dependency"
+    oldest = lower[0].split(">=")[1].split(",")[0]
+    assert not gone.specifier.contains(oldest), f"delete {patch.__file__}: every {gone.name} allowed is repaired"
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.__name__)
+def test_applying_twice_is_a_no_op(patch: types.ModuleType) -> None:
+    patch.apply()
+    assert not patch.needed()
+    patch.apply()
+    assert not patch.needed()
+
+
+def module(**members: object) -> types.ModuleType:
+    made = types.ModuleType("patches.made_up")
+    made.__dict__.update({"UPSTREAM": "https://example.org", **members})
+    return made
+
+
+def test_core_skips_applies_and_checks() -> None:
+    state = {"broken": True, "applied": 0}
+
+    def apply() -> None:
+        state["broken"] = False
+        state["applied"] += 1
+
+    broken = module(needed=lambda: state["broken"], apply=apply)
+    first, second = core.run([broken])[0], core.run([broken])[0]
+    assert (first.needed, first.applied, second.needed, second.applied) == (True, True, False, False)
+    assert state["applied"] == 1
+
+
+def test_core_stops_on_a_patch_that_does_not_help_and_on_a_probe_that_fails() -> None:
+    with pytest.raises(RuntimeError, match="still there"):
+        core.run([module(needed=lambda: True, apply=lambda: None)])
+    with pytest.raises(RuntimeError, match="its probe failed"):
+        core.run([module(needed=lambda: 1 / 0, apply=lambda: None)])
+
+
+def test_varlen_attention_as_torch_2_11_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function with windows and without `enable_gqa`: the probe sees it, the patch forwards all but that keyword."""
+    from torch.nn.attention import varlen
+
+    from patches import torch_varlen_gqa as patch
+
+    seen = {}
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), scale=None):
+        seen.update(query=query, window_size=window_size)
+        return "result"
+
+    monkeypatch.setattr(varlen, "varlen_attn", old)
+    assert patch.needed()
+    patch.apply()
+    assert not patch.needed()
+    assert varlen.varlen_attn(1, 2, 3, 4, 5, 6, 7, window_size=(0, 1), enable_gqa=True) == "result"
+    assert seen == {"query": 1, "window_size": (0, 1)}

@@ -1,0 +1,289 @@
+"""Reading rows: every kind of file gives the same rows, and what cannot be read is said with its place."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from finetune.data.sources import content_digest, expand, iter_hub, iter_rows
+from finetune.errors import UserError
+
+ROWS = [{"prompt": "1 + 1?", "completion": "2"}, {"prompt": 'Größe 🙂,\n"x"?', "completion": "groß\u2028enough"}]
+
+
+def jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_arrow_file(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "x.jsonl": lambda path: path.write_text(jsonl(ROWS), encoding="utf-8"),
+    "x.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(ROWS).encode())),
+    "list.json": lambda path: path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8"),
+    "data.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS}), encoding="utf-8"),
+    "lines.json": lambda path: path.write_text(jsonl(ROWS), encoding="utf-8"),
+    "x.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "x.csv": write_csv,
+    "x.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
+    "file.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
+}
+
+
+def read(*files: object) -> list[dict]:
+    return [row for row, _ in iter_rows([str(file) for file in files])]
+
+
+def fails(*files: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read(*files)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    assert read(tmp_path / name) == ROWS
+    assert len(content_digest([str(tmp_path / name)])) == 32
+
+
+def test_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.jsonl.zst"
+    file.write_bytes(b"any")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "pip install zstandard" in fails(file)
+    zstandard = pytest.importorskip("zstandard")
+    packed = [zstandard.ZstdCompressor().compress(jsonl([row]).encode()) for row in ROWS]
+    file.write_bytes(b"".join(packed))
+    assert read(file) == ROWS
+    file.write_bytes(packed[0] + packed[1][:-4])
+    assert "not a whole compressed file" in fails(file)
+    file.write_bytes(b"not zstd at all")
+    assert "not a zstd file" in fails(file)
+
+
+def test_where_a_row_stands(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n" + jsonl(ROWS), encoding="utf-8")  # blank lines are passed over
+    write_csv(tmp_path / "b.csv")
+    WRITERS["x.parquet"](tmp_path / "c.parquet")
+    places = [where for _, where in iter_rows([str(tmp_path)])]
+    assert places == [
+        *[f"{tmp_path}/a.jsonl:{line}" for line in (2, 3)],
+        *[f"{tmp_path}/b.csv:row {row}" for row in (1, 2)],
+        *[f"{tmp_path}/c.parquet:row {row}" for row in (1, 2)],
+    ]
+
+
+def test_folders_and_globs(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(jsonl([{"text": name}]), encoding="utf-8")
+    (tmp_path / "README.md").write_text("about", encoding="utf-8")
+    (tmp_path / ".hidden.jsonl").write_text("about", encoding="utf-8")
+    WRITERS["saved"](tmp_path / "saved")
+    assert [row["text"] for row in read(tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [row["text"] for row in read(tmp_path / "**" / "*.jsonl")] == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
+    assert [row["text"] for row in read(tmp_path / "b.jsonl", tmp_path / "a*")] == ["b.jsonl", "a.jsonl"]
+    assert expand([str(tmp_path / "sav*")]) == [tmp_path / "saved"]
+    assert "no file matches" in fails(tmp_path / "*.parquet")
+    assert "README.md" in fails(tmp_path / "READ*")
+    odd = tmp_path / "odd[1].jsonl"  # a name that looks like a glob
+    odd.write_text(jsonl(ROWS), encoding="utf-8")
+    assert read(odd) == ROWS
+
+
+def test_a_file_that_is_missing_lists_near_names(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
+    assert "does not exist" in (message := fails(tmp_path / "trian.jsonl")) and "train.jsonl" in message
+    assert "nor does the folder" in fails(tmp_path / "nowhere" / "train.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert "holds no data file (it holds nothing)" in fails(tmp_path / "empty")
+    (tmp_path / "x.xlsx").write_bytes(b"PK")
+    assert "'.xlsx'; readable are .jsonl" in fails(tmp_path / "x.xlsx")
+    assert "no data file was given" in fails()
+
+
+def test_splits_of_a_saved_dataset_dict(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "dict")
+    assert "['test', 'train']" in fails(tmp_path / "dict")
+    assert read(tmp_path / "dict" / "train") == ROWS
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.jsonl.gz"])
+def test_an_empty_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    assert f"{tmp_path / name} is empty" in fails(tmp_path / name)
+
+
+def test_files_without_a_row_are_empty(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n\n", encoding="utf-8")
+    (tmp_path / "x.json").write_text("[]", encoding="utf-8")
+    (tmp_path / "x.csv").write_text("prompt,completion\n", encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"a": pyarrow.array([], pyarrow.string())}), tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.json", "x.csv", "x.parquet"):
+        assert "is empty" in fails(tmp_path / name)
+
+
+def test_broken_json_says_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(jsonl(ROWS) + '{"prompt": "cut off\n', encoding="utf-8")
+    assert f"{file}:3: not JSON (" in fails(file)
+    file.write_text(jsonl(ROWS) + "[1, 2]\n", encoding="utf-8")
+    assert f"{file}:3: a row is an object of named fields, this is a list" in fails(file)
+    listed = tmp_path / "x.json"
+    listed.write_text('[{"a": 1},\n {"a": 2\n', encoding="utf-8")
+    assert f"{listed}:3: not JSON (" in fails(listed)
+    listed.write_text('[{"a": 1}, 7]', encoding="utf-8")
+    assert f"{listed}:row 2: a row is an object" in fails(listed)
+    listed.write_text('{"rows": [], "version": 2}', encoding="utf-8")
+    assert "one object with the keys rows, version" in fails(listed)
+    listed.write_text('"text"', encoding="utf-8")
+    assert "is one str" in fails(listed)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
+def test_wrong_encoding_says_the_byte(name: str, tmp_path: Path) -> None:
+    WRITERS["list.json" if name == "x.json" else name](tmp_path / name)
+    good = (tmp_path / name).read_bytes().replace("ß".encode(), b"ss")
+    (tmp_path / name).write_bytes(good.replace("ö".encode(), b"\xf6"))
+    offset = good.index("ö".encode()) if name != "x.json" else None
+    if offset is None:  # json.dumps wrote escapes: put the byte in by hand
+        offset = 5
+        (tmp_path / name).write_bytes(good[:5] + b"\xf6" + good[5:])
+    message = fails(tmp_path / name)
+    line = good[:offset].count(b"\n") + 1
+    assert f"{tmp_path / name}:{line}: not UTF-8 from byte {offset} of the file" in message
+    (tmp_path / name).write_bytes(good.decode().encode("utf-16"))
+    assert "UTF-16" in fails(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    for name in ("x.jsonl", "x.csv", "list.json"):
+        WRITERS[name](tmp_path / name)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+        assert read(tmp_path / name) == ROWS
+
+
+def test_broken_csv(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("prompt,completion\na,b\nc,d,e\n", encoding="utf-8")
+    assert f"{file}:row 2 (line 3) has 3 fields, the header 2" in fails(file)
+    file.write_text("text,text\na,b\n", encoding="utf-8")
+    assert "names ['text'] twice" in fails(file)
+    file.write_text('text\n"a\n', encoding="utf-8")
+    assert "not CSV" in fails(file)
+    file.write_text("text\n" + "x" * 200_000 + "\n", encoding="utf-8")
+    assert len(read(file)[0]["text"]) == 200_000
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "stream.arrow", "file.arrow", "x.jsonl.gz", "saved"])
+def test_torn_files(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    target = next((tmp_path / name).glob("*.arrow")) if name == "saved" else tmp_path / name
+    target.write_bytes(target.read_bytes()[:-20][: 60 if name == "x.jsonl.gz" else None])
+    assert "is not a whole" in fails(tmp_path / name)
+    target.write_bytes(b"something else")
+    assert "is not a whole" in fails(tmp_path / name)
+    if name == "saved":
+        target.unlink()
+        assert "is missing though" in fails(tmp_path / name)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for _ in range(20_000):
+            out.write('{"text": "' + "x" * 990 + '"}\n')
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in iter_rows([str(file)])) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_digest_is_of_the_contents(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
+        (tmp_path / folder / "b.jsonl").write_text(jsonl(ROWS[:1]), encoding="utf-8")
+    a, b = (str(tmp_path / "one" / name) for name in ("a.jsonl", "b.jsonl"))
+    digest = content_digest([a, b])
+    assert content_digest([str(tmp_path / "two")]) == digest
+    assert content_digest([b, a]) != digest
+    assert content_digest([a]) != digest
+    (tmp_path / "two" / "a.jsonl").write_text(jsonl(ROWS)[:-1], encoding="utf-8")  # the newline goes to the next file
+    (tmp_path / "two" / "b.jsonl").write_text("\n" + jsonl(ROWS[:1]), encoding="utf-8")
+    assert content_digest([str(tmp_path / "two")]) != digest
+    (tmp_path / "two" / "b.jsonl").write_text(jsonl(ROWS[1:]), encoding="utf-8")
+    assert content_digest([str(tmp_path / "two")]) != digest
+
+    WRITERS["saved"](tmp_path / "saved")
+    saved = content_digest([str(tmp_path / "saved")])
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    assert content_digest([str(tmp_path / "moved")]) == saved
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*args: object, **kwargs: object) -> datasets.Dataset:
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(iter_hub("org/name", "main", "test", "v1")) == [
+        (ROWS[0], "org/name:test:row 1"),
+        (ROWS[1], "org/name:test:row 2"),
+    ]
+    assert asked == [(("org/name", "main"), {"split": "test", "revision": "v1"})]
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (ConnectionError("no route"), "neither in the local cache nor reachable.*data.train_file"),
+        (datasets.exceptions.DatasetNotFoundError("no such thing"), "not found on the hub.*log in"),
+        (ValueError("Unknown split \"trian\". Should be one of ['train']"), "Unknown split.*train"),
+    ],
+)
+def test_hub_errors_say_what_to_do(error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=hint):
+        list(iter_hub("org/name"))
