@@ -3,30 +3,61 @@
 A small Llama with random weights, its tokenizer and an instruction data set, made from code and a seed: no download.
 From the folder written here on, everything is the code path of a user's own model and data.
 
-The task is to follow seven kinds of instruction about small scenes ("Anna has a red key. Ben has a blue map. Who has
-the map?"). No owner-thing pair and no colour-thing pair of a held-out prompt occurs anywhere in training, so a right
-answer was read from the prompt and not remembered.
+The task is to follow nine kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
+red key. Ben has a blue map." Held-out scenes are made of facts of which no two words (owner, colour, thing) occur
+together in a fact of training, so a right answer was read from the prompt and not remembered.
 """
 
+import itertools
+import json
 import random
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from finetune.errors import RunError
 
 VERSION = 1  # raise it with every change of what materialise writes: folders of another version are not reused
 TRAIN_ROWS = 6144
-EVAL_ROWS = 256
-MAX_LENGTH = 64  # tokens; the longest row has fewer
+EVAL_ROWS = 180
+KINDS = 9
+MAX_LENGTH = 64  # tokens; no rendered row is longer
+MAX_NEW_TOKENS = 16  # no answer is longer, its end-of-turn token included
+GLOBAL_BATCH_SIZE = 64
 
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Karin Leo Mia Noah Olga Paul".split()
-COLOURS = "red blue green black white brown pink grey purple yellow golden silver violet beige teal crimson".split()
-THINGS = "key map hat cup book lamp ball coat bag pen box ring bell drum kite boat".split()
+NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Karin Leo".split()
+COLOURS = "red blue green black white brown pink grey purple yellow golden silver".split()
+THINGS = "key map hat cup book lamp ball coat bag pen box ring".split()
 
-CHAT_TEMPLATE = (
+END_OF_TEXT, TURN_START, TURN_END, PAD = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+CHAT_TEMPLATE = (  # ChatML
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoPaths:
+    """What `materialise` wrote: a Hugging Face model folder and two JSONL files of {"messages": [user, assistant]}."""
+
+    model_dir: Path
+    train_file: Path
+    eval_file: Path
 
 
 class Fact(NamedTuple):
@@ -34,53 +65,206 @@ class Fact(NamedTuple):
     colour: str
     thing: str
 
-    @property
-    def item(self) -> str:
-        return f"{self.colour} {self.thing}"
-
     def __str__(self) -> str:
-        return f"{self.name} has a {self.item}."
+        return f"{self.name} has a {self.colour} {self.thing}."
 
 
-def _ask(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
-    """One instruction about a scene of two or three facts, and its answer."""
-    scene = " ".join(map(str, facts))
-    first, last = facts[0], facts[-1]
-    match kind:
-        case 0:
-            return f"Who is named first? {scene}", first.name
-        case 1:
-            return f"Who is named last? {scene}", last.name
-        case 2:
-            return f"What does the first person have? {scene}", f"a {first.item}"
-        case 3:
-            return f"What colour is the last thing? {scene}", last.colour
-        case 4:
-            return f"List the things: {scene}", ", ".join(fact.thing for fact in facts)
-        case 5:
-            return f"List the names: {scene}", ", ".join(fact.name for fact in facts)
-        case 6:
-            return f"List the names backwards: {scene}", ", ".join(fact.name for fact in reversed(facts))
-        case 7:
-            return f"Repeat the last sentence: {scene}", str(last)
-        case 8:
-            return f"List the names in capitals: {scene}", ", ".join(fact.name for fact in facts).upper()
-        case _:
-            return f"List the colours: {scene}", ", ".join(fact.colour for fact in facts)
+def materialise(folder: Path, seed: int = 0) -> DemoPaths:
+    """Write the demo of this seed under `folder`, or find it there, whole, from an earlier call.
+
+    The same seed and library versions give the same bytes. Several processes may call at once: one writes, the others
+    wait for it. A call that is killed leaves nothing that a later one would take for the demo. Imports transformers,
+    therefore to be called after Unsloth is imported, where it is. Raises RunError where the folder cannot be written.
+    """
+    home = folder / f"demo-v{VERSION}-seed{seed}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{home}.lock"):
+            if not _is_whole(home):
+                unfinished = home.with_name(f"{home.name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                _write(_paths(unfinished), seed)
+                shutil.rmtree(home, ignore_errors=True)
+                unfinished.rename(home)
+    except OSError as error:
+        raise RunError(
+            f"The demo could not be written under {folder} ({error}); it needs a folder that can be written to, "
+            "with 10 MB free; free some space or choose another folder."
+        ) from error
+    return _paths(home)
 
 
-KINDS = 10
+def _paths(home: Path) -> DemoPaths:
+    return DemoPaths(model_dir=home / "model", train_file=home / "train.jsonl", eval_file=home / "eval.jsonl")
+
+
+def _is_whole(home: Path) -> bool:
+    paths = _paths(home)
+    files = (paths.train_file, paths.eval_file, *(paths.model_dir / name for name in MODEL_FILES))
+    return all(file.is_file() for file in files)
+
+
+def _write(paths: DemoPaths, seed: int) -> None:
+    train, held_out = rows(seed)
+    paths.model_dir.mkdir(parents=True)
+    _write_model(paths.model_dir, [message["content"] for row in train for message in row["messages"]], seed)
+    for file, content in ((paths.train_file, train), (paths.eval_file, held_out)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
+
+
+def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training rows and held-out rows, {"messages": [user, assistant]} each, every kind of instruction in equal shares.
+
+    No prompt occurs twice, and no two words of a held-out fact occur together in a training fact.
+    """
+    rng = random.Random(seed)
+    shuffled = (rng.sample(words, len(words)) for words in (NAMES, COLOURS, THINGS))
+    held_out = [Fact(*words) for words in zip(*shuffled, strict=True)]  # each word in exactly one of them
+    every = [Fact(*words) for words in itertools.product(NAMES, COLOURS, THINGS)]
+    train = [fact for fact in every if all(_words_in_common(fact, other) < 2 for other in held_out)]
+    return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
+
+
+def _words_in_common(fact: Fact, other: Fact) -> int:
+    return sum(word == other_word for word, other_word in zip(fact, other, strict=True))
 
 
 def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
-    """`count` different rows, the kinds in equal shares."""
-    rows: dict[str, str] = {}
-    while len(rows) < count:
+    answers: dict[str, str] = {}
+    while len(answers) < count:
         scene = rng.sample(facts, rng.choice((2, 3)))
-        if len({fact.name for fact in scene}) == len({fact.thing for fact in scene}) == len(scene):
-            prompt, answer = _ask(len(rows) % KINDS, scene)
-            rows[prompt] = answer
+        if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # nobody and nothing twice
+            prompt, answer = _instruction(len(answers) % KINDS, scene)
+            answers[prompt] = answer
     return [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
-        for prompt, answer in rows.items()
+        for prompt, answer in answers.items()
     ]
+
+
+def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
+    """The prompt of this kind about a scene of two or three facts, and its answer."""
+    scene = " ".join(map(str, facts))
+    first, last = facts[0], facts[-1]
+    names = [fact.name for fact in facts]
+    return (
+        (f"Who is named first? {scene}", first.name),
+        (f"Who is named last? {scene}", last.name),
+        (f"What does the first person have? {scene}", f"a {first.colour} {first.thing}"),
+        (f"What colour is the last thing? {scene}", last.colour),
+        (f"List the names: {scene}", ", ".join(names)),
+        (f"List the names backwards: {scene}", ", ".join(reversed(names))),
+        (f"List the names in capitals: {scene}", ", ".join(names).upper()),
+        (f"List the colours: {scene}", ", ".join(fact.colour for fact in facts)),
+        (f"Repeat the last sentence: {scene}", str(last)),
+    )[kind]
+
+
+def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
+    """A Llama of half a million random weights, and a byte-level BPE tokenizer trained on `texts`."""
+    import torch  # here, not above: Unsloth must be imported before transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        itertools.chain(texts, ("system", "user", "assistant")),
+        trainers.BpeTrainer(
+            vocab_size=1024,  # an upper bound: merging ends, near 500, when every word is one token
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # any text can be written
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN_START],
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+    ids: dict[str, Any] = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would change the GPUs' as well
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=128,
+                intermediate_size=384,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                max_position_embeddings=256,
+                tie_word_embeddings=True,
+                initializer_range=0.05,  # at the usual 0.02, meant for wide models, this one needs twice the steps
+                **ids,
+            )
+        )
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **ids)
+    model.save_pretrained(folder)
+
+
+def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
+    """The configuration values of the demo, by section; the paths are those of `materialise`.
+
+    Full fine-tuning: an adapter on random weights has nothing to adapt. Float32: the same on a CPU and on a GPU.
+    """
+    return {
+        "model": {"full_finetuning": True, "load_in_4bit": False, "dtype": "float32"},
+        "data": {"max_length": MAX_LENGTH, "packing": False, "assistant_only_loss": True},
+        "training": {
+            "global_batch_size": GLOBAL_BATCH_SIZE,
+            "per_device_train_batch_size": max(1, GLOBAL_BATCH_SIZE // world_size),
+            "max_steps": 450,
+            "learning_rate": 2e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 30,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "optim": "adamw_torch",
+            "gradient_checkpointing": False,
+        },
+    }
+
+
+def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
+    """The share (0 to 1) of answers that equal their reference, case and punctuation included, runs of white space
+    counting as one space. Raises ValueError where the two differ in number or are empty."""
+    if not references or len(answers) != len(references):
+        raise ValueError(f"{len(answers)} answers and {len(references)} references; one answer for each is needed")
+    pairs = zip(answers, references, strict=True)
+    return sum(answer.split() == reference.split() for answer, reference in pairs) / len(references)
+
+
+def introduction() -> str:
+    """What the user reads before the demo trains."""
+    return """\
+No --config was given: this is the demo. It trains a very small model (half a million parameters) that starts from
+random weights, not a pretrained one, on instructions made up for it; nothing is downloaded. All its weights are
+trained (full fine-tuning), because a LoRA adapter on random weights has nothing to build on. The model is of no use
+afterwards; the run shows that the installation works, by the same code that fine-tunes your own model.
+
+To fine-tune your own model on your own data, write my.yaml:
+
+    model:
+      model_name_or_path: unsloth/Llama-3.2-1B-Instruct   # a hub name or a folder
+    data:
+      train_file: my_data.jsonl                           # {"messages": [{"role": "user", "content": "..."}, ...]}
+    training:
+      output_dir: output/my-model
+
+and start it:
+
+    accelerate launch -m finetune.train --config my.yaml
+"""

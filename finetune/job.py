@@ -10,9 +10,10 @@ import numpy as np
 from finetune import bootstrap, distributed, hardware
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config
-from finetune.data import Data, Rows
 from finetune.data.packs import unpacked
 from finetune.data.plan import Plan
+from finetune.data.prepare import Data, prepare
+from finetune.data.store import Rows
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.metrics import ModelSize
@@ -52,10 +53,11 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None)
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune import data, model
+    from finetune import model
 
+    model.check(config)
     tokenizer = model.load_tokenizer(config)
-    prepared = data.prepare(config, tokenizer)
+    prepared = prepare(config, tokenizer)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)

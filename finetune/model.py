@@ -50,6 +50,20 @@ def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
+def check(config: Config) -> bool:
+    """Whether the model is an adapter that is to be trained on. Loads nothing, so it can be asked first.
+
+    Raises:
+        UserError: it is an adapter that the configuration does not mean to continue, or 4-bit loading lacks its library.
+    """
+    adapter = adapter_config(str(config.model.model_name_or_path), config.model.revision)
+    if adapter is not None:
+        _check_adapter(config, adapter)
+    if config.model.load_in_4bit:
+        _check_bitsandbytes()
+    return adapter is not None
+
+
 def load(config: Config, stack: Stack, *, row_length: int) -> Any:
     """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`.
 
@@ -57,19 +71,14 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         row_length: tokens of the longest training row; sizes Unsloth's rotary cache.
 
     Raises:
-        UserError: the model is not found, is an adapter that the configuration does not mean to continue, or cannot be
-            quantized here.
+        UserError: the model is not found, cannot be quantized here, or what `check` raises.
     """
     name = str(config.model.model_name_or_path)
-    adapter = adapter_config(name, config.model.revision)
-    if adapter is not None:
-        _check_adapter(config, adapter)
-    if config.model.load_in_4bit:
-        _check_bitsandbytes()
+    continued = check(config)
     load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters start from random numbers, the same on every rank
-        model = load_with(config, stack, row_length, continue_adapter=adapter is not None)
+        model = load_with(config, stack, row_length, continue_adapter=continued)
     if config.model.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
         raise UserError(
             "model.load_in_4bit is set and the backend loaded 16-bit weights: this model or device has no 4-bit "

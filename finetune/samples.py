@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from finetune import distributed
-from finetune.data import Rows
+from finetune.data.store import Rows
 from finetune.model import generate
 
 MOST_NEW_TOKENS = 256

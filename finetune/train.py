@@ -43,6 +43,7 @@ def run(config: Config) -> int:
     resume = config.training.resume_from_checkpoint
     keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
     found = keeping.find(output_dir, resume)
+    check_files(config)
 
     from finetune import bootstrap
 
@@ -62,6 +63,19 @@ def run(config: Config) -> int:
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
     return INTERRUPTED if stopped else DONE
+
+
+def check_files(config: Config) -> None:
+    """The data files are there: known before anything heavy is imported.
+
+    Raises:
+        UserError: one is missing, or is nothing that can be read.
+    """
+    from finetune.data import sources
+
+    for given in (config.data.train_file, config.data.eval_file):
+        if given is not None:
+            sources.expand([given] if isinstance(given, str) else given)
 
 
 def train(job: Job, record: RunRecord, found: keeping.Found) -> bool:

@@ -18,8 +18,9 @@ from transformers.trainer_callback import ExportableState
 from finetune import distributed, keeping
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config
-from finetune.data import Rows, collate
+from finetune.data.collate import collate
 from finetune.data.plan import Plan, RankView
+from finetune.data.store import Rows
 from finetune.errors import RunError
 from finetune.model import resolve_dtype
 

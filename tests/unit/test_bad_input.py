@@ -1,0 +1,257 @@
+"""Every mistake that a user can make: one clear message, the right exit code, and nothing written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import launch, tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.make_rows(tmp_path / "train.jsonl", 20)
+    return tmp_path
+
+
+def refused(folder: Path, *arguments: str, code: int = 2, how: str = "python", **extra: str) -> str:
+    """Run, and assert that it failed with `code`, without a traceback and without an output folder. Its words."""
+    out = folder / "out"
+    files = sorted(path for path in folder.rglob("*") if "cache" not in path.parts)
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    done = launch.run(how, [*arguments, "--training.output_dir", str(out)], cache=cache, **extra)
+    words = " ".join(done.stdout.split())
+    if how == "python":
+        assert done.returncode == code, done.stdout[-4000:]
+        assert "Traceback" not in words, done.stdout[-4000:]
+    assert done.returncode != 0
+    assert words.count("error: ") == 1, words[-2000:]  # one rank speaks, once
+    assert sorted(path for path in folder.rglob("*") if "cache" not in path.parts) == files
+    assert not list(cache.glob("data/*/*.arrow"))
+    return words[words.index("error: ") :]
+
+
+def data(path: Path, *extra: str) -> list[str]:
+    return ["--data.train_file", str(path), "--training.max_steps", "1", *extra]
+
+
+def model(path: Path) -> list[str]:
+    return ["--model.model_name_or_path", str(path)]
+
+
+def test_three_misspelt_keys_and_a_wrong_type_at_once_without_torch(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(
+        "model: {model_name_or_path: m}\ndata: {train_file: t.jsonl}\n"
+        "training: {learing_rate: 1e-4, max_steps: many}\nlora: {rank: 8}\n"
+    )
+    words = refused(folder, "--config", str(folder / "bad.yaml"), "--data.max_lenght", "9")
+    for hint in ("learning_rate", "lora.r", "data.max_length", "max_steps: many", "bad.yaml:3"):
+        assert hint in words, words
+    assert "4 problems" in words
+
+
+def test_configuration_is_refused_before_torch_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['train', '--training.learing_rate', '1']\n"
+        "from finetune.train import main\n"
+        "code = main()\n"
+        "heavy = {'torch', 'transformers', 'trl', 'unsloth', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "assert code == 2 and not heavy, (code, heavy)\n"
+    )
+    done = subprocess.run(
+        [*launch.command("python"), "-c", code],
+        capture_output=True,
+        text=True,
+        env=launch.environment(folder),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, ["does not exist", "train.jsonl"]),
+        ("", ["is empty"]),
+        ('{"messages": []}\n{"messages": [\n', ["broken.jsonl:2"]),
+        ('{"text": 1}\n"just a string"\n', ["broken.jsonl:2"]),
+        ('{"id": 1, "body": "x"}\n', ["the columns are id, body", "messages needs"]),
+        (
+            '{"messages": [{"role": "user", "content": "hi"}]}\n',
+            ["none of the 1 rows", "no_assistant", "broken.jsonl:1"],
+        ),
+        (b'{"text": "caf\xe9"}\n', ["UTF-8"]),
+    ],
+    ids=["missing", "empty", "torn json", "no object", "columns", "no label tokens", "encoding"],
+)
+def test_data_that_cannot_be_used(
+    folder: Path, tiny_model: Path, content: str | bytes | None, expected: list[str]
+) -> None:
+    path = folder / "broken.jsonl"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    words = refused(folder, *model(tiny_model), *data(path))
+    for part in expected:
+        assert part in words, words
+
+
+def test_a_mapping_to_columns_that_are_not_there_lists_those_that_are(folder: Path, tiny_model: Path) -> None:
+    path = folder / "qa.jsonl"
+    path.write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+    words = refused(folder, *model(tiny_model), *data(path, "--data.columns", "{prompt: frage, completion: answer}"))
+    assert "frage" in words and "question, answer" in words
+
+
+def test_model_that_is_nowhere(folder: Path) -> None:
+    words = refused(folder, *model(Path("no-such-org/no-such-model")), *data(folder / "train.jsonl"))
+    assert "no-such-org/no-such-model" in words and "HF_HUB_OFFLINE is set" in words
+
+
+def test_unsloth_where_it_cannot_run(folder: Path, tiny_model: Path) -> None:
+    words = refused(
+        folder,
+        *model(tiny_model),
+        *data(folder / "train.jsonl", "--model.backend", "unsloth"),
+        UNSLOTH_DISABLE_CPU_FALLBACK="1",
+    )
+    assert "Unsloth cannot run here" in words and "transformers" in words
+
+
+def test_unsloth_that_cannot_run_gives_way_under_auto(folder: Path, tiny_model: Path) -> None:
+    arguments = [*model(tiny_model), *data(folder / "train.jsonl")]
+    run = launch.train("python", arguments, out=folder / "o", cache=folder, UNSLOTH_DISABLE_CPU_FALLBACK="1")
+    assert run["backend"] == "transformers"
+    assert "Unsloth cannot run here" in run["backend_reason"]
+
+
+def test_world_size_that_does_not_divide_the_global_batch(folder: Path, tiny_model: Path) -> None:
+    arguments = [*model(tiny_model), *data(folder / "train.jsonl", "--training.global_batch_size", "15")]
+    words = refused(folder, *arguments, how="cpu_2.yaml")
+    assert "global_batch_size 15" in words and "1, 3, 5, 15" in words
+
+
+def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "run.json").write_text("{}")
+    words = refused(folder, *model(tiny_model), *data(folder / "train.jsonl"))
+    assert "holds another run" in words and "resume_from_checkpoint" in words
+
+
+def test_checkpoint_of_another_plan(folder: Path, tiny_model: Path) -> None:
+    arguments = [*model(tiny_model), *data(folder / "train.jsonl", "--training.seed", "1")]
+    launch.train("python", arguments, out=folder / "out", cache=folder)
+    changed = [*arguments[:-1], "2", "--training.resume_from_checkpoint", "true"]
+    done = launch.run("python", [*changed, "--training.output_dir", str(folder / "out")], cache=folder)
+    assert done.returncode == 2
+    assert "belongs to another plan of steps" in " ".join(done.stdout.split())
+
+
+def test_adapter_on_top_of_an_adapter(folder: Path, tiny_model: Path) -> None:
+    """Refused; and continued, from the weights it has, where that is asked for."""
+    train = data(
+        folder / "train.jsonl", "--logging.generate_samples", "0", "--data.eval_file", str(folder / "train.jsonl")
+    )
+    first = launch.train("python", [*model(tiny_model), *train], out=folder / "first", cache=folder)
+    words = refused(folder, *model(folder / "first"), *train)
+    assert "already an adapter" in words and "continue_adapter" in words
+    for backend in ("unsloth", "transformers"):
+        again = [*model(folder / "first"), *train, "--lora.continue_adapter", "--model.backend", backend]
+        second = launch.train("python", again, out=folder / backend, cache=folder)
+        assert second["eval_loss_before"] == pytest.approx(first["eval_loss_after"], rel=1e-6)
+    words = refused(folder, *again, "--lora.r", "4")
+    assert "'r': 16" in words and "'r': 4" in words
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+class TestFullDisk:
+    """A tmpfs of a few megabytes as the output folder."""
+
+    @pytest.fixture
+    def small(self, tmp_path: Path):
+        mount = tmp_path / "small"
+        mount.mkdir()
+
+        def make(megabytes: int) -> Path:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(mount)], check=True)
+            return mount
+
+        yield make
+        subprocess.run(["umount", str(mount)], check=True)
+
+    def test_no_room_at_the_start(self, folder: Path, tiny_model: Path, small) -> None:
+        arguments = [*model(tiny_model), *data(folder / "train.jsonl")]
+        mount = small(4)
+        done = launch.run("python", [*arguments, "--training.output_dir", str(mount / "out")], cache=folder)
+        assert done.returncode == 2
+        assert "MiB free" in done.stdout and "Traceback" not in done.stdout
+        assert list(mount.iterdir()) == []
+
+    def test_disk_that_fills_up_keeps_the_last_whole_checkpoint(self, folder: Path, tiny_model: Path, small) -> None:
+        out = small(24) / "out"
+        script = folder / "filler.py"
+        script.write_text(
+            "import sys\nfrom pathlib import Path\nfrom finetune import train\nbuild = train.build_trainer\n"
+            "def filling(job, folder):\n"
+            "    trainer, telling, stop = build(job, folder)\n"
+            "    step = type(trainer).training_step\n"
+            "    def training_step(self, *a, **k):\n"
+            "        if self.state.global_step == 3:\n"
+            "            try: (Path(folder).parent / 'filler').write_bytes(b'x' * 2**26)\n"
+            "            except OSError: pass\n"
+            "        return step(self, *a, **k)\n"
+            "    type(trainer).training_step = training_step\n"
+            "    return trainer, telling, stop\n"
+            "train.build_trainer = filling\nsys.exit(train.main())\n"
+        )
+        arguments = [*model(tiny_model), "--data.train_file", str(folder / "train.jsonl"), "--training.max_steps", "6"]
+        arguments += [
+            "--training.global_batch_size",
+            "2",
+            "--training.save_steps",
+            "2",
+            "--training.output_dir",
+            str(out),
+        ]
+        done = launch.run("python", arguments, cache=folder, script=script)
+        assert done.returncode == 1, done.stdout[-3000:]
+        words = " ".join(done.stdout.split())
+        assert "No space left" in words and "newest whole checkpoint is checkpoint-2" in words
+        assert "Traceback" not in words, done.stdout[-3000:]
+        from finetune import keeping
+
+        assert keeping.find(out, True).path == out / "checkpoint-2"
+        assert not list(out.glob(".checkpoint*"))
+
+
+def test_help_and_version_are_quick_to_answer(folder: Path) -> None:
+    for words in (["-m", "finetune.train", "--help"], ["-m", "finetune", "--help"], ["-m", "finetune", "--version"]):
+        done = subprocess.run(
+            [*launch.command("python"), "-X", "importtime", *words],
+            capture_output=True,
+            text=True,
+            env=launch.environment(folder),
+            check=False,
+        )
+        assert done.returncode == 0 and done.stdout
+        assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    done = subprocess.run(
+        [*launch.command("python"), "-m", "finetune", "trian"],
+        capture_output=True,
+        text=True,
+        env=launch.environment(folder),
+        check=False,
+    )
+    assert done.returncode == 2 and "the nearest is `train`" in done.stderr
+
+
+def test_compressed_data_is_read(folder: Path, tiny_model: Path) -> None:
+    path = folder / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
+    run = launch.train("python", [*model(tiny_model), *data(path)], out=folder / "o", cache=folder)
+    assert run["ledger"]["train"]["rows_kept"] == 20
