@@ -13,12 +13,13 @@ import json
 import random
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from finetune.config import Config
 from finetune.errors import RunError
 
 VERSION = 1  # raise it with every change of what materialise writes: folders of another version are not reused
@@ -76,7 +77,7 @@ def materialise(folder: Path, seed: int = 0) -> DemoPaths:
     wait for it. A call that is killed leaves nothing that a later one would take for the demo. Imports transformers,
     therefore to be called after Unsloth is imported, where it is. Raises RunError where the folder cannot be written.
     """
-    home = folder / f"demo-v{VERSION}-seed{seed}"
+    home = _home(folder, seed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{home}.lock"):
@@ -92,6 +93,10 @@ def materialise(folder: Path, seed: int = 0) -> DemoPaths:
             "with 10 MB free; free some space or choose another folder."
         ) from error
     return _paths(home)
+
+
+def _home(folder: Path, seed: int) -> Path:
+    return folder / f"demo-v{VERSION}-seed{seed}"
 
 
 def _paths(home: Path) -> DemoPaths:
@@ -268,3 +273,26 @@ and start it:
 
     accelerate launch -m finetune.train --config my.yaml
 """
+
+
+def configure(config: Config, folder: Path, world_size: int) -> Config:
+    """`config` with the demo's model, data and settings, but for what the user has set."""
+    paths = _paths(_home(folder, 0))
+    own = overrides(world_size)
+    own["model"]["model_name_or_path"] = str(paths.model_dir)
+    own["data"] |= {"train_file": str(paths.train_file), "eval_file": str(paths.eval_file)}
+    own["logging"] = {"logging_steps": 25, "generate_samples": EVAL_ROWS}
+    given = set(config.given)
+    if any(name.startswith("lora.") for name in given):  # asks for an adapter
+        given.add("model.full_finetuning")
+    if given & {"training.global_batch_size", "training.gradient_accumulation_steps"}:
+        given.add("training.per_device_train_batch_size")
+    if "training.num_train_epochs" in given:
+        own["training"]["max_steps"] = -1
+    sections = {
+        section: replace(
+            getattr(config, section), **{key: value for key, value in values.items() if f"{section}.{key}" not in given}
+        )
+        for section, values in own.items()
+    }
+    return replace(config, **sections)

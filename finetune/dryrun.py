@@ -41,6 +41,9 @@ def run(config: Config) -> int:
             f"--dry-run tries one device and was launched on {distributed.ranks().world_size} processes. Start it with "
             "`python -m finetune.train --dry-run ...`; it prints the launch line for the real run."
         )
+    from finetune.train import checkpoint_bytes, introduce, with_demo
+
+    config, demo = with_demo(config)
     world, real = intended_batch(config)
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
@@ -48,8 +51,9 @@ def run(config: Config) -> int:
     stack = bootstrap.start(config.model.backend, config.logging.log_level)
 
     from finetune.job import open_job
-    from finetune.train import checkpoint_bytes, introduce
 
+    if demo:
+        demo.materialise(bootstrap.cache_folder())
     try:
         job = open_job(config, real, stack)
         introduce(job, keeping.Found(path=None, skipped=()))

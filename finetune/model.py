@@ -54,7 +54,7 @@ def check(config: Config) -> bool:
     """Whether the model is an adapter that is to be trained on. Loads nothing, so it can be asked first.
 
     Raises:
-        UserError: it is an adapter that the configuration does not mean to continue, or 4-bit loading lacks its library.
+        UserError: it is an adapter that the configuration does not mean to continue, or bitsandbytes is missing.
     """
     adapter = adapter_config(str(config.model.model_name_or_path), config.model.revision)
     if adapter is not None:

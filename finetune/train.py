@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune import distributed, interrupt, keeping
@@ -29,27 +30,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> int:
     """Everything after the configuration is known to be sound: check, load, train, save."""
-    from finetune import demo
-
-    if config.demo:
-        config = demo.configure(config)
     if config.dry_run:
         from finetune import dryrun
 
         return dryrun.run(config)
-
+    config, demo = with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size)
     output_dir = Path(config.training.output_dir)
     resume = config.training.resume_from_checkpoint
     keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
     found = keeping.find(output_dir, resume)
-    check_files(config)
+    if not demo:
+        check_files(config)
 
     from finetune import bootstrap
 
     stack = bootstrap.start(config.model.backend, config.logging.log_level)
     from finetune.job import open_job
 
+    if demo:
+        console().print(demo.introduction(), highlight=False, soft_wrap=True)
+        demo.materialise(bootstrap.cache_folder())
     record = RunRecord(output_dir)
     job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message))
     keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
@@ -63,6 +64,16 @@ def run(config: Config) -> int:
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
     return INTERRUPTED if stopped else DONE
+
+
+def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
+    """The configuration and, where no model is named, the demo that fills it in."""
+    if not config.demo:
+        return config, None
+    from finetune import demo
+    from finetune.bootstrap import cache_folder
+
+    return demo.configure(config, cache_folder(), distributed.ranks().world_size), demo
 
 
 def check_files(config: Config) -> None:
@@ -193,12 +204,9 @@ def checkpoint_bytes(model: Any) -> int:
 
 def introduce(job: Job, found: keeping.Found) -> None:
     """Say what is about to run."""
-    from finetune import demo
     from finetune.data import ledger
 
     say = console().print
-    if job.config.demo:
-        say(demo.introduction(), highlight=False, soft_wrap=True)
     for sentence in found.skipped:
         say(f"warning: {sentence}", style="yellow", soft_wrap=True)
     if job.config.training.resume_from_checkpoint and found.path is None:

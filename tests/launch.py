@@ -56,4 +56,9 @@ def train(how: str, arguments: list[str], *, out: Path, cache: Path, code: int =
     """Train into `out` and return its run.json; the output is shown where the exit code is another than `code`."""
     done = run(how, [*arguments, "--training.output_dir", str(out)], cache=cache, **extra)
     assert done.returncode == code, done.stdout[-8000:]
+    return read(out)
+
+
+def read(out: Path) -> dict[str, Any]:
+    """The run.json of an output folder."""
     return json.loads((out / "run.json").read_text())

@@ -1,0 +1,48 @@
+"""The embedded demo, as `make demo` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests import launch
+
+
+def test_the_demo_learns_its_task(tmp_path: Path) -> None:
+    """No --config: at least 0.9 of the held-out prompts are answered exactly, and the run explains itself."""
+    done = launch.run("accelerate", ["--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    run = launch.read(tmp_path / "out")
+    assert run["exact_match_before"] < 0.1
+    assert run["exact_match_after"] >= 0.9
+    for words in ("this is the demo", "accelerate launch -m finetune.train --config my.yaml", "after training"):
+        assert words in done.stdout
+    events = EventAccumulator(str(tmp_path / "out" / "runs"))
+    events.Reload()
+    tags = events.Tags()
+    for tag in (
+        "train/loss (nats per token)",
+        "train/gradient norm",
+        "train/learning rate",
+        "train/tokens seen (tokens)",
+        "speed/tokens per second per GPU (tokens per s)",
+        "memory/peak of rank 0 (GiB)",
+        "eval/loss (nats per token)",
+    ):
+        assert tag in tags["scalars"], tag
+    losses = [event.value for event in events.Scalars("train/loss (nats per token)")]
+    assert losses == pytest.approx(run["losses"])
+    assert {"configuration/text_summary", "data/text_summary"} <= set(tags["tensors"])
+
+
+def test_the_demo_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
+    run = launch.train(
+        "cpu_2.yaml",
+        ["--training.max_steps", "4", "--training.global_batch_size", "16", "--logging.generate_samples", "4"],
+        out=tmp_path / "out",
+        cache=tmp_path,
+    )
+    assert (run["steps"], run["batch"]["global_size"], run["world_size"]) == (4, 16, 2)
+    assert run["eval_loss_after"] < run["eval_loss_before"]
