@@ -4,8 +4,8 @@ A small Llama with random weights, its tokenizer and an instruction data set, ma
 From the folder written here on, everything is the code path of a user's own model and data.
 
 The task is to follow nine kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
-red key. Ben has a blue map." Held-out scenes are made of facts of which no two words (owner, colour, thing) occur
-together in a fact of training, so a right answer was read from the prompt and not remembered.
+red key. Ben has a blue map." No fact (owner, colour and thing) of a held-out scene occurs in training, so a right answer
+was read from the prompt and not remembered.
 """
 
 import itertools
@@ -120,18 +120,13 @@ def _write(paths: DemoPaths, seed: int) -> None:
 def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Training rows and held-out rows, {"messages": [user, assistant]} each, every kind of instruction in equal shares.
 
-    No prompt occurs twice, and no two words of a held-out fact occur together in a training fact.
+    No prompt occurs twice, and no fact of a held-out prompt occurs in a training prompt.
     """
     rng = random.Random(seed)
-    shuffled = (rng.sample(words, len(words)) for words in (NAMES, COLOURS, THINGS))
-    held_out = [Fact(*words) for words in zip(*shuffled, strict=True)]  # each word in exactly one of them
-    every = [Fact(*words) for words in itertools.product(NAMES, COLOURS, THINGS)]
-    train = [fact for fact in every if all(_words_in_common(fact, other) < 2 for other in held_out)]
+    facts = [Fact(*words) for words in itertools.product(NAMES, COLOURS, THINGS)]
+    rng.shuffle(facts)
+    held_out, train = facts[: len(facts) // 8], facts[len(facts) // 8 :]
     return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
-
-
-def _words_in_common(fact: Fact, other: Fact) -> int:
-    return sum(word == other_word for word, other_word in zip(fact, other, strict=True))
 
 
 def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
