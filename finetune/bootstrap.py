@@ -87,11 +87,12 @@ def start(backend: str = "auto", log_level: str = "warning") -> Stack:
         chosen, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if chosen == "unsloth":
         verdicts += core.run(patches.LATE)
-    _set_log_level(log_level)
+    quiet_libraries(log_level)
     return Stack(backend=chosen, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
 
 
-def _set_log_level(level: str) -> None:
+def quiet_libraries(level: str) -> None:
+    """Let the libraries tell what is at least of this severity, on rank 0; the other ranks tell errors alone."""
     import datasets
     import transformers
 

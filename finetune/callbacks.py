@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune import distributed, interrupt, metrics
+from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import RunError
 from finetune.hardware import Hardware
@@ -80,8 +81,7 @@ class Record(TrainerCallback):
         *,
         folder: Path | None,
         plan: Plan,
-        tokens: Any,
-        squared_lengths: Any,
+        layout: Layout,
         hardware: Hardware,
         size: ModelSize,
         texts: dict[str, str],
@@ -90,12 +90,12 @@ class Record(TrainerCallback):
         """
         Args:
             folder: of the TensorBoard events; None on ranks that do not write.
-            tokens, squared_lengths: int [n_rows], real tokens of each row of the plan, and the sum over its documents
-                of length squared.
+            layout: what the rows of the plan are made of.
             texts: shown as text in TensorBoard.
         """
         self.writer = SummaryWriter(str(folder)) if folder is not None else None
-        self.plan, self.tokens, self.squared_lengths = plan, tokens, squared_lengths
+        self.plan, self.layout = plan, layout
+        self.tokens, self.squared_lengths = layout.tokens, layout.squared_lengths
         self.hardware, self.size, self.texts, self.progress = hardware, size, texts, progress
         self.clock = StepClock(hardware.device)
         self.trainer: Any = None  # set by the caller once the trainer exists
@@ -110,6 +110,7 @@ class Record(TrainerCallback):
         if self.writer:
             for name, text in self.texts.items():
                 self.writer.add_text(name, f"```\n{text}\n```", state.global_step)
+            self.writer.add_histogram("data/document length (tokens)", self.layout.rows.lengths, state.global_step)
         self._first_step = state.global_step + 1
         # A resumed run goes on counting where the checkpoint stopped.
         epoch, step = divmod(state.global_step, self.plan.steps_per_epoch)

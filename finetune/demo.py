@@ -4,8 +4,8 @@ A small Llama with random weights, its tokenizer and an instruction data set, ma
 From the folder written here on, everything is the code path of a user's own model and data.
 
 The task is to follow nine kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
-red key. Ben has a blue map." No fact (owner, colour and thing) of a held-out scene occurs in training, so a right answer
-was read from the prompt and not remembered.
+red key. Ben has a blue map." No fact (owner, colour and thing) of a held-out scene occurs in training, so a right
+answer was read from the prompt and not remembered.
 """
 
 import itertools

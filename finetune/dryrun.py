@@ -76,7 +76,7 @@ def try_out(job: Any, folder: Path) -> Outcome:
     """
     from finetune.train import build_trainer, out_of_memory
 
-    longest = job.data.train.take(job.data.train.by_length()[: STEPS * job.batch.per_device])
+    longest = job.layout.take(job.layout.largest_first()[: STEPS * job.batch.per_device])
     steps = min(STEPS, math.ceil(len(longest) / job.batch.per_device))
     training = replace(
         job.config.training,
@@ -90,7 +90,7 @@ def try_out(job: Any, folder: Path) -> Outcome:
         job,
         config=replace(job.config, training=training, logging=replace(job.config.logging, logging_steps=1)),
         batch=Batch(per_device=job.batch.per_device, accumulation=1, global_size=job.batch.per_device),
-        data=replace(job.data, train=longest),
+        layout=longest,
     )
     trainer, telling, _ = build_trainer(trial, folder)
     with out_of_memory(trial):
@@ -100,7 +100,7 @@ def try_out(job: Any, folder: Path) -> Outcome:
                 trainer.evaluate()
         finally:
             telling.close()
-    measured = telling.results() | {"longest_row_tokens": int(longest.lengths[0])}
+    measured = telling.results() | {"longest_row_tokens": int(longest.tokens[0])}
     check_reload(trainer, folder / "saved")
     return Outcome(go=True, reason=None, measured=measured)
 
@@ -167,10 +167,10 @@ def intended_batch(config: Config) -> tuple[int, Batch]:
     """How many ranks the real run would have here, and its batch: all GPUs, or the most that hold the global batch."""
     for world in range(max(visible_gpus(), 1), 1, -1):
         try:
-            return world, resolve_batch(config.training, world)
+            return world, resolve_batch(config.training, world, config.data)
         except UserError:
             continue
-    return 1, resolve_batch(config.training, 1)
+    return 1, resolve_batch(config.training, 1, config.data)
 
 
 def launch_line(world: int) -> str:

@@ -10,10 +10,9 @@ import numpy as np
 from finetune import bootstrap, distributed, hardware
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config
-from finetune.data.packs import unpacked
+from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
-from finetune.data.store import Rows
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.metrics import ModelSize
@@ -29,18 +28,22 @@ class Job:
     hardware: Hardware
     tokenizer: Any
     data: Data
+    layout: Layout
+    eval_layout: Layout | None
+    unpacked_because: str | None  # why rows are padded documents and not packs
     model: Any
     size: ModelSize
 
-    def plan(self, rows: Rows, batch: Batch) -> Plan:
-        """The order of `rows` in global steps of `batch.global_size`."""
+    def plan(self) -> Plan:
+        """The order of the training rows in global steps."""
         return Plan(
-            costs=unpacked(rows.lengths).costs(self.size.hidden),
-            label_tokens=rows.label_tokens,
-            global_batch_size=batch.global_size,
+            costs=self.layout.packs.costs(self.size.hidden),
+            label_tokens=self.layout.label_tokens,
+            global_batch_size=self.batch.global_size,
             seed=self.config.training.seed,
             fingerprint=self.data.fingerprint,
-            lengths=rows.lengths,
+            lengths=self.layout.padded_lengths,
+            group_by_length=self.layout.packs.pack_length is None,  # padding is what it saves
         )
 
 
@@ -61,7 +64,13 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
-    loaded = model.load(config, stack, row_length=int(config.data.max_length))
+    pack_length = config.data.row_length if config.data.packing else None
+    loaded = model.load(config, stack, row_length=config.data.row_length)
+    because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
+    if because is None:
+        model.prepare_for_packs(loaded, stack)
+    else:
+        pack_length = None
     return Job(
         config=config,
         batch=batch,
@@ -69,6 +78,9 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None)
         hardware=hardware.probe(),
         tokenizer=tokenizer,
         data=prepared,
+        layout=lay_out(prepared.train, pack_length),
+        eval_layout=lay_out(prepared.eval, pack_length) if prepared.eval else None,
+        unpacked_because=because,
         model=loaded,
         size=model_size(loaded),
     )

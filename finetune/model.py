@@ -248,6 +248,45 @@ def _check_bitsandbytes() -> None:
         ) from None
 
 
+# Attention that keeps documents of one line apart, told by position ids that restart or by the documents' lengths.
+_PACKS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# What Unsloth itself leaves unpacked: soft-capped attention that cannot be compiled so, and attention sinks.
+_UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
+
+
+def why_not_packed(model: Any, stack: Stack) -> str | None:
+    """Why documents cannot share a line in this model without seeing each other; None where they can."""
+    config = model.config
+    text = config.get_text_config()
+    if config is not text:
+        return f"{config.model_type} is a multimodal model, whose positions are more than a count"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    names = {type(module).__name__ for module in model.modules()}
+    recurrent += sorted(
+        name for name in names if any(part in name for part in ("Mamba", "GatedDelta", "Rwkv", "ShortConv"))
+    )
+    if recurrent:
+        return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
+    if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
+        return f"Unsloth does not keep packed documents apart in {text.model_type}"
+    attention = str(text._attn_implementation)
+    if attention not in _PACKS:
+        return f"attention {attention!r} is not known to keep packed documents apart"
+    return None
+
+
+def prepare_for_packs(model: Any, stack: Stack) -> None:
+    """On a GPU, let Unsloth run its variable-length attention over packs, on transformers' own layers too."""
+    if stack.backend != "unsloth" or stack.device != "cuda":
+        return
+    from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
+    from unsloth.utils.packing import mark_allow_overlength
+
+    mark_allow_overlength(model)  # several packs are one line, longer than max_seq_length
+    enable_hf_packed_attention()
+
+
 # --- generation -----------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ def run(config: Config) -> int:
 
         return dryrun.run(config)
     config, demo = with_demo(config)
-    batch = resolve_batch(config.training, distributed.ranks().world_size)
+    batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     output_dir = Path(config.training.output_dir)
     resume = config.training.resume_from_checkpoint
     keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
@@ -135,8 +135,8 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
     from finetune import callbacks
     from finetune.trainer import SFTTrainer, arguments
 
-    config, rows = job.config, job.data.train
-    plan = job.plan(rows, job.batch)
+    config, layout = job.config, job.layout
+    plan = job.plan()
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
     total = (
         args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * plan.steps_per_epoch * 1000) // 1000)
@@ -145,8 +145,7 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
     telling = callbacks.Record(
         folder=output_dir / "runs" if is_main else None,
         plan=plan,
-        tokens=rows.lengths.astype("int64"),
-        squared_lengths=rows.lengths.astype("int64") ** 2,
+        layout=layout,
         hardware=job.hardware,
         size=job.size,
         texts={"configuration": dump_yaml(config), "data": str(job.data.ledgers)},
@@ -159,8 +158,8 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
         tokenizer=job.tokenizer,
         stack=job.stack,
         plan=plan,
-        rows=rows,
-        eval_rows=job.data.eval,
+        layout=layout,
+        eval_layout=job.eval_layout,
         callbacks=[telling, stop],
     )
     telling.trainer = trainer
@@ -224,17 +223,32 @@ def introduce(job: Job, found: keeping.Found) -> None:
         soft_wrap=True,
     )
     batch = job.batch
+    rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
     say(
-        f"A step is {batch.global_size} rows = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
+        f"A step is {batch.global_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
         "accumulated",
         highlight=False,
         soft_wrap=True,
     )
+    if job.unpacked_because:
+        warned = job.config.data.packing  # asked for, and not what happens
+        say(
+            ("warning: " if warned else "") + f"Rows are padded documents, not packs: {job.unpacked_because}",
+            style="yellow" if warned else None,
+            highlight=False,
+            soft_wrap=True,
+        )
     for verdict in job.stack.patches:
         if verdict.applied:
             say(f"patched: {verdict.name} ({verdict.reason})", soft_wrap=True)
     say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True)
-    say(ledger.table(job.data.ledgers))
+    say(ledger.table(job.data.ledgers, layouts(job)))
+
+
+def layouts(job: Job) -> dict[str, dict[str, Any]]:
+    """What the rows of each split are made of."""
+    found = {"train": job.layout.to_dict()}
+    return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})
 
 
 def say_stopped(checkpoint: Path) -> None:
@@ -276,7 +290,7 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
             backend_reason=job.stack.reason,
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
-            ledger=job.data.ledgers,
+            ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},
             data_fingerprint=job.data.fingerprint,
         )
     try:

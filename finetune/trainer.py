@@ -19,8 +19,8 @@ from finetune import distributed, keeping
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config
 from finetune.data.collate import collate
+from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.data.store import Rows
 from finetune.errors import RunError
 from finetune.model import resolve_dtype
 
@@ -99,20 +99,20 @@ class SFTTrainer(trl.SFTTrainer):
         tokenizer: Any,
         stack: Stack,
         plan: Plan,
-        rows: Rows,
-        eval_rows: Rows | None = None,
+        layout: Layout,
+        eval_layout: Layout | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
     ) -> None:
         self.stack = stack
         self.plan = plan
-        self.rows = rows
-        self.eval_rows = eval_rows
+        self.layout = layout
+        self.eval_layout = eval_layout
         self.resumed_step = 0  # the optimiser step that a resumed run starts from
         super().__init__(
             model=model,
             args=args,
-            train_dataset=rows.dataset,
-            eval_dataset=eval_rows.dataset if eval_rows else None,
+            train_dataset=layout.rows.dataset,
+            eval_dataset=eval_layout.rows.dataset if eval_layout else None,
             processing_class=tokenizer,
             data_collator=self._collate,
             callbacks=callbacks,
@@ -137,7 +137,7 @@ class SFTTrainer(trl.SFTTrainer):
             start=step * self.args.gradient_accumulation_steps,
         )
         return _PlanLoader(
-            self.rows,  # type: ignore[arg-type]  # it has what a map-style data set needs
+            self.layout,  # type: ignore[arg-type]  # it has what a map-style data set needs
             batch_sampler=view,
             collate_fn=self._collate,
             num_workers=self.args.dataloader_num_workers,
@@ -148,7 +148,18 @@ class SFTTrainer(trl.SFTTrainer):
         )
 
     def _collate(self, rows: Any) -> dict[str, Any]:
-        return collate(rows, pad_token_id=self.processing_class.pad_token_id)
+        pack_length = self.layout.packs.pack_length
+        batch = collate(rows, pad_token_id=self.processing_class.pad_token_id, pack_length=pack_length)
+        if self.stack.backend == "transformers":  # it reads the documents' borders from the position ids
+            batch.pop("packed_seq_lengths", None)
+        return batch
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a micro-batch to the device, but for the lengths of its documents: Unsloth reads them on the host, and
+        would have to wait for the device to get them back."""
+        lengths = inputs.pop("packed_seq_lengths", None)
+        inputs = super()._prepare_inputs(inputs)
+        return inputs if lengths is None else {**inputs, "packed_seq_lengths": lengths}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -260,24 +271,24 @@ class SFTTrainer(trl.SFTTrainer):
 
         The same number at any world size and evaluation batch size: sums are taken over all ranks, then divided.
         """
-        rows = self.eval_rows
-        if rows is None:
+        layout = self.eval_layout
+        if layout is None:
             raise ValueError("evaluate needs held-out rows: set data.eval_file or data.eval_fraction")
         was_training = self.model.training
         self.model.eval()
         total = 0.0
         one = torch.ones((), dtype=torch.int64, device=self.args.device)  # ask for sums: divide by one label token
         size = self.args.per_device_eval_batch_size
-        order = rows.by_length()[self.args.process_index :: self.args.world_size]
+        order = layout.largest_first()[self.args.process_index :: self.args.world_size]
         losses = []
         for start in range(0, len(order), size):
-            batch = self._collate(rows.__getitems__(order[start : start + size].tolist()))
+            batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=one)
             losses.append(loss.double() / self.args.world_size)
         if losses:
             total = float(torch.stack(losses).sum())
-        summed, labels = distributed.sum_over_ranks([total, float(rows.label_tokens[order].sum())])
+        summed, labels = distributed.sum_over_ranks([total, float(layout.label_tokens[order].sum())])
         self.model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": summed / labels}
         self.log(dict(metrics))

@@ -103,6 +103,11 @@ class DataConfig:
     num_proc: int | None = _setting(None, "Processes that tokenise; null takes every core.", AT_LEAST_1)
     cache_dir: str | None = _setting(None, "Where tokenised data is kept; null is the user's cache folder.")
 
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row: a pack, or a document."""
+        return (self.pack_length or self.max_length) if self.packing else self.max_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -337,14 +342,15 @@ class Batch:
 
 DEFAULT_GLOBAL_BATCH = 16
 LARGEST_DEFAULT_PER_DEVICE = 8  # also what transformers takes for per_device_train_batch_size
+LARGEST_DEFAULT_TOKENS = 16_384  # of packs: 8 rows of the default max_length
 
 
-def resolve_batch(training: TrainingConfig, world_size: int) -> Batch:
+def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
     """Cut the global batch exactly over `world_size` ranks.
 
     The user fixes `global_batch_size`; with only `gradient_accumulation_steps` given it is per device x accumulation x
     world size, and with neither it is 16. What is left open follows, the per-device size being the largest divisor of
-    a rank's share that is at most 8.
+    a rank's share that is at most 8 rows, or with `data.packing` packs of at most 16,384 tokens together.
 
     Raises:
         UserError: the settings do not multiply to the global batch on this world size. Names the world sizes up to 64
@@ -352,8 +358,11 @@ def resolve_batch(training: TrainingConfig, world_size: int) -> Batch:
     """
     per_device, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     global_size = training.global_batch_size
+    most = LARGEST_DEFAULT_PER_DEVICE
+    if data is not None and data.packing:
+        most = min(most, max(LARGEST_DEFAULT_TOKENS // data.row_length, 1))
     if global_size is None and accumulation is not None:
-        per_device = per_device or LARGEST_DEFAULT_PER_DEVICE
+        per_device = per_device or most
         global_size = per_device * accumulation * world_size
     global_size = global_size or DEFAULT_GLOBAL_BATCH
 
@@ -367,7 +376,7 @@ def resolve_batch(training: TrainingConfig, world_size: int) -> Batch:
         raise UserError(_no_fit(training, world_size, global_size, fixed, all_fixed, fits))
     share = global_size // world_size
     if per_device is None:
-        per_device = share // accumulation if accumulation else _largest_divisor(share, LARGEST_DEFAULT_PER_DEVICE)
+        per_device = share // accumulation if accumulation else _largest_divisor(share, most)
     return Batch(per_device=per_device, accumulation=share // per_device, global_size=global_size)
 
 

@@ -1,4 +1,4 @@
-"""Documents of one micro-batch -> tensors."""
+"""Rows of one micro-batch -> tensors."""
 
 from __future__ import annotations
 
@@ -7,28 +7,64 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-MULTIPLE = 8  # widths of 8: matrix units work on tiles of 8 bf16 values or more
+from finetune.data.layout import Document
+
+MULTIPLE = 8  # padded widths: matrix units work on tiles of 8 bf16 values or more
+IGNORE = -100
 
 
-def collate(rows: Sequence[tuple[np.ndarray, np.ndarray] | None], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Pad documents to the longest of them.
+def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None) -> dict[str, torch.Tensor]:
+    """One micro-batch. Where nothing is learnt labels are -100.
 
     Args:
-        rows: (input_ids, labels), int32 [length] each; None is a dummy row, which is nothing but padding.
-
-    Returns:
-        input_ids, attention_mask and labels, int64 [len(rows), width]; labels are -100 where nothing is learnt.
+        rows: the documents of each row; an empty list is a dummy row, of which nothing is learnt.
+        pack_length: of packs, which are laid end to end as one line: input_ids, labels and position_ids, int64
+            [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments]. None for rows of one document,
+            padded to the longest: input_ids, attention_mask and labels, int64 [len(rows), width].
     """
-    width = max((len(row[0]) for row in rows if row is not None), default=1)
+    if pack_length is None:
+        return _padded(rows, pad_token_id)
+    return _packed(rows, pad_token_id, pack_length)
+
+
+def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int) -> dict[str, torch.Tensor]:
+    total = len(rows) * pack_length
+    input_ids = np.full(total, pad_token_id, dtype=np.int64)
+    labels = np.full(total, IGNORE, dtype=np.int64)
+    lengths: list[int] = []
+    for number, documents in enumerate(rows):
+        place = number * pack_length
+        for ids, learnt in documents:
+            input_ids[place : place + len(ids)] = ids
+            labels[place : place + len(ids)] = learnt
+            place += len(ids)
+            lengths.append(len(ids))
+        filler = (number + 1) * pack_length - place
+        if filler:  # a segment of its own, of which nothing is learnt
+            lengths.append(filler)
+    segments = np.array(lengths, dtype=np.int64)
+    starts = np.cumsum(segments) - segments
+    positions = np.arange(total) - np.repeat(starts, segments)  # restart at every document
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "position_ids": torch.from_numpy(positions)[None],
+        "packed_seq_lengths": torch.from_numpy(segments.astype(np.int32)),
+    }
+
+
+def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    width = max((len(documents[0][0]) for documents in rows if documents), default=1)
     width = -(-width // MULTIPLE) * MULTIPLE
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    labels = np.full((len(rows), width), -100, dtype=np.int64)
+    labels = np.full((len(rows), width), IGNORE, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)
-    for place, row in enumerate(rows):
-        length = 0 if row is None else len(row[0])
-        if row is not None:
-            input_ids[place, :length], labels[place, :length] = row
-        mask[place, : max(length, 1)] = 1  # a row without any visible token has no softmax to compute
+    for number, documents in enumerate(rows):
+        for ids, learnt in documents:
+            input_ids[number, : len(ids)] = ids
+            labels[number, : len(ids)] = learnt
+            mask[number, : len(ids)] = 1
+        mask[number, 0] = 1  # a row without any visible token has no softmax to compute
     return {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(mask),

@@ -53,8 +53,17 @@ class Ledger:
         }
 
 
-def table(ledgers: dict[str, dict[str, Any]]) -> Table:
-    """The ledgers of the training and held-out rows, side by side, for people."""
+def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
+    """For each reason to drop rows, one sentence with the first row it was met in."""
+    return [
+        f"{name}: dropped {count:,} rows, {reason}; the first is {one['examples'][reason]}"
+        for name, one in ledgers.items()
+        for reason, count in sorted(one["dropped"].items())
+    ]
+
+
+def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]) -> Table:
+    """The ledgers and layouts of the training and held-out rows, side by side, for people."""
     shown = Table(title="Data", title_justify="left")
     shown.add_column("")
     for name in ledgers:
@@ -73,4 +82,9 @@ def table(ledgers: dict[str, dict[str, Any]]) -> Table:
     line("tokens", [f"{one['tokens']:,}" for one in each])
     line("  learnt", [f"{one['label_tokens']:,} ({one['label_tokens'] / max(one['tokens'], 1):.0%})" for one in each])
     line("mean length (tokens)", [f"{one['tokens'] / max(one['rows_kept'], 1):,.1f}" for one in each])
+    packed = [layouts[name] for name in ledgers]
+    if any(one["pack_length"] for one in packed):
+        line("packs", [f"{one['rows']:,}" for one in packed])
+        line("  documents per pack", [f"{one['documents_per_row']:.1f}" for one in packed])
+        line("  filled", [f"{one['packing_efficiency']:.1%}" for one in packed])
     return shown

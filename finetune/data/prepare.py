@@ -38,7 +38,9 @@ class Data:
     eval: Rows | None
     ledgers: dict[str, dict[str, Any]]  # "train" and, where rows are held out, "eval"
     format: str  # name of the row format and why it was chosen
-    fingerprint: str  # of the training data, its tokenizer and every setting that decides its tokens and labels
+    fingerprint: str  # of the data, the tokenizer and every setting that decides tokens and labels
+    folder: Path  # of the cache entry
+    cached: bool  # it was there already
 
 
 def prepare(config: Config, tokenizer: Any) -> Data:
@@ -76,7 +78,10 @@ def prepare(config: Config, tokenizer: Any) -> Data:
     )
     cache = Path(data.cache_dir) if data.cache_dir else bootstrap.cache_folder() / "data"
 
+    built = []
+
     def build(folder: Path) -> dict[str, Any]:
+        built.append(folder)
         return _build(folder, config, encoder, template is not None, train_files, eval_files)
 
     # One rank of each machine reads every byte to verify it; the others trust it.
@@ -87,6 +92,8 @@ def prepare(config: Config, tokenizer: Any) -> Data:
         ledgers=about["ledgers"],
         format=about["format"],
         fingerprint=key,
+        folder=folder,
+        cached=not built,
     )
 
 

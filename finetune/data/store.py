@@ -28,7 +28,7 @@ _INFO = "entry.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Tokenised documents, memory-mapped; also the data set that a DataLoader reads from.
+    """Tokenised documents, memory-mapped.
 
     dataset:       the same file as a `datasets.Dataset` with columns input_ids and labels
     lengths:       int32 [n], tokens of each document
@@ -53,10 +53,6 @@ class Rows:
         start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
         return ids[start:end], labels[start:end]
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[np.ndarray, np.ndarray] | None]:
-        """What a DataLoader asks for: one entry per index, None for -1, the plan's dummy row."""
-        return [None if index < 0 else self[index] for index in indices]
-
     def take(self, indices: np.ndarray) -> Rows:
         """These documents alone, renumbered in this order; tokens stay where they are."""
         return replace(
@@ -66,10 +62,6 @@ class Rows:
             label_tokens=self.label_tokens[indices],
             _places=self._places[indices],
         )
-
-    def by_length(self) -> np.ndarray:
-        """Document indices, longest first: micro-batches of neighbours need little padding."""
-        return np.argsort(-self.lengths, kind="stable")
 
 
 class Writer:

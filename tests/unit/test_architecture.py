@@ -12,7 +12,7 @@ LAYERS = (
     {"hardware"},
     {"bootstrap", "data", "model", "metrics", "samples", "job"},
     {"trainer", "callbacks"},
-    {"train", "demo", "dryrun"},
+    {"train", "demo", "dryrun", "prepare"},
     {"cli", "__main__"},
 )
 

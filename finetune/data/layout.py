@@ -1,0 +1,92 @@
+"""Documents -> rows of training: packs of whole documents, or one padded document each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from finetune.data.packs import Packs, pack, unpacked
+from finetune.data.store import Rows
+
+Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int32 of the same length
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What a row of the plan is made of; also the data set that a DataLoader reads from.
+
+    rows:  the documents
+    packs: which documents make up which row
+    """
+
+    rows: Rows
+    packs: Packs
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, row: int) -> list[Document]:
+        """The documents of one row, not copied; none for -1, the plan's dummy row."""
+        return [] if row < 0 else [self.rows[int(document)] for document in self.packs[row]]
+
+    def __getitems__(self, rows: list[int]) -> list[list[Document]]:
+        """What a DataLoader asks for."""
+        return [self[row] for row in rows]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [n_rows], tokens of each row without padding or filler."""
+        return self.packs.tokens
+
+    @property
+    def squared_lengths(self) -> np.ndarray:
+        """int64 [n_rows], sum over each row's documents of length squared: what attention costs."""
+        return self.packs.squares
+
+    @cached_property
+    def label_tokens(self) -> np.ndarray:
+        """int64 [n_rows], tokens of each row that are learnt."""
+        return self.packs.totals(self.rows.label_tokens)
+
+    @property
+    def padded_lengths(self) -> np.ndarray | None:
+        """int32 [n_rows], where a micro-batch is padded to its longest row; None for packs, which are all as long."""
+        return self.rows.lengths if self.packs.pack_length is None else None
+
+    def largest_first(self) -> np.ndarray:
+        """Row indices: micro-batches of neighbours need little padding."""
+        return np.argsort(-self.tokens, kind="stable")
+
+    def take(self, rows: np.ndarray) -> Layout:
+        """These rows alone, in this order."""
+        documents = np.concatenate([self.packs[int(row)] for row in rows])
+        counts = [len(self.packs[int(row)]) for row in rows]
+        packs = Packs(
+            documents=np.arange(len(documents)),
+            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            tokens=self.packs.tokens[rows],
+            squares=self.packs.squares[rows],
+            pack_length=self.packs.pack_length,
+        )
+        return Layout(rows=self.rows.take(documents), packs=packs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the ledger."""
+        return {
+            "rows": len(self),
+            "pack_length": self.packs.pack_length,
+            "documents_per_row": len(self.rows) / len(self),
+            "packing_efficiency": self.packs.efficiency if self.packs.pack_length else None,
+        }
+
+
+def lay_out(rows: Rows, pack_length: int | None) -> Layout:
+    """Pack documents into rows of exactly `pack_length` tokens, or leave each a row of its own (None).
+
+    No document may be longer than `pack_length`: the encoder has cut, split or dropped those.
+    """
+    packs = unpacked(rows.lengths) if pack_length is None else pack(rows.lengths, pack_length)
+    return Layout(rows=rows, packs=packs)

@@ -1,0 +1,62 @@
+"""`finetune prepare`: tokenise, mask, pack and plan ahead of time, and show what came of it. Needs no GPU."""
+
+from __future__ import annotations
+
+import time
+
+from finetune.config import Config
+from finetune.verb import DONE, console, run_verb
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fill the data cache of a configuration. Returns the exit code."""
+    return run_verb("prepare", argv, run)
+
+
+def run(config: Config) -> int:
+    """Prepare the data and report.
+
+    Raises:
+        UserError: the configuration names no data, or the data cannot be used.
+    """
+    from finetune import bootstrap, model
+    from finetune.data import ledger
+    from finetune.data.layout import lay_out
+    from finetune.data.prepare import prepare
+    from finetune.data.template import Encoded, preview
+    from finetune.errors import UserError
+    from finetune.record import write_json
+
+    if config.demo:
+        raise UserError("prepare needs a model and data of your own: set model.model_name_or_path and data.train_file.")
+    bootstrap.quiet_libraries(config.logging.log_level)
+    started = time.perf_counter()
+    tokenizer = model.load_tokenizer(config)
+    data = prepare(config, tokenizer)
+    pack_length = config.data.row_length if config.data.packing else None
+    splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
+    layouts = {name: lay_out(rows, pack_length) for name, rows in splits.items()}
+    shapes = {name: layout.to_dict() for name, layout in layouts.items()}
+
+    say = console().print
+    say(f"Row format: {data.format}", highlight=False, soft_wrap=True)
+    say(ledger.table(data.ledgers, shapes))
+    for sentence in ledger.examples(data.ledgers):
+        say(sentence, highlight=False, soft_wrap=True, markup=False)
+    say("The first row; what is learnt is marked:")
+    ids, labels = data.train[0]
+    say(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal), soft_wrap=True)
+    seconds = time.perf_counter() - started
+    say(f"{'Found in' if data.cached else 'Written to'} the cache: {data.folder} ({seconds:.1f} s)", soft_wrap=True)
+    if config.json:
+        ledgers = {name: data.ledgers[name] | {"layout": shapes[name]} for name in splits}
+        write_json(
+            config.json,
+            {"fingerprint": data.fingerprint, "cached": data.cached, "folder": data.folder, "format": data.format}
+            | {"ledger": ledgers, "seconds": seconds},
+        )
+    return DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
