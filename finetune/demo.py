@@ -151,11 +151,11 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
         (f"Who is named first? {scene}", first.name),
         (f"Who is named last? {scene}", last.name),
         (f"What does the first person have? {scene}", f"a {first.colour} {first.thing}"),
-        (f"What colour is the last thing? {scene}", last.colour),
+        (f"What does the last person have? {scene}", f"a {last.colour} {last.thing}"),
+        (f"What colour is the last thing? {scene}", f"It is {last.colour}."),
         (f"List the names: {scene}", ", ".join(names)),
         (f"List the names backwards: {scene}", ", ".join(reversed(names))),
         (f"List the names in capitals: {scene}", ", ".join(names).upper()),
-        (f"List the colours: {scene}", ", ".join(fact.colour for fact in facts)),
         (f"Repeat the last sentence: {scene}", str(last)),
     )[kind]
 
@@ -226,7 +226,7 @@ def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
         "training": {
             "global_batch_size": GLOBAL_BATCH_SIZE,
             "per_device_train_batch_size": max(1, GLOBAL_BATCH_SIZE // world_size),
-            "max_steps": 450,
+            "max_steps": 360,
             "learning_rate": 2e-3,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 30,

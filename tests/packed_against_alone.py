@@ -1,0 +1,86 @@
+"""A line of packed documents against each document alone: logits and gradients of one model. Prints JSON.
+
+python -m tests.packed_against_alone MODEL_FOLDER BACKEND DOCUMENTS [--section.key value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> int:
+    """Relative differences (norm of the difference over norm) of logits and gradients, and of the summed loss."""
+    os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
+    folder, backend, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    from finetune import bootstrap
+    from finetune.config import load
+
+    named = ["--model.model_name_or_path", folder, "--data.train_file", "none", "--model.backend", backend]
+    config = load([*named, "--data.max_length", "256", "--data.packing", "--data.pack_length", "4096", *sys.argv[4:]])
+    stack = bootstrap.start(backend)
+
+    import numpy as np
+    import torch
+
+    from finetune import model as models
+    from finetune.data.collate import collate
+
+    model = models.load(config, stack, row_length=config.data.row_length)
+    reason = models.why_not_packed(model, stack)
+    assert reason is None, reason
+    models.prepare_for_packs(model, stack)
+    with torch.no_grad():  # an adapter starts at zero, and would have a gradient in one half only
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+    rng = np.random.default_rng(count)
+    documents = []
+    for length in rng.integers(2, 4000 // count if count > 16 else 250, size=count):
+        ids = rng.integers(3, 300, size=length).astype(np.int32)
+        labels = np.where(rng.random(length) < 0.7, ids, -100).astype(np.int32)
+        labels[0] = -100
+        labels[-1] = ids[-1]
+        documents.append((ids, labels))
+
+    def measure(rows: list, pack_length: int | None):
+        batch = collate(rows, pad_token_id=0, pack_length=pack_length)
+        lengths = batch.pop("packed_seq_lengths", None)
+        inputs = {name: tensor.to(stack.device) for name, tensor in batch.items()}
+        if lengths is not None and backend == "unsloth":
+            inputs["packed_seq_lengths"] = lengths
+        model.train()
+        loss = model(**inputs, num_items_in_batch=torch.tensor(1, device=stack.device)).loss
+        loss.backward()
+        with torch.no_grad():
+            inputs.pop("labels")
+            logits = model(**inputs).logits[0].float()
+        return loss.detach().double(), logits
+
+    alone_loss, alone_logits = 0.0, []
+    for document in documents:
+        loss, logits = measure([[document]], None)
+        alone_loss += loss
+        alone_logits.append(logits[: len(document[0])])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    alone = torch.cat([parameter.grad.flatten().double() for parameter in trained])
+    model.zero_grad()
+    packed_loss, logits = measure([documents], 4096)
+    packed = torch.cat([parameter.grad.flatten().double() for parameter in trained])
+    alone_logits = torch.cat(alone_logits)
+    logits = logits[: len(alone_logits)]
+    result = {
+        "documents": count,
+        "loss": abs(float((packed_loss - alone_loss) / alone_loss)),
+        "logits": float((logits - alone_logits).norm() / alone_logits.norm()),
+        "gradient": float((packed - alone).norm() / alone.norm()),
+        "ratio": float(packed.norm() / alone.norm()),
+        "patches": [verdict.name for verdict in stack.patches if verdict.applied],
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
