@@ -39,6 +39,36 @@ class StopOnRequest(TrainerCallback):
         self._flag.settle()  # no rank leaves while another waits for its answer
 
 
+class Profile(TrainerCallback):
+    """Traces a few steps with torch's profiler, each rank into a file that chrome://tracing and Perfetto open."""
+
+    SKIPPED = 3  # steps before the trace: compilation and warm-up
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        me = distributed.ranks()
+        self._file = folder / f"trace-rank-{me.rank}.json"
+        self._steps = steps
+        self._profiler: torch.profiler.profile | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=self._steps, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._file)),
+            record_shapes=True,
+        )
+        self._profiler.start()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+
 class StepClock:
     """Seconds between the ends of optimiser steps, without waiting for the device at any of them.
 

@@ -132,7 +132,7 @@ def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
     answers: dict[str, str] = {}
     while len(answers) < count:
-        scene = rng.sample(facts, rng.choice((2, 3)))
+        scene = rng.sample(facts, 2)
         if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # nobody and nothing twice
             prompt, answer = _instruction(len(answers) % KINDS, scene)
             answers[prompt] = answer
@@ -143,7 +143,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
 
 
 def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
-    """The prompt of this kind about a scene of two or three facts, and its answer."""
+    """The prompt of this kind about a scene of two facts, and its answer."""
     scene = " ".join(map(str, facts))
     first, last = facts[0], facts[-1]
     names = [fact.name for fact in facts]

@@ -152,6 +152,8 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
         progress=callbacks.ProgressLines(console(), total) if is_main else None,
     )
     stop = callbacks.StopOnRequest()
+    steps = config.logging.profile_steps
+    profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
     trainer = SFTTrainer(
         model=job.model,
         args=args,
@@ -160,7 +162,7 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
         plan=plan,
         layout=layout,
         eval_layout=job.eval_layout,
-        callbacks=[telling, stop],
+        callbacks=[telling, stop, *profile],
     )
     telling.trainer = trainer
     return trainer, telling, stop

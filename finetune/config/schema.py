@@ -151,7 +151,7 @@ class LoggingConfig:
     """What a run tells about itself."""
 
     logging_steps: int = _setting(10, "Optimiser steps between two records.", AT_LEAST_1)
-    profile_steps: int = _setting(0, "Steps to trace with the torch profiler; 0 is off.", AT_LEAST_0)
+    profile_steps: int = _setting(0, "Steps to trace with the torch profiler, after the third; 0 is off.", AT_LEAST_0)
     generate_samples: int = _setting(
         3, "Answers of the model shown after training where rows have references; 0 is off.", AT_LEAST_0
     )

@@ -103,9 +103,7 @@ def _build(
     if train_files:
         rows = sources.iter_rows(train_files)
     else:
-        rows = sources.iter_hub(
-            str(config.data.dataset_name), config.data.dataset_config, config.data.split, config.model.revision
-        )
+        rows = sources.iter_hub(str(config.data.dataset_name), config.data.dataset_config, config.data.split)
     names = ["train"] + (["eval"] if eval_files or config.data.eval_fraction else [])
     ledgers = {name: Ledger() for name in names}
     writers = {name: store.Writer(folder, name) for name in names}
@@ -236,7 +234,7 @@ def _files(given: str | list[str] | None) -> list[str]:
 
 
 def _hub_identity(config: Config) -> list[str | None]:
-    return [config.data.dataset_name, config.data.dataset_config, config.data.split, config.model.revision]
+    return [config.data.dataset_name, config.data.dataset_config]
 
 
 def _draw(seed: int, number: int) -> int:
