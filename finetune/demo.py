@@ -3,7 +3,7 @@
 A small Llama with random weights, its tokenizer and an instruction data set, made from code and a seed: no download.
 From the folder written here on, everything is the code path of a user's own model and data.
 
-The task is to follow nine kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
+The task is to follow eight kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
 red key. Ben has a blue map." No fact (owner, colour and thing) of a held-out scene occurs in training, so a right
 answer was read from the prompt and not remembered.
 """
@@ -24,8 +24,8 @@ from finetune.errors import RunError
 
 VERSION = 1  # raise it with every change of what materialise writes: folders of another version are not reused
 TRAIN_ROWS = 6144
-EVAL_ROWS = 180
-KINDS = 9
+EVAL_ROWS = 192
+KINDS = 8
 MAX_LENGTH = 64  # tokens; no rendered row is longer
 MAX_NEW_TOKENS = 16  # no answer is longer, its end-of-turn token included
 GLOBAL_BATCH_SIZE = 64
@@ -151,7 +151,6 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
         (f"Who is named first? {scene}", first.name),
         (f"Who is named last? {scene}", last.name),
         (f"What does the first person have? {scene}", f"a {first.colour} {first.thing}"),
-        (f"What does the last person have? {scene}", f"a {last.colour} {last.thing}"),
         (f"What colour is the last thing? {scene}", f"It is {last.colour}."),
         (f"List the names: {scene}", ", ".join(names)),
         (f"List the names backwards: {scene}", ", ".join(reversed(names))),
@@ -226,7 +225,7 @@ def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
         "training": {
             "global_batch_size": GLOBAL_BATCH_SIZE,
             "per_device_train_batch_size": max(1, GLOBAL_BATCH_SIZE // world_size),
-            "max_steps": 360,
+            "max_steps": 300,
             "learning_rate": 2e-3,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 30,

@@ -84,6 +84,9 @@ class DataConfig:
     """Which rows, and how a row becomes tokens and labels."""
 
     train_file: str | list[str] | None = _setting(None, "Path or glob, or a list of them.", NOT_EMPTY)
+    weights: list[float] | None = _setting(
+        None, "How often the rows of each train_file come in an epoch: 2 is twice, 0.5 half of them; null is once each."
+    )
     dataset_name: str | None = _setting(None, "Data set on the hub, instead of train_file.", NOT_EMPTY)
     dataset_config: str | None = _setting(None, "Configuration of the hub data set, such as main.")
     split: str = _setting("train", "Split to train on.")
@@ -212,6 +215,7 @@ _NEEDS_A_MODEL = (
     "data.train_file",
     "data.dataset_name",
     "data.dataset_config",
+    "data.weights",
     "data.eval_file",
     "data.eval_fraction",
     "data.format",
@@ -285,6 +289,14 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             "data.dataset_name",
             because="dataset_config belongs to a hub data set; set data.dataset_name, or remove it",
         )
+    if data.weights is not None:
+        files = [data.train_file] if isinstance(data.train_file, str) else data.train_file or []
+        if len(data.weights) != len(files) or not all(weight > 0 and math.isfinite(weight) for weight in data.weights):
+            refuse(
+                "data.weights",
+                "data.train_file",
+                because=f"one weight above 0 is needed for each of the {len(files)} entries of data.train_file",
+            )
     if data.eval_file is not None and data.eval_fraction > 0:
         refuse("data.eval_file", "data.eval_fraction", because="both choose the held-out rows; keep one")
     if not config.demo and training.eval_steps > 0 and data.eval_file is None and data.eval_fraction == 0:

@@ -26,6 +26,8 @@ def convert(value: Any, annotation: Any) -> Any:
             raise NotAllowed from None
         if math.isfinite(number):
             return number
+    if list[float] in members(annotation) and isinstance(value, list):
+        return [convert(item, float) for item in value]
     raise NotAllowed
 
 

@@ -21,6 +21,7 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     examples: dict[str, str] = field(default_factory=dict)  # by reason: where it was first met, and how
     truncated: int = 0
+    split: int = 0
     duplicates: int = 0
     tokens: int = 0
     label_tokens: int = 0
@@ -46,6 +47,7 @@ class Ledger:
             "dropped": dict(self.dropped),
             "examples": self.examples,
             "truncated": self.truncated,
+            "split": self.split,
             "duplicates": self.duplicates,
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
@@ -77,7 +79,9 @@ def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]
     for reason in sorted({reason for one in each for reason in one["dropped"]}):
         line(f"  dropped: {reason}", [f"{one['dropped'].get(reason, 0):,}" for one in each])
     line("documents kept", [f"{one['rows_kept']:,}" for one in each])
-    line("  truncated", [f"{one['truncated']:,}" for one in each])
+    line("  rows truncated", [f"{one['truncated']:,}" for one in each])
+    if any(one["split"] for one in each):
+        line("  rows split into several", [f"{one['split']:,}" for one in each])
     line("  exact duplicates", [f"{one['duplicates']:,}" for one in each])
     line("tokens", [f"{one['tokens']:,}" for one in each])
     line("  learnt", [f"{one['label_tokens']:,} ({one['label_tokens'] / max(one['tokens'], 1):.0%})" for one in each])

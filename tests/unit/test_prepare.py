@@ -1,0 +1,328 @@
+"""From files to the cache: once, exactly, safely, and with every row accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.config import load
+from finetune.data import prepare as preparing
+from finetune.data import store
+from finetune.data.layout import lay_out
+from finetune.data.prepare import Data, prepare
+from finetune.errors import RunError, UserError
+from tests import launch, tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny.make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    return tiny.make_rows(tmp_path / "train.jsonl", 60)
+
+
+def prepared(tmp_path: Path, tokenizer: Any, files: Any, *extra: str) -> Data:
+    named = [
+        "--model.model_name_or_path",
+        "m",
+        "--data.train_file",
+        str(files),
+        "--data.cache_dir",
+        str(tmp_path / "c"),
+    ]
+    return prepare(load([*named, *extra]), tokenizer)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def chat(user: str, assistant: str) -> dict:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+def test_rows_are_what_the_template_renders(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    data = prepared(tmp_path, tokenizer, train)
+    for index, line in enumerate(train.open()):
+        messages = json.loads(line)["messages"]
+        ids, labels = data.train[index]
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.decode(labels[labels != -100]) == messages[1]["content"] + "<|im_end|>"
+    assert data.train.lengths.sum() == data.ledgers["train"]["tokens"]
+    assert data.train.label_tokens.sum() == data.ledgers["train"]["label_tokens"]
+    assert data.train.dataset[3]["input_ids"] == data.train[3][0].tolist()
+
+
+def test_second_time_hits_and_what_matters_misses(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    first = prepared(tmp_path, tokenizer, train)
+    assert not first.cached
+    again = prepared(
+        tmp_path, tokenizer, train, "--training.learning_rate", "1e-3", "--data.packing", "--training.seed", "9"
+    )
+    assert again.cached and again.fingerprint == first.fingerprint
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    assert prepared(tmp_path, tokenizer, train.rename(moved / "other.jsonl")).cached  # bytes count, not names
+    train = moved / "other.jsonl"
+    for extra in (
+        ("--data.max_length", "64"),
+        ("--data.assistant_only_loss", "false"),
+        ("--data.system_prompt", "Be brief."),
+        ("--model.chat_template", "phi"),
+        ("--data.eval_fraction", "0.2"),
+        ("--data.over_length", "drop"),
+    ):
+        assert not prepared(tmp_path, tokenizer, train, *extra).cached, extra
+    with train.open("a") as file:
+        file.write(json.dumps(chat("one", "more")) + "\n")
+    assert not prepared(tmp_path, tokenizer, train).cached
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "gone", "version"])
+def test_damaged_entry_is_made_again(
+    tmp_path: Path, tokenizer: Any, train: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepared(tmp_path, tokenizer, train)
+    ids = [first.train[index][0].copy() for index in range(len(first.train))]
+    file = first.folder / "train.arrow"
+    content = bytearray(file.read_bytes())
+    if damage == "byte":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(content[:-10])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
+    second = prepared(tmp_path, tokenizer, train)
+    assert not second.cached
+    assert all(np.array_equal(second.train[index][0], ids[index]) for index in range(len(ids)))
+    assert prepared(tmp_path, tokenizer, train).cached
+
+
+def test_a_process_killed_half_way_leaves_no_entry(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    """Killed after some rows are written; the next one starts anew and is right."""
+    tokenizer.save_pretrained(tmp_path / "tok")
+    code = (
+        "import os, sys\n"
+        "from transformers import AutoTokenizer\n"
+        "from finetune.config import load\n"
+        "from finetune.data import prepare, store\n"
+        "close = store.Writer.close\n"
+        "def die(self):\n    close(self); os._exit(9)\n"
+        "store.Writer.close = die\n"
+        "config = load(['--model.model_name_or_path', 'm', '--data.train_file', sys.argv[1], '--data.cache_dir', "
+        "sys.argv[2]])\n"
+        "prepare.prepare(config, AutoTokenizer.from_pretrained(sys.argv[3]))\n"
+    )
+    command = [sys.executable, "-c", code, str(train), str(tmp_path / "c"), str(tmp_path / "tok")]
+    assert subprocess.run(command, env=launch.environment(tmp_path), check=False).returncode == 9
+    assert not list((tmp_path / "c").glob("*/entry.json"))
+    data = prepared(tmp_path, tokenizer, train)
+    assert not data.cached and len(data.train) == 60
+
+
+def test_runs_at_the_same_time_build_once(tmp_path: Path, tokenizer: Any, train: Path, monkeypatch: Any) -> None:
+    built = []
+    build = preparing._build
+    monkeypatch.setattr(preparing, "_build", lambda *arguments: built.append(1) or build(*arguments))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: prepared(tmp_path, tokenizer, train), range(4)))
+    assert len(built) == 1
+    assert len({data.fingerprint for data in found}) == 1 and sum(data.cached for data in found) == 3
+
+
+def test_many_rows_in_several_processes_keep_their_order(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = tiny.make_rows(tmp_path / "many.jsonl", 300)
+    one = prepared(tmp_path, tokenizer, train, "--data.num_proc", "1")
+    monkeypatch.setattr(preparing, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(preparing, "POOL_FROM_CHUNK", 2)
+    two = prepared(tmp_path / "other", tokenizer, train, "--data.num_proc", "2")
+    assert one.ledgers == two.ledgers
+    assert all(np.array_equal(one.train[index][1], two.train[index][1]) for index in range(300))
+
+
+def test_every_row_is_accounted_for(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [
+        chat("a", "b"),
+        chat("a", "b"),  # an exact duplicate: counted, kept
+        {"messages": [{"role": "assistant", "content": "first"}]},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "wizard", "content": "y"}]},
+        {"messages": [{"role": "user", "content": "nobody answers"}]},
+        {"messages": []},
+        {"messages": None},
+        chat("long", "word " * 100),
+        chat("word " * 100, "never reached"),
+    ]
+    data = prepared(tmp_path, tokenizer, write(tmp_path / "r.jsonl", rows), "--data.max_length", "64")
+    ledger = data.ledgers["train"]
+    assert ledger["rows_read"] == 9
+    assert (ledger["rows_kept"], ledger["duplicates"], ledger["truncated"]) == (3, 1, 1)
+    assert sum(ledger["dropped"].values()) == 6
+    reasons = ledger["dropped"]
+    assert reasons["roles_out_of_order"] == 1 and reasons["unknown_role"] == 1 and reasons["no_assistant"] == 1
+    assert reasons["no_label"] == 1
+    assert "r.jsonl:4" in ledger["examples"]["unknown_role"] and "wizard" in ledger["examples"]["unknown_role"]
+
+
+@pytest.mark.parametrize("how", ["truncate", "drop", "split"])
+def test_documents_that_are_too_long(tmp_path: Path, tokenizer: Any, how: str) -> None:
+    path = write(tmp_path / "r.jsonl", [chat("short", "answer"), chat("long", "word " * 100)])
+    data = prepared(tmp_path, tokenizer, path, "--data.max_length", "64", "--data.over_length", how)
+    whole = prepared(tmp_path, tokenizer, path, "--data.max_length", "4096").ledgers["train"]
+    ledger = data.ledgers["train"]
+    assert data.train.lengths.max() <= 64
+    if how == "drop":
+        assert ledger["dropped"] == {"over_length": 1} and ledger["rows_kept"] == 1
+    elif how == "truncate":
+        assert ledger["truncated"] == 1 and ledger["label_tokens"] < whole["label_tokens"]
+    else:
+        assert ledger["split"] == 1 and ledger["label_tokens"] == whole["label_tokens"]  # each label exactly once
+
+
+def test_held_out_rows_are_a_fixed_share_and_disjoint(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "r.jsonl", [chat(f"number {index}", f"it is {index}") for index in range(400)])
+    data = prepared(tmp_path, tokenizer, path, "--data.eval_fraction", "0.25")
+    assert data.eval is not None
+    texts = [{tokenizer.decode(rows[index][0]) for index in range(len(rows))} for rows in (data.train, data.eval)]
+    assert len(texts[0]) + len(texts[1]) == 400 and not texts[0] & texts[1]
+    assert 60 < len(texts[1]) < 140
+
+
+def test_weights_repeat_and_thin_out(tmp_path: Path, tokenizer: Any) -> None:
+    one = write(tmp_path / "one.jsonl", [chat(f"one {index}", "x") for index in range(50)])
+    two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(200)])
+    data = prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[2, 0.25]")
+    texts = Counter(tokenizer.decode(data.train[index][0]) for index in range(len(data.train)))
+    ones = [count for text, count in texts.items() if "one" in text]
+    twos = [count for text, count in texts.items() if "two" in text]
+    assert ones == [2] * 50
+    assert set(twos) == {1} and 30 < len(twos) < 70
+    with pytest.raises(UserError, match="one weight above 0 is needed for each of the 2 entries"):
+        prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[1]")
+
+
+def test_other_formats_and_sources(tmp_path: Path, tokenizer: Any) -> None:
+    """The same conversation as messages, ShareGPT, Alpaca and prompt-completion, in four kinds of file."""
+    import datasets
+
+    question, answer = "the cat", "runs over a hill"
+    share = {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    datasets.Dataset.from_list([{"prompt": question, "completion": answer}]).to_parquet(tmp_path / "p.parquet")
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": question, "input": "", "output": answer}]))
+    (tmp_path / "q.csv").write_text(f"question,answer\n{question},{answer}\n")
+    files = [write(tmp_path / "m.jsonl", [chat(question, answer)]), write(tmp_path / "s.jsonl", [share])]
+    files += [tmp_path / "p.parquet", tmp_path / "a.json"]
+    found = [prepared(tmp_path, tokenizer, file).train[0] for file in files]
+    found.append(
+        prepared(
+            tmp_path, tokenizer, tmp_path / "q.csv", "--data.columns", "{prompt: question, completion: answer}"
+        ).train[0]
+    )
+    for ids, labels in found[1:]:
+        assert np.array_equal(ids, found[0][0]) and np.array_equal(labels, found[0][1])
+
+
+WITH_SYSTEM = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b")["messages"]]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "extra", "expected"),
+    [
+        ([chat("word " * 200, "late")], ("--data.max_length", "32"), "no_label"),
+        ([chat("word " * 200, "late")], ("--data.max_length", "32", "--data.over_length", "drop"), "over_length"),
+        ([WITH_SYSTEM], ("--model.chat_template", "gemma"), "template_error"),
+        ([{"prompt": "a", "completion": "b", "text": "c"}], (), "several formats"),
+    ],
+    ids=["all masked", "all too long", "template fails", "a tie"],
+)  # fmt: skip
+def test_data_with_nothing_to_learn(tmp_path: Path, tokenizer: Any, rows: list, extra: tuple, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        prepared(tmp_path, tokenizer, write(tmp_path / "r.jsonl", rows), *extra)
+    assert not list((tmp_path / "c").glob("*/"))
+
+
+def test_mixed_formats_in_one_file_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [chat("a", "b")] * 3 + [{"messages": "just text"}]
+    data = prepared(tmp_path, tokenizer, write(tmp_path / "r.jsonl", rows))
+    assert data.ledgers["train"]["rows_kept"] == 3 and sum(data.ledgers["train"]["dropped"].values()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_cache_folder_that_cannot_take_it(tmp_path: Path, tokenizer: Any, train: Path, kind: str) -> None:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)], check=True)
+    try:
+        if kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        extra = ("--data.cache_dir", str(mount / "c"))
+        with pytest.raises((RunError, UserError), match="No space left" if kind == "full" else "read-only file system"):
+            prepared(tmp_path, tokenizer, tiny.make_rows(tmp_path / "big.jsonl", 400), *extra)
+        assert not list(mount.glob("c/*/"))
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+    assert prepared(tmp_path, tokenizer, train).ledgers["train"]["rows_kept"] == 60
+
+
+def test_packs_hold_every_document_once_with_room_to_spare_filled(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    from finetune.data.collate import collate
+
+    data = prepared(tmp_path, tokenizer, train)
+    layout = lay_out(data.train, 256)
+    seen = Counter()
+    for row in range(len(layout)):
+        batch = collate([layout[row], []], pad_token_id=0, pack_length=256)
+        assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 512)
+        lengths = batch["packed_seq_lengths"].tolist()
+        assert sum(lengths) == 512
+        starts = np.cumsum([0, *lengths[:-1]])
+        assert (batch["position_ids"][0, starts] == 0).all()
+        assert (batch["labels"][0, starts] == -100).all()  # no document's first token is another one's label
+        for start, length in list(zip(starts, lengths, strict=True))[: len(layout[row])]:
+            seen[tuple(batch["input_ids"][0, start : start + length].tolist())] += 1
+        assert int((batch["labels"] != -100).sum()) == layout.label_tokens[row]
+    assert sum(seen.values()) == 60
+    assert layout.label_tokens.sum() == data.ledgers["train"]["label_tokens"]
+
+
+def test_resident_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    """40 million tokens (320 MB) are mapped and planned in a process that stays small."""
+    writer = store.Writer(tmp_path, "train")
+    ids = np.arange(20_000, dtype=np.int32)
+    for _ in range(2000):
+        writer.add(ids, ids)
+    writer.close()
+    assert (tmp_path / "train.arrow").stat().st_size > 300e6
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom finetune.data import store\nimport datasets\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "rows = store.load_rows(Path(sys.argv[1]), 'train')\n"
+        "assert len(rows) == 2000 and rows[1999][0][-1] == 19999\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=launch.environment(tmp_path),
+        check=True,
+    )
+    assert float(done.stdout) < 50  # MiB
