@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from finetune.data.prepare import Data, prepare
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.metrics import ModelSize
+
+# Packs of like cost are drawn in groups of so many, so that each of up to eight ranks gets the like of the others'
+# (DDP waits for the slowest). Not the world size: the steps must not depend on it.
+LEVEL_RANKS = 8
 
 
 @dataclass(kw_only=True)
@@ -36,6 +41,7 @@ class Job:
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
+        padded = self.layout.packs.pack_length is None
         return Plan(
             costs=self.layout.packs.costs(self.size.hidden),
             label_tokens=self.layout.label_tokens,
@@ -43,7 +49,7 @@ class Job:
             seed=self.config.training.seed,
             fingerprint=self.data.fingerprint,
             lengths=self.layout.padded_lengths,
-            group_by_length=self.layout.packs.pack_length is None,  # padding is what it saves
+            group_size=self.batch.global_size if padded else math.gcd(self.batch.global_size, LEVEL_RANKS),
         )
 
 

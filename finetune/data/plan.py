@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.errors import UserError
 
-# With `group_by_length`, rows are sorted inside windows of so many steps: wide enough for little padding, narrow enough
+# With groups, rows are sorted inside windows of so many steps: wide enough for like rows to be found, narrow enough
 # that a row keeps meeting others from epoch to epoch. Data of few steps gets four windows, for the same reason.
 # Both figures are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
 WINDOW_STEPS = 50
@@ -31,8 +31,10 @@ class Plan:
     fingerprint:   digest of the data, from the cache
     lengths:       int [n_rows], tokens of each row, where rows are padded to the longest of their micro-batch; None for
                    packs, whose shape is constant
-    group_by_length: steps of rows of like length (of like cost for packs): little padding, and level ranks even with
-                   one row per rank and step; without it steps are uniformly random
+    group_size:    rows are drawn in groups of so many of like size (length where rows are padded, else cost); a divisor
+                   of global_batch_size. 1: every order is as likely. global_batch_size: steps of like rows, so little
+                   padding. 8: steps of several such groups, so that one to eight ranks carry the same and a step is
+                   still varied.
 
     Raises UserError for no rows or an impossible batch size; ValueError for arrays that do not fit together.
     """
@@ -43,12 +45,16 @@ class Plan:
     seed: int
     fingerprint: str
     lengths: np.ndarray | None = None
-    group_by_length: bool = False
+    group_size: int = 1
     _kept: dict[str, tuple[tuple[int, ...], np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise UserError(f"global_batch_size is {self.global_batch_size}; it must be at least 1")
+        if self.group_size < 1 or self.global_batch_size % self.group_size:
+            raise ValueError(
+                f"group_size is {self.group_size}; it must divide global_batch_size, {self.global_batch_size}"
+            )
         arrays = {"costs": self.costs, "label_tokens": self.label_tokens}
         if self.lengths is not None:
             arrays["lengths"] = self.lengths
@@ -115,7 +121,7 @@ class Plan:
 
         For `run.json`, and to compare the plan between ranks and between a checkpoint and the run that resumes it.
         """
-        sha = hashlib.sha256(f"{self.seed} {self.global_batch_size} {self.group_by_length} {self.fingerprint}".encode())
+        sha = hashlib.sha256(f"{self.seed} {self.global_batch_size} {self.group_size} {self.fingerprint}".encode())
         for values, dtype in ((self.costs, "<f8"), (self.label_tokens, "<i8"), (self.lengths, "<i8")):
             sha.update(b"none" if values is None else np.asarray(values, dtype=dtype).tobytes())
         sha.update(np.asarray(self._order(0), dtype="<i8").tobytes())
@@ -134,18 +140,18 @@ class Plan:
         # for the raw stream only, and a run may be resumed with another release.
         draws = np.random.Philox(key=int.from_bytes(key, "little"))
         order = np.argsort(draws.random_raw(self.n_rows), kind="stable")
-        if not self.group_by_length:
+        if self.group_size == 1:
             return order
 
-        # The short last step stays a random sample: any sorted remainder would always be the longest or shortest rows.
-        n_steps = self.n_rows // self.global_batch_size
-        whole, rest = np.split(order, [n_steps * self.global_batch_size])
-        n_windows = max(MIN_WINDOWS, -(-n_steps // WINDOW_STEPS))
-        window_of_step = np.arange(n_steps) * n_windows // max(n_steps, 1)
-        window_of_row = np.repeat(window_of_step, self.global_batch_size)
+        # The remainder stays a random sample: a sorted one would always be the longest or shortest rows.
+        n_groups = self.n_rows // self.group_size
+        whole, rest = np.split(order, [n_groups * self.group_size])
+        n_windows = max(MIN_WINDOWS, -(-len(whole) // (WINDOW_STEPS * self.global_batch_size)))
+        window_of_group = np.arange(n_groups) * n_windows // max(n_groups, 1)
+        window_of_row = np.repeat(window_of_group, self.group_size)
         whole = whole[np.lexsort((self._sizes[whole], window_of_row))]
-        step_order = np.argsort(draws.random_raw(n_steps), kind="stable")
-        return np.concatenate([whole.reshape(n_steps, self.global_batch_size)[step_order].ravel(), rest])
+        group_order = np.argsort(draws.random_raw(n_groups), kind="stable")
+        return np.concatenate([whole.reshape(n_groups, self.group_size)[group_order].ravel(), rest])
 
     @property
     def _sizes(self) -> np.ndarray:
