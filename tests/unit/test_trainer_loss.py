@@ -1,0 +1,91 @@
+"""The loss hook alone, against sums worked out by hand: views, counts, and models that ignore counts."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from finetune.trainer import SFTTrainer
+
+
+class MeanModel(torch.nn.Module):
+    """Returns the mean over its own labels whatever count it is told, as some forwards do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(11, 11)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **ignored: Any) -> dict[str, torch.Tensor]:
+        logits = self.table(input_ids)[:, :-1].flatten(0, 1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)}
+
+
+def trainer(*, accepts: bool, world_size: int = 1, accumulation: int = 1) -> Any:
+    """What the hook reads of a trainer, without a model to load."""
+    fake = types.SimpleNamespace(
+        model_accepts_loss_kwargs=accepts,
+        stack=types.SimpleNamespace(backend="transformers", device="cpu"),
+        args=types.SimpleNamespace(world_size=world_size),
+        current_gradient_accumulation_steps=accumulation,
+    )
+    hook = SFTTrainer._loss_of_model_that_ignores_counts
+    fake._loss_of_model_that_ignores_counts = types.MethodType(hook, fake)
+    return fake
+
+
+def batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows of tokens; a negative one is context and not learnt."""
+    ids = torch.tensor([[abs(token) for token in row] for row in rows])
+    labels = torch.tensor([[token if token > 0 else -100 for token in row] for row in rows])
+    return {"input_ids": ids, "labels": labels}
+
+
+MICRO_BATCHES = [  # of two ranks with two accumulation steps each: ragged labels, and one batch with none
+    [batch([[-1, 2, 3, 4, 5]]), batch([[-1, -2, -3, 4, -5]])],
+    [batch([[-1, -2, -3, -4, -5]]), batch([[-6, 7, 8, -9, 10]])],
+]
+
+
+def test_a_model_that_ignores_counts_gets_the_gradient_of_the_global_batch() -> None:
+    model = MeanModel()
+    flat = [one for rank in MICRO_BATCHES for one in rank]
+    total = sum(int((one["labels"][:, 1:] != -100).sum()) for one in flat)
+    reference = 0.0
+    for one in flat:
+        logits = model.table(one["input_ids"])[:, :-1].flatten(0, 1)
+        reference = reference + torch.nn.functional.cross_entropy(
+            logits, one["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+    (reference / total).backward()
+    expected = model.table.weight.grad.clone()
+
+    model.zero_grad()
+    fake = trainer(accepts=False, world_size=2, accumulation=2)
+    for rank in MICRO_BATCHES:
+        for one in rank:
+            loss = SFTTrainer.compute_loss(fake, model, one, num_items_in_batch=torch.tensor(total))
+            assert torch.isfinite(loss)
+            (loss / 2 / 2).backward()  # training_step divides by the accumulation, DDP by the ranks
+    assert torch.allclose(model.table.weight.grad, expected, atol=1e-7)
+
+
+def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`loss *= world size` in place, as accelerate does, fails on the view that a fused kernel returned."""
+
+    seen = {}
+
+    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> torch.Tensor:
+        seen.update(arguments)
+        return torch.ones(1, requires_grad=True).expand(3)[0]
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
+    loss = SFTTrainer.compute_loss(trainer(accepts=True), None, {}, num_items_in_batch=torch.tensor(4), extra="kept")
+    assert not loss._is_view()
+    loss *= 2
+    loss.backward()
+    assert seen["extra"] == "kept" and int(seen["num_items_in_batch"]) == 4  # nothing is dropped on the way
