@@ -132,7 +132,7 @@ def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[str, Any]]:
     answers: dict[str, str] = {}
     while len(answers) < count:
-        scene = rng.sample(facts, 2)
+        scene = rng.sample(facts, rng.choice((2, 3)))
         if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # nobody and nothing twice
             prompt, answer = _instruction(len(answers) % KINDS, scene)
             answers[prompt] = answer

@@ -18,7 +18,8 @@ def environment(cache: Path, **extra: str) -> dict[str, str]:
     """One thread a process (tests share few cores), a cache of its own, no hub."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launcher}
-    own = {"OMP_NUM_THREADS": "1", "FINETUNE_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"OMP_NUM_THREADS": "1", "FINETUNE_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     return env | own | extra
 
 
