@@ -2,7 +2,7 @@
 
     python -m benchmarks.packing_speed --train train.jsonl --work WORK --out OUT
 
-Padded rows in micro-batches of 32, packs of 16,384 tokens, the same packs without the patches, and full fine-tuning on
+Padded rows in micro-batches of 64, packs of 16,384 tokens, the same packs without the patches, and full fine-tuning on
 packs. Every run is the shipped command; rates leave the first, compiling step out.
 """
 
