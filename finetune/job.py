@@ -18,9 +18,10 @@ from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.metrics import ModelSize
 
-# Packs of like cost are drawn in groups of so many, so that each of up to eight ranks gets the like of the others'
-# (DDP waits for the slowest). Not the world size: the steps must not depend on it.
-LEVEL_RANKS = 8
+# Rows of like size are drawn in groups of so many: padded ones need little padding, and each of up to eight ranks gets
+# the like of the others' (DDP waits for the slowest). Not the world size, as the steps must not depend on it; not the
+# whole step, whose rows would then be all of a kind.
+GROUP_SIZE = 8
 
 
 @dataclass(kw_only=True)
@@ -41,7 +42,6 @@ class Job:
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
-        padded = self.layout.packs.pack_length is None
         return Plan(
             costs=self.layout.packs.costs(self.size.hidden),
             label_tokens=self.layout.label_tokens,
@@ -49,7 +49,7 @@ class Job:
             seed=self.config.training.seed,
             fingerprint=self.data.fingerprint,
             lengths=self.layout.padded_lengths,
-            group_size=self.batch.global_size if padded else math.gcd(self.batch.global_size, LEVEL_RANKS),
+            group_size=math.gcd(self.batch.global_size, GROUP_SIZE),
         )
 
 

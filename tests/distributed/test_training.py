@@ -107,7 +107,6 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
         seed=run["config"]["training"]["seed"],
         fingerprint=run["data_fingerprint"],
         lengths=rows.lengths,
-        group_size=7,
     )
     assert plan.digest() == run["plan"]
     trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
