@@ -12,9 +12,11 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import patches
 from finetune import distributed
@@ -40,13 +42,14 @@ class Stack:
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
-def start(backend: str = "auto", log_level: str = "warning") -> Stack:
+def start(backend: str = "auto", log_level: str = "warning", without: Collection[str] = ()) -> Stack:
     """Choose this rank's device and import the backend.
 
     Args:
         backend: "auto" (Unsloth where it imports and supports the device, else transformers), "unsloth" or
             "transformers".
         log_level: of the libraries' own messages on rank 0; the other ranks tell errors alone.
+        without: names of patches to leave out, to see what they are worth.
 
     Raises:
         UserError: `backend="unsloth"` where it cannot run, or more ranks than devices.
@@ -71,7 +74,7 @@ def start(backend: str = "auto", log_level: str = "warning") -> Stack:
     if "trl" in sys.modules and "unsloth" not in sys.modules and backend != "transformers":
         raise RuntimeError("trl was imported before the backend was chosen: Unsloth must be imported first.")
 
-    verdicts = core.run(patches.EARLY) if backend != "transformers" else []
+    verdicts = core.run(chosen(patches.EARLY, without)) if backend != "transformers" else []
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
@@ -80,15 +83,21 @@ def start(backend: str = "auto", log_level: str = "warning") -> Stack:
             "`transformers`."
         )
     if backend == "transformers":
-        chosen, reason = "transformers", "model.backend asks for it"
+        name, reason = "transformers", "model.backend asks for it"
     elif refusal:
-        chosen, reason = "transformers", f"Unsloth cannot run here: {refusal}"
+        name, reason = "transformers", f"Unsloth cannot run here: {refusal}"
     else:
-        chosen, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
-    if chosen == "unsloth":
-        verdicts += core.run(patches.LATE)
+        name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
+    if name == "unsloth":
+        verdicts += core.run(chosen(patches.LATE, without))
     quiet_libraries(log_level)
-    return Stack(backend=chosen, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+    return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+
+
+def chosen(listed: tuple[ModuleType, ...], without: Collection[str]) -> list[ModuleType]:
+    """The patches of a list, but for those named in `without` ("all" for none)."""
+    names = {patch.__name__.rpartition(".")[2]: patch for patch in listed}
+    return [patch for name, patch in names.items() if name not in without and "all" not in without]
 
 
 def quiet_libraries(level: str) -> None:
@@ -113,6 +122,10 @@ def _set_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Unsloth writes the classes that it generates into the working directory unless told where.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth_compiled"))
+    if not Path("/dev/nvidiactl").exists():
+        # CPU runs: threads that spin while they wait for each other stall when anything else wants a core (on 2 cores
+        # with one more busy process: 20 steps of the demo in 51 s, and in 4.8 s with this).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     me = distributed.ranks()
     if distributed.wants_cpu():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from finetune import distributed, interrupt, metrics
+from finetune import distributed, interrupt, invariants, metrics
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import RunError
@@ -67,6 +67,18 @@ class Profile(TrainerCallback):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+
+class FirstGradients(TrainerCallback):
+    """Looks at the gradients of the first step, once."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._done:
+            invariants.check_gradients(kwargs["model"])
+            self._done = True
 
 
 class StepClock:

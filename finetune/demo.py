@@ -85,6 +85,8 @@ def materialise(folder: Path, seed: int = 0) -> DemoPaths:
                 unfinished = home.with_name(f"{home.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 _write(_paths(unfinished), seed)
+                if not _is_whole(unfinished):  # never let the next run fail on what this one wrote
+                    raise OSError(f"files are missing in {unfinished}")
                 shutil.rmtree(home, ignore_errors=True)
                 unfinished.rename(home)
     except OSError as error:
@@ -143,7 +145,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
 
 
 def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
-    """The prompt of this kind about a scene of two facts, and its answer."""
+    """The prompt of this kind about a scene of two or three facts, and its answer."""
     scene = " ".join(map(str, facts))
     first, last = facts[0], facts[-1]
     names = [fact.name for fact in facts]
@@ -162,6 +164,7 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
 def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     """A Llama of half a million random weights, and a byte-level BPE tokenizer trained on `texts`."""
     import torch  # here, not above: Unsloth must be imported before transformers
+    from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -210,8 +213,14 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
                 **ids,
             )
         )
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **ids)
-    model.save_pretrained(folder)
+    # Part by part: model.save_pretrained writes nothing, and says nothing, on a rank other than 0 of a process group.
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(folder)
+    GenerationConfig(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **ids).save_pretrained(folder)
+    tied = "lm_head.weight"  # the same tensor as the input embeddings
+    weights = {name: weight for name, weight in model.state_dict().items() if name != tied}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:

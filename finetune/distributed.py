@@ -145,6 +145,18 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     threading.Thread(target=_watch_for_failures, args=(on_failure,), daemon=True).start()
 
 
+def group_timeout_seconds() -> float | None:
+    """How long collectives of the default process group wait for the other ranks; None for one rank."""
+    if _host_group is None:
+        return None
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return _get_default_group()._get_backend(device).options._timeout.total_seconds()
+
+
 def finish() -> None:
     """Leave the process group. All ranks call it, once, at the end of a run that succeeded."""
     global _host_group

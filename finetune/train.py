@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, keeping
+from finetune import distributed, interrupt, invariants, keeping
 from finetune.config import Config, dump_yaml, resolve_batch
 from finetune.errors import RunError, UserError, describe
 from finetune.record import RunRecord, write_json
@@ -28,8 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     return run_verb("train", argv, run)
 
 
-def run(config: Config) -> int:
-    """Everything after the configuration is known to be sound: check, load, train, save."""
+def run(config: Config, extra: Sequence[Any] = (), without: Collection[str] = ()) -> int:
+    """Everything after the configuration is known to be sound: check, load, train, save.
+
+    Args:
+        extra: more callbacks of the trainer.
+        without: names of patches to leave out, needed or not.
+    """
     if config.dry_run:
         from finetune import dryrun
 
@@ -45,7 +50,7 @@ def run(config: Config) -> int:
 
     from finetune import bootstrap
 
-    stack = bootstrap.start(config.model.backend, config.logging.log_level)
+    stack = bootstrap.start(config.model.backend, config.logging.log_level, without)
     from finetune.job import open_job
 
     if demo:
@@ -59,7 +64,7 @@ def run(config: Config) -> int:
     distributed.barrier()
     introduce(job, found)
     with recorded(record, job):
-        stopped = train(job, record, found)
+        stopped = train(job, record, found, extra)
     distributed.finish()
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
@@ -89,14 +94,19 @@ def check_files(config: Config) -> None:
             sources.expand([given] if isinstance(given, str) else given)
 
 
-def train(job: Job, record: RunRecord, found: keeping.Found) -> bool:
+def train(job: Job, record: RunRecord, found: keeping.Found, extra: Sequence[Any] = ()) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
     from finetune import samples
 
     output_dir = Path(job.config.training.output_dir)
-    trainer, telling, stop = build_trainer(job, output_dir)
+    trainer, telling, stop = build_trainer(job, output_dir, extra)
     check_same_plan(trainer, found)
-    record.update(plan=trainer.plan.digest(), resumed_from=str(found.path) if found.path else None)
+    record.update(
+        plan=trainer.plan.digest(),
+        resumed_from=str(found.path) if found.path else None,
+        invariants=invariants.check(trainer),
+        loss_normalised_by="the model" if trainer.model_accepts_loss_kwargs else "this program",
+    )
     held_out, count = job.data.eval, job.config.logging.generate_samples
     asked = samples.questions(held_out, job.tokenizer, count) if held_out else []
 
@@ -130,8 +140,8 @@ def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[
     return {"eval_loss": loss, "exact_match": samples.exact_match(answers, asked) if asked else None}, answers
 
 
-def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
-    """The trainer with its callbacks: (trainer, what it records, what stops it)."""
+def build_trainer(job: Job, output_dir: Path, extra: Sequence[Any] = ()) -> tuple[SFTTrainer, Any, Any]:
+    """The trainer with its callbacks and those of `extra`: (trainer, what it records, what stops it)."""
     from finetune import callbacks
     from finetune.trainer import SFTTrainer, arguments
 
@@ -162,7 +172,7 @@ def build_trainer(job: Job, output_dir: Path) -> tuple[SFTTrainer, Any, Any]:
         plan=plan,
         layout=layout,
         eval_layout=job.eval_layout,
-        callbacks=[telling, stop, *profile],
+        callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *extra],
     )
     telling.trainer = trainer
     return trainer, telling, stop

@@ -3,7 +3,12 @@
 EARLY runs before `import unsloth`, LATE after it. A patch is applied only where its probe finds the defect.
 """
 
-from patches import torch_varlen_gqa
+from patches import (
+    torch_varlen_gqa,
+    unsloth_fused_loss_backward,
+    unsloth_fused_loss_view,
+    unsloth_merged_export_ranks,
+)
 
 EARLY = (torch_varlen_gqa,)
-LATE = ()
+LATE = (unsloth_fused_loss_view, unsloth_fused_loss_backward, unsloth_merged_export_ranks)

@@ -57,6 +57,11 @@ _MANAGED: tuple[tuple[str, str], ...] = (
         " include_for_metrics batch_eval_metrics load_best_model_at_end metric_for_best_model greater_is_better",
         "evaluation sums the loss and the label tokens, and the final model is the one of the last step",
     ),
+    (
+        "loss_type label_smoothing_factor",
+        "the loss is the mean of the token losses, exact on any number of GPUs; other objectives are not trained here",
+    ),
+    ("ddp_static_graph", "it breaks gradient accumulation in DDP"),
     ("do_train do_predict", "this command trains"),
     ("save_strategy save_on_each_node", "use training.save_steps; one rank writes"),
     ("enable_jit_checkpoint", "Ctrl-C and SIGTERM always save a checkpoint"),
@@ -69,7 +74,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("disable_tqdm", "progress is drawn on a terminal and written as plain lines elsewhere"),
     (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
-        "publish the finished model with `finetune export`",
+        "publish the finished folder with `hf upload`",
     ),
     (
         "deepspeed fsdp fsdp_config parallelism_config local_rank",

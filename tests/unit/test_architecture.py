@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 # Each layer may import from itself and from those above it in this list.
 LAYERS = (
-    {"errors", "record", "keeping", "config", "distributed", "interrupt", "verb"},
+    {"errors", "record", "keeping", "config", "distributed", "interrupt", "verb", "invariants"},
     {"hardware"},
     {"bootstrap", "data", "model", "metrics", "samples", "job"},
     {"trainer", "callbacks"},
-    {"train", "demo", "dryrun", "prepare"},
+    {"train", "demo", "dryrun", "prepare", "doctor"},
     {"cli", "__main__"},
 )
 

@@ -333,7 +333,7 @@ def test_a_key_like_no_other():
         ("bf16", "true", "model.dtype"),
         ("report_to", "none", "TensorBoard"),
         ("report_to", "wandb", "TensorBoard"),
-        ("push_to_hub", "true", "finetune export"),
+        ("push_to_hub", "true", "hf upload"),
         ("group_by_length", "true", "training.seed"),
         ("logging_dir", "x", "TensorBoard"),
         ("average_tokens_across_devices", "false", "label tokens"),

@@ -59,6 +59,19 @@ def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: 
     assert contents(tmp_path / home(paths).name) == contents(home(paths))
 
 
+def test_any_rank_of_a_process_group_can_be_the_one_that_writes(paths: demo.DemoPaths, tmp_path: Path) -> None:
+    code = """
+import sys, pathlib
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from finetune import demo
+torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+demo.materialise(pathlib.Path(sys.argv[1]))
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert contents(tmp_path / home(paths).name) == contents(home(paths))
+
+
 def test_another_seed_gives_other_weights_and_other_rows(paths: demo.DemoPaths, tmp_path: Path) -> None:
     other = contents(home(demo.materialise(tmp_path, seed=1)))
     for name, content in contents(home(paths)).items():
@@ -99,6 +112,13 @@ def test_a_call_that_fails_leaves_no_demo(tmp_path: Path, monkeypatch: pytest.Mo
             demo.materialise(tmp_path)
     assert not list(tmp_path.glob("*/train.jsonl"))
     assert demo.materialise(tmp_path).train_file.is_file()
+
+
+def test_what_was_not_written_whole_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_write_model", lambda *_: None)
+    with pytest.raises(RunError, match="files are missing"):
+        demo.materialise(tmp_path)
+    assert not demo._home(tmp_path, 0).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:

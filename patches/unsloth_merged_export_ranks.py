@@ -1,0 +1,133 @@
+"""Unsloth's merged, GGUF and quantised exports do not ask which rank they run on.
+
+`save_pretrained_merged`, `save_pretrained_gguf`, their push_to_hub_ forms and the functions behind them take
+`is_main_process=True` by default and look no further, on GPUs and on a CPU. transformers 5 itself leaves the weights of
+a model without adapters to rank 0; merged weights, adapters, tokenizers and GGUF files it does not see.
+Without this: every rank merges the whole model at once (memory times world size) and writes the same files, so that
+they may be torn or mixed, or pushes them to the hub once a rank.
+
+With it, rank 0 exports and the others return None at once. They do not wait: an export may outlast the timeout of the
+process group, and a script that asks rank 0 alone, as many do, would wait for ever in a collective. A caller whose
+other ranks read the files next waits for rank 0 itself. A model that is spread over ranks (FSDP2, ZeRO-3) is let
+through on all of them: Unsloth gathers it there, and writes once.
+"""
+
+import contextvars
+import functools
+import sys
+import tempfile
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+UPSTREAM = "https://github.com/unslothai/unsloth/issues/2435"
+REMOVE_WHEN = None  # unreleased: unsloth 2026.10.9 and unsloth_zoo 2026.10.9 have it
+
+EXPORTS = {
+    "unsloth.save": (
+        "unsloth_save_model",
+        "unsloth_generic_save",
+        "unsloth_save_pretrained_merged",
+        "unsloth_push_to_hub_merged",
+        "unsloth_generic_save_pretrained_merged",
+        "unsloth_generic_push_to_hub_merged",
+        "unsloth_save_pretrained_gguf",
+        "unsloth_push_to_hub_gguf",
+        "unsloth_save_pretrained_torchao",
+        "unsloth_save_pretrained_openvino",
+        "unsloth_push_to_hub_openvino",
+        "unsloth_convert_lora_to_ggml_and_save_locally",
+        "unsloth_convert_lora_to_ggml_and_push_to_hub",
+    ),
+    "unsloth_zoo.cpu.loader": ("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged"),
+}
+# Those that a probe can call without cost: they look at the model before anything else.
+PROBED = {
+    "unsloth.save": ("unsloth_generic_save_pretrained_merged", "unsloth_save_pretrained_gguf"),
+    "unsloth_zoo.cpu.loader": ("save_pretrained_merged",),
+}
+
+# An export calls others; only the outermost one decides.
+_decided = contextvars.ContextVar("export_decided", default=False)
+
+
+def _loaded(names: dict[str, tuple[str, ...]]) -> list[Callable]:
+    """The functions of these names that `import unsloth` has loaded."""
+    modules = [(sys.modules.get(module), functions) for module, functions in names.items()]
+    return [vars(module)[name] for module, functions in modules if module for name in functions if name in vars(module)]
+
+
+def needed() -> bool:
+    """Whether an export begins to work on a rank that is told that it is rank 1 of 2."""
+    return any(_works_on_rank_1(export) for export in _loaded(PROBED))
+
+
+def _works_on_rank_1(export: Callable) -> bool:
+    import torch
+
+    if not torch.distributed.is_available():
+        return False
+
+    class Model(torch.nn.Module):
+        """Empty; stops whoever asks it for what an export needs."""
+
+        def begun(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("an export has begun to work")
+
+        config = dtype = property(begun)
+        save_pretrained = state_dict = begun
+
+    second = dict(is_initialized=lambda: True, get_rank=lambda *_: 1, get_world_size=lambda *_: 2)
+    collectives = dict.fromkeys(("barrier", "broadcast_object_list"), lambda *_, **__: None)
+    with mock.patch.multiple(torch.distributed, **second, **collectives), tempfile.TemporaryDirectory() as folder:
+        try:
+            export(Model(), folder, tokenizer=object())
+        except Exception:  # whatever it stumbles over, it has not left the work to rank 0
+            return True
+    return False
+
+
+def apply() -> None:
+    """Put the question for the rank in front of every export, wherever Unsloth has bound its name."""
+    if not needed():
+        return
+    holders = [
+        module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("unsloth", "unsloth_zoo")
+    ]
+    for export in _loaded(EXPORTS):
+        guarded = _on_rank_0(export)
+        for holder in filter(None, holders):
+            _rebind(holder, export, guarded)
+
+
+def _rebind(holder: ModuleType, export: Callable, guarded: Callable) -> None:
+    for name in [name for name, value in vars(holder).items() if value is export]:
+        setattr(holder, name, guarded)
+
+
+def _on_rank_0(export: Callable) -> Callable:
+    @functools.wraps(export)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model", kwargs.get("self"))
+        if not _decided.get() and _left_to_rank_0(model):
+            return None
+        token = _decided.set(True)
+        try:
+            return export(*args, **kwargs)
+        finally:
+            _decided.reset(token)
+
+    return guarded
+
+
+def _left_to_rank_0(model: Any) -> bool:
+    import torch
+
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_rank() == 0:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    spread = any(isinstance(part, DTensor) or hasattr(part, "ds_id") for part in model.parameters())
+    return not spread

@@ -1,0 +1,480 @@
+"""The report on a machine: right on this one, able to say what would stop a run, and free of secrets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patches
+from finetune import bootstrap, doctor
+from finetune.config import Config, load
+from tests import launch
+
+HUB_TOKEN, SECRET, KEY = "hf_" + "aBcD" * 8, "correct horse battery", "sk-" + "f00d" * 6
+
+
+def examine(home: Path, *arguments: str, fakes: dict[str, str] | None = None, **extra: str) -> Any:
+    """Run the shipped command with a home of its own; `fakes` are modules that stand in for installed ones."""
+    home.mkdir(exist_ok=True)
+    for name, source in (fakes or {}).items():
+        (home / f"{name}.py").write_text(source)
+    env = launch.environment(home / "cache", HOME=str(home), **extra)
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        env.pop(name, None)
+    env["PYTHONPATH"] = os.pathsep.join([str(home), str(launch.ROOT)])
+    command = [sys.executable, "-m", "finetune", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=home, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """(text, JSON) of this machine, seen with secrets in the environment."""
+    home = tmp_path_factory.mktemp("home") / "alice"
+    done = examine(
+        home,
+        *("--json", str(home / "report.json")),
+        HF_TOKEN=HUB_TOKEN,
+        NCCL_SECRET_TOKEN=SECRET,
+        MY_API_KEY="0123456789abcdef",
+        NCCL_DEBUG="WARN",
+        NCCL_DEBUG_FILE=f"{home}/{SECRET}/nccl.log",
+        TORCH_SHOW=f"url=https://me:pass@host key={KEY}, 0123456789abcdef",
+        UNRELATED="not to be shown",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((home / "report.json").read_text())
+
+
+def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
+    text, found = healthy
+    assert text.startswith("finetune doctor: a run could start here.\n")
+    assert found["verdict"] == "ready"
+    assert {one["state"] for one in found["checks"]} <= {"ok", "warning", "unknown"}
+    for name in bootstrap.LIBRARIES:
+        assert found["versions"][name].startswith(version(name))
+        assert re.search(rf"^  {name} +{re.escape(found['versions'][name])}$", text, re.MULTILINE), name
+    assert found["stack"]["backend"] == "unsloth" and found["stack"]["device"] == "cpu"
+    listed = [patch.__name__.rpartition(".")[2] for patch in (*patches.EARLY, *patches.LATE)]
+    assert [patch["name"] for patch in found["stack"]["patches"]] == listed
+    assert all(patch["applied"] == patch["needed"] and patch["reason"] for patch in found["stack"]["patches"])
+    assert found["devices"] == [] and found["topology"] == []
+    assert found["launcher"] == {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
+    assert found["accelerate_profile"] is None and found["batch"] == []
+    assert {one["name"] for one in found["folders"]} >= {"output", "data cache", "Hugging Face hub", "Triton cache"}
+
+
+def test_what_is_unknown_has_its_reason(healthy: tuple[str, dict[str, Any]]) -> None:
+    text, found = healthy
+    for name in ("cuda", "nccl", "driver"):
+        assert found["versions"][name] is None and found["unknown"][name]
+        assert f"unknown: {found['unknown'][name]}" in text
+    assert "NVML" in found["unknown"] and "built without CUDA" in found["unknown"]["devices"]
+
+
+def test_text_can_be_pasted_as_it_is(healthy: tuple[str, dict[str, Any]]) -> None:
+    text, _ = healthy
+    assert text.isascii() and "\x1b" not in text
+    assert "Not an error" not in text and "Unsloth 2" not in text.splitlines()[0]  # what libraries print stays out
+
+
+def test_no_secret_and_no_home_is_shown(healthy: tuple[str, dict[str, Any]]) -> None:
+    text, found = healthy
+    for shown in (text, json.dumps(found)):
+        for secret in (HUB_TOKEN, SECRET, KEY, "me:pass", "0123456789abcdef", "alice", "not to be shown", "HF_TOKEN"):
+            assert secret not in shown, secret
+    assert found["environment"]["NCCL_SECRET_TOKEN"] == "***"
+    assert found["environment"]["NCCL_DEBUG"] == "WARN"
+    assert found["environment"]["NCCL_DEBUG_FILE"] == "~/***/nccl.log"
+    assert found["environment"]["TORCH_SHOW"] == "url=https://***@host key=***, ***"
+    assert set(found["environment"]) == {
+        *("FINETUNE_CACHE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
+        *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SECRET_TOKEN", "TORCH_SHOW"),
+    } | {name for name in os.environ if name.startswith(doctor.SHOWN_PREFIXES) or name == "CUDA_VISIBLE_DEVICES"}
+    assert "Triton cache" in text and "~/.triton/cache" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("401 for hf_AbCdEfGhIjKl at the hub", "401 for *** at the hub"),
+        ("GET https://user:word@host/x", "GET https://***@host/x"),
+        ("token='0123456789abcdef0123'", "token='***'"),
+        ('{"api_key": "AbCdEfGhIjKlMnOpQrStUvWx"}', '{"api_key": "***"}'),
+        ("/home/alice/x and /Users/bob: /root", "~/x and ~: ~"),
+        ("/data/root/x, /homes/x and /opt/home/x/y", "/data/root/x, /homes/x and /opt/home/x/y"),
+        ("unknown key: learning_rate; sk-learn, token: pad", "unknown key: learning_rate; sk-learn, token: pad"),
+        ("sha256 of the wheel 0123456789abcdef0123", "sha256 of the wheel 0123456789abcdef0123"),
+    ],
+)
+def test_masks(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if re.search("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", name):
+            monkeypatch.delenv(name)
+    assert doctor.without_secrets({"a": [text, 1, None]}) == {"a": [expected, 1, None]}
+
+
+def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "local-abc")
+    monkeypatch.setenv("DB_PASSWORD", "local-abc-and-more")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sometimes")  # no secret
+    text = "local-abc-and-more, local-abc, sometimes"
+    assert doctor.without_secrets(text) == "***, ***, sometimes"
+
+
+# --- exit codes -----------------------------------------------------------------------------------------------------
+
+
+def config_file(folder: Path, **training: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    settings = {
+        "model": {"model_name_or_path": "some/model", "backend": "transformers"},
+        "data": {"train_file": str(folder / "rows.jsonl")},
+        "training": {"output_dir": str(folder / "out"), "gradient_checkpointing": True, **training},
+    }
+    file = folder / "my.yaml"
+    file.write_text(json.dumps(settings))  # YAML reads JSON
+    return file
+
+
+def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None:
+    """2 rows x 2 accumulated are 16 on four ranks alone: this machine can start one."""
+    numbers = {"global_batch_size": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    file = config_file(tmp_path / "home", **numbers)
+    done = examine(tmp_path / "home", "--config", str(file), "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "finetune doctor: a run would not start here."
+    assert second.startswith("  stop: batch: training.global_batch_size 16 is not 1 (processes)")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["verdict"] == "stop"
+    assert [one["world_size"] for one in found["batch"]] == [1, 2, 4, 8]
+    assert found["batch"][2] == {"world_size": 4, "per_device": 2, "accumulation": 2, "global_size": 16}
+    assert all("refused" in found["batch"][place] for place in (0, 1, 3))
+    assert found["stack"]["backend"] == "transformers" and found["stack"]["reason"] == "model.backend asks for it"
+    assert not (tmp_path / "home" / "out").exists()
+
+
+def test_bad_input_is_2_and_help_is_0(tmp_path: Path) -> None:
+    file = config_file(tmp_path / "home", learing_rate=1)
+    done = examine(tmp_path / "home", "--config", str(file))
+    assert done.returncode == 2 and "learning_rate" in done.stderr and done.stdout == ""
+    assert examine(tmp_path / "home", "--config", "nowhere.yaml").returncode == 2
+    done = examine(tmp_path / "home", "--help")
+    assert done.returncode == 0 and "finetune.doctor" in done.stdout
+
+
+def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:
+    gone = "raise ImportError('No module named {}')"
+    fakes = {name: gone.format(name) for name in ("pynvml", "unsloth")}
+    done = examine(tmp_path / "home", "--json", str(tmp_path / "report.json"), fakes=fakes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["stack"]["backend"] == "transformers"
+    assert "Unsloth cannot run here: No module named unsloth" in done.stdout
+    assert "No module named pynvml" in found["unknown"]["NVML"]
+
+
+def test_a_library_that_dies_is_named(tmp_path: Path) -> None:
+    """Both processes that ask end without an answer: torch cannot be imported, Unsloth takes its process with it."""
+    fakes = {"torch": "import os\nos.abort()"}
+    done = examine(tmp_path / "home", "--json", str(tmp_path / "report.json"), fakes=fakes)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "stop: backend and patches: the process that asked died with SIGABRT" in done.stdout.splitlines()[1]
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert "SIGABRT" in found["unknown"]["devices"]
+    assert found["versions"]["transformers"] == version("transformers")  # what can be known is
+
+
+def test_one_process_of_a_launch_speaks(tmp_path: Path) -> None:
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = examine(tmp_path / "home", **ranks)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# --- what would stop a run, on machines that this one is not --------------------------------------------------------
+
+
+def gpus(count: int) -> list[dict[str, Any]]:
+    card = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139.8, "free_gib": 139.3}
+    return [{"index": index, **card, "computes": True} for index in range(count)]
+
+
+@pytest.fixture
+def two_gpus(healthy: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `examine` would have found on a machine with two H200s."""
+    found = copy.deepcopy(healthy[1])
+    found |= {"devices": gpus(2), "driver_gpus": 2}
+    return found
+
+
+def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str]:
+    states = {one["name"]: (one["state"], one["reason"]) for one in doctor.judge(load(list(arguments)), found)}
+    return states.get(name, ("absent", ""))
+
+
+def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
+    states = {one["name"]: one["state"] for one in doctor.judge(Config(), two_gpus)}
+    assert set(states.values()) == {"ok"}, states
+    assert verdict("devices", two_gpus) == ("ok", "2 x NVIDIA H200; each ran a kernel")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "state", "words"),
+    [
+        (
+            "one device per rank",
+            {"launcher": {"world_size": 4, "local_world_size": 4}},
+            "stop",
+            "4 processes .* 2 GPUs",
+        ),
+        ("one device per rank", {"launcher": {"error": "RANK is missing"}}, "stop", "RANK is missing"),
+        ("devices", {"devices": [gpus(1)[0] | {"computes": False}]}, "stop", "computing on GPU 0 fails"),
+        ("devices", {"devices": [], "unknown": {"devices": "too old"}}, "warning", "driver has 2 GPUs .*too old.* CPU"),
+        ("GPU memory", {"devices": [gpus(1)[0] | {"free_gib": 9.0}]}, "warning", "GPU 0 has 9.0 of 139.8 GiB free"),
+        ("GPU memory", {"devices": [gpus(1)[0] | {"free_gib": None}]}, "absent", ""),
+        ("backend and patches", {"stack": {"error": "patch x: its probe failed"}}, "stop", "patch x: its probe failed"),
+        (
+            "accelerate's default profile",
+            {"accelerate_profile": {"distributed_type": "MULTI_CPU", "num_processes": 4}},
+            "warning",
+            "MULTI_CPU starts one process and not 4",
+        ),
+        (
+            "accelerate's default profile",
+            {"accelerate_profile": {"distributed_type": "MULTI_GPU", "num_processes": 8, "num_machines": 2}},
+            "warning",
+            "starts 4 processes here and 2 GPUs are visible",
+        ),
+        ("accelerate's default profile", {"accelerate_profile": {"error": "not YAML"}}, "warning", "cannot be read"),
+        ("shared memory", {"machine": {"shared_memory_gib": 0.0625}}, "warning", "--shm-size=1g"),
+        ("shared memory", {"machine": {"shared_memory_gib": None}}, "absent", ""),
+    ],
+)
+def test_what_is_wrong_is_said(two_gpus: dict[str, Any], name: str, change: dict, state: str, words: str) -> None:
+    found = two_gpus | change
+    got, reason = verdict(name, found)
+    assert got == state, (got, reason)
+    assert re.search(words, reason), reason
+
+
+def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {one["name"]: one for one in two_gpus["folders"]}
+    by_name["Triton cache"]["file_system"] = "nfs4"
+    by_name["data cache"]["writable"] = False
+    assert "TRITON_CACHE_DIR" in verdict("Triton cache", two_gpus)[1]
+    assert verdict("data cache", two_gpus)[0] == "stop"
+    assert verdict("Triton cache", two_gpus | {"devices": []})[0] == "absent"  # nothing compiles with Triton there
+
+    (tmp_path / "run.json").write_text("{}")
+    data = ("--model.model_name_or_path", "m", "--data.train_file", str(tmp_path / "*.csv"))
+    held = verdict("output folder", two_gpus, *data, "--training.output_dir", str(tmp_path))
+    assert held[0] == "stop" and "another run" in held[1]
+    missing = verdict("data files", two_gpus, *data)
+    assert missing[0] == "stop" and "csv" in missing[1]
+
+    monkeypatch.setattr(doctor.keeping.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
+    assert verdict("output folder", two_gpus)[0] == "stop"
+
+
+def test_batch_on_the_gpus_that_are_here(two_gpus: dict[str, Any]) -> None:
+    data = ("--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--training.global_batch_size")
+    assert verdict("batch", two_gpus, *data, "16") == ("ok", "exact on 2 rank(s)")
+    state, reason = verdict("batch", two_gpus, *data, "15")
+    assert state == "warning" and reason.startswith("not all 2 GPUs here can be used, but 1: ")
+    four = two_gpus | {"launcher": {"world_size": 4, "local_world_size": 2}}
+    assert verdict("batch", four, *data, "6")[0] == "stop"  # on the ranks that were launched, nothing else counts
+    assert verdict("batch", two_gpus)[0] == "absent"  # the demo fits any number
+
+
+def test_versions_that_are_missing_or_not_tested(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def found_with(*texts: str) -> tuple[str, str]:
+        monkeypatch.setattr(doctor, "_requirements", lambda: list(texts))
+        return verdict("versions", two_gpus)
+
+    assert found_with("torch>=2", 'nowhere-at-all; extra == "unsloth"', 'pytest>=999; extra == "dev"')[0] == "ok"
+    assert found_with("nowhere-at-all>=1", "torch>=2")[0] == "stop"
+    state, reason = found_with("torch>=999", 'rich>=999; extra == "unsloth"')
+    assert state == "warning" and f"torch {version('torch')} is not >=999" in reason and "rich" in reason
+    monkeypatch.setattr(doctor, "_requirements", lambda: None)
+    assert verdict("versions", two_gpus)[0] == "unknown"
+
+
+def test_requirements_are_those_of_pyproject() -> None:
+    needed = doctor._requirements()
+    assert needed is not None and any(text.startswith("torch>=") for text in needed)
+    assert any(text.startswith("unsloth>=") and "extra" in text for text in needed)
+
+
+def test_four_bit_weights_need_bitsandbytes(two_gpus: dict[str, Any]) -> None:
+    four_bit = ("--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--model.load_in_4bit")
+    assert verdict("4-bit weights", two_gpus, *four_bit)[0] == "ok"
+    two_gpus["versions"]["bitsandbytes"] = None
+    assert verdict("4-bit weights", two_gpus, *four_bit)[0] == "stop"
+
+
+# --- GPUs and their links, through a driver made of Python ----------------------------------------------------------
+
+
+class Nvml(types.ModuleType):
+    """A driver with four GPUs: 0 and 1 with four NVLinks straight between them, 0 and 2 through a switch that hides
+    itself, 3 on PCI alone. Handles are the indices."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = 2, 0, 36
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 4
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return ["GPU-a", "GPU-b", "GPU-c", "GPU-d"].index(uuid)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(free=(handle + 1) * 2**30)
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(busId=f"bus {handle}")
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        if 3 in (one, other):
+            raise self.NVMLError("not supported")
+        return 0
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
+        return 30 if 0 in (one, other) else 50
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if link >= 18:
+            raise self.NVMLError("invalid argument")
+        return int(link < (12 if handle == 2 else 16))
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        if handle == 2 or link >= 4:
+            raise self.NVMLError("not supported")
+        return types.SimpleNamespace(busId=f"bus {1 - handle}")
+
+
+def test_links_have_the_names_of_nvidia_smi() -> None:
+    driver = Nvml("pynvml")
+    assert doctor.link_between(driver, 0, 1) == doctor.link_between(driver, 1, 0) == "NV4"
+    assert doctor.link_between(driver, 0, 2) == doctor.link_between(driver, 2, 1) == "NV12"
+    assert doctor.link_between(driver, 0, 3) == "PHB"
+    assert doctor.link_between(driver, 3, 1) == "SYS"
+    with pytest.raises(RuntimeError, match="does not know both"):
+        doctor.link_between(driver, None, 1)
+
+
+@pytest.mark.parametrize("nvml", [True, False])
+def test_devices_as_torch_and_the_driver_tell_them(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES=3,0: torch's GPU 0 is the driver's 3, found by its name and not by its place."""
+    visible = ["d", "a"]
+
+    def properties(index: int) -> Any:
+        return types.SimpleNamespace(name="H200", major=9, minor=0, total_memory=8 * 2**30, uuid=visible[index])
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml") if nvml else None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    monkeypatch.setattr(doctor, "_computes", lambda index: index == 0 or torch.zeros(1)[3])
+    found = doctor.look_at_devices()
+    assert [device["free_gib"] for device in found["devices"]] == ([4.0, 1.0] if nvml else [7.0, 7.0])
+    assert [device["compute_capability"] for device in found["devices"]] == ["9.0", "9.0"]
+    assert [device["computes"] for device in found["devices"]] == [True, False]
+    assert "IndexError" in found["unknown"]["computing on GPU 1"]
+    assert found["topology"] == [{"gpus": [0, 1], "link": "PHB" if nvml else None, "peer_access": False}]
+    assert found["versions"]["cuda"] == "13.0" and found["versions"]["driver"] == ("580.1" if nvml else None)
+    assert ("link of GPUs 0 and 1" in found["unknown"]) is not nvml
+    assert found["driver_gpus"] == (4 if nvml else None)
+
+
+# --- folders and the report -----------------------------------------------------------------------------------------
+
+
+def test_folder_counts_a_file_once_and_gives_up_on_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "x").write_bytes(b"1" * 2**20)
+    (tmp_path / "link").symlink_to(tmp_path / "blobs" / "x")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    size = doctor.folder(tmp_path)["size_gib"]
+    assert size == pytest.approx(2**-10, rel=0.01)
+    later = doctor.folder(tmp_path / "not" / "yet")
+    assert later["size_gib"] is None and later["size_unknown"] == "it does not exist yet" and later["writable"]
+    assert not doctor.folder(tmp_path / "blobs" / "x" / "below")["writable"]
+    monkeypatch.setattr(doctor, "MOST_FILES", 2)
+    assert "more than 2 files" in doctor.folder(tmp_path)["size_unknown"]
+
+
+def test_profile_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    assert doctor._default_profile() is None
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text((launch.PROFILES / "ddp_2.yaml").read_text() + "main_process_ip: 10.9.8.7\n")
+    found = doctor._default_profile()
+    assert found is not None and found["num_processes"] == 2 and "main_process_ip" not in found
+    file.write_text("a: [")
+    assert "error" in (doctor._default_profile() or {})
+
+
+def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
+    pairs = [{"gpus": [a, b], "link": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
+    found = two_gpus | {"devices": gpus(8), "topology": pairs}
+    text = doctor.plain(found)
+    assert "  all 28 pairs  NV18, peer access\n" in text
+    assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
+    pairs[3] |= {"link": None, "peer_access": False}
+    assert "  GPUs 0 and 4  unknown link, no peer access\n" in doctor.plain(found)
+
+
+def test_a_terminal_gets_colours_and_the_same_words(
+    two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    found = two_gpus | {"checks": [{"name": "batch", "state": "stop", "reason": "does not [fit]"}]}
+    doctor.show(found)
+    shown = capsys.readouterr().out
+    assert "\x1b[" in shown
+    words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert words.startswith("finetune doctor: a run would not start here.\n  stop: batch: does not [fit]\n")
+    assert words.split() == doctor.plain(found).split()
+
+
+# --- the page that a report is read with ----------------------------------------------------------------------------
+
+
+def test_the_page_of_defects_names_what_exists() -> None:
+    """Every test, patch and anchor that docs/defects.md names is there, and every patch is on the page."""
+    page = (launch.ROOT / "docs" / "defects.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:tests|patches|finetune|benchmarks)/[^`]*)`", page))
+    assert len(named) > 40
+    for name in named:
+        path, _, function = name.partition("::")
+        assert (launch.ROOT / path).exists(), name
+        if function:
+            assert re.search(rf"^def {function}\(", (launch.ROOT / path).read_text(), re.MULTILINE), name
+    assert {f"patches/{patch.__name__.rpartition('.')[2]}.py" for patch in (*patches.EARLY, *patches.LATE)} <= named
+    anchors = re.findall(r'<a id="([a-z0-9]+)">', page)
+    assert len(anchors) == len(set(anchors)) and set(re.findall(r"\(#([a-z0-9]+)\)", page)) <= set(anchors)
