@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -79,6 +80,30 @@ class FirstGradients(TrainerCallback):
         if not self._done:
             invariants.check_gradients(kwargs["model"])
             self._done = True
+
+
+class Witness(TrainerCallback):
+    """Writes, on rank 0, what `finetune parity` compares: the gradient of the first step, summed over ranks and not yet
+    clipped, and the trained weights after the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self._save("gradient", {name: p.grad for name, p in self._trained(kwargs["model"])})
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._save("weights", {name: p.detach() for name, p in self._trained(kwargs["model"])})
+
+    @staticmethod
+    def _trained(model: Any) -> list[tuple[str, Any]]:
+        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def _save(self, name: str, tensors: dict[str, Any]) -> None:
+        if distributed.ranks().is_main:
+            plain = {key.removeprefix("module."): tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(plain, self._folder / f"{name}.safetensors")
 
 
 class StepClock:

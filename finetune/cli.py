@@ -12,6 +12,7 @@ from finetune.verb import BAD_INPUT, DONE
 VERBS = {
     "train": "train a model; --dry-run tries everything on one device first and keeps nothing",
     "prepare": "tokenise, mask and pack the data ahead of time; prints what happened to each row",
+    "parity": "prove on your own configuration that the number of GPUs does not change what is computed",
     "doctor": "report on this machine and its software, and what would stop a run; text for a bug report",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     return run_verb("train", argv, run)
 
 
-def run(config: Config, extra: Sequence[Any] = (), without: Collection[str] = ()) -> int:
+def run(config: Config, witness: Path | None = None, without: Collection[str] = ()) -> int:
     """Everything after the configuration is known to be sound: check, load, train, save.
 
     Args:
-        extra: more callbacks of the trainer.
+        witness: folder for the first gradients and the last weights, for `finetune parity`.
         without: names of patches to leave out, needed or not.
     """
     if config.dry_run:
@@ -64,7 +64,7 @@ def run(config: Config, extra: Sequence[Any] = (), without: Collection[str] = ()
     distributed.barrier()
     introduce(job, found)
     with recorded(record, job):
-        stopped = train(job, record, found, extra)
+        stopped = train(job, record, found, witness)
     distributed.finish()
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
@@ -94,12 +94,12 @@ def check_files(config: Config) -> None:
             sources.expand([given] if isinstance(given, str) else given)
 
 
-def train(job: Job, record: RunRecord, found: keeping.Found, extra: Sequence[Any] = ()) -> bool:
+def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
     from finetune import samples
 
     output_dir = Path(job.config.training.output_dir)
-    trainer, telling, stop = build_trainer(job, output_dir, extra)
+    trainer, telling, stop = build_trainer(job, output_dir, witness)
     check_same_plan(trainer, found)
     record.update(
         plan=trainer.plan.digest(),
@@ -140,8 +140,8 @@ def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[
     return {"eval_loss": loss, "exact_match": samples.exact_match(answers, asked) if asked else None}, answers
 
 
-def build_trainer(job: Job, output_dir: Path, extra: Sequence[Any] = ()) -> tuple[SFTTrainer, Any, Any]:
-    """The trainer with its callbacks and those of `extra`: (trainer, what it records, what stops it)."""
+def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tuple[SFTTrainer, Any, Any]:
+    """The trainer with its callbacks: (trainer, what it records, what stops it)."""
     from finetune import callbacks
     from finetune.trainer import SFTTrainer, arguments
 
@@ -163,6 +163,7 @@ def build_trainer(job: Job, output_dir: Path, extra: Sequence[Any] = ()) -> tupl
     )
     stop = callbacks.StopOnRequest()
     steps = config.logging.profile_steps
+    watching = [callbacks.Witness(witness)] if witness else []
     profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
     trainer = SFTTrainer(
         model=job.model,
@@ -172,7 +173,7 @@ def build_trainer(job: Job, output_dir: Path, extra: Sequence[Any] = ()) -> tupl
         plan=plan,
         layout=layout,
         eval_layout=job.eval_layout,
-        callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *extra],
+        callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *watching],
     )
     telling.trainer = trainer
     return trainer, telling, stop
@@ -290,6 +291,7 @@ def conclude(results: dict[str, Any], output_dir: Path) -> None:
 def recorded(record: RunRecord, job: Job) -> Iterator[None]:
     """run.json from the first moment, with the error when there is one."""
     from finetune import bootstrap
+    from finetune.model import resolve_dtype
 
     with keeping.no_space(record.path.parent, record.path.name):
         record.update(
@@ -300,6 +302,7 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
             batch=vars(job.batch),
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
+            dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},

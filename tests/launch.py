@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PROFILES = ROOT / "accelerate_configs"
-TIMEOUT = 300  # seconds; a hang is a failure
+TIMEOUT = 540  # seconds; a hang is a failure
 
 
 def environment(cache: Path, **extra: str) -> dict[str, str]:

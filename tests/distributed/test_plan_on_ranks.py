@@ -53,8 +53,8 @@ class Spy(TrainerCallback):
             torch.save(torch.cat(gradients), folder / f"gradient-{state.global_step}.pt")
 
 
-def build_spied(job, out):
-    trainer, telling, stop = build(job, out)
+def build_spied(*arguments):
+    trainer, telling, stop = build(*arguments)
     trainer.add_callback(Spy())
     fetch = trainer.get_batch_samples
 

@@ -199,8 +199,8 @@ kind, rank, step = os.environ["FAULT"], os.environ["FAULT_RANK"], int(os.environ
 build = train.build_trainer
 
 
-def build_faulty(job, folder):
-    trainer, telling, stop = build(job, folder)
+def build_faulty(*arguments):
+    trainer, telling, stop = build(*arguments)
     healthy = type(trainer).training_step
 
     def training_step(self, *arguments, **keywords):

@@ -12,7 +12,7 @@ LAYERS = (
     {"hardware"},
     {"bootstrap", "data", "model", "metrics", "samples", "job"},
     {"trainer", "callbacks"},
-    {"train", "demo", "dryrun", "prepare", "doctor"},
+    {"train", "demo", "dryrun", "prepare", "parity", "parity_run", "doctor"},
     {"cli", "__main__"},
 )
 

@@ -197,8 +197,8 @@ class TestFullDisk:
         script = folder / "filler.py"
         script.write_text(
             "import sys\nfrom pathlib import Path\nfrom finetune import train\nbuild = train.build_trainer\n"
-            "def filling(job, folder):\n"
-            "    trainer, telling, stop = build(job, folder)\n"
+            "def filling(job, folder, *rest):\n"
+            "    trainer, telling, stop = build(job, folder, *rest)\n"
             "    step = type(trainer).training_step\n"
             "    def training_step(self, *a, **k):\n"
             "        if self.state.global_step == 3:\n"

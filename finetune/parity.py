@@ -1,0 +1,237 @@
+"""`finetune parity`: does the number of ranks change what is computed? The same steps on each world size, compared.
+
+Runs the first optimiser steps of the user's own configuration on one rank (which accumulates what the others share) and
+on each world size asked for, in processes of their own, and compares the first gradient, the losses, the held-out loss
+and the trained weights. Clipping and the learning-rate schedule are off: clipping would hide a gradient that is wrong
+by a factor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from finetune.config import load, resolve_batch
+from finetune.errors import RunError, UserError
+from finetune.verb import DONE, FAILED, console, guarded
+
+HELP = """\
+usage: python -m finetune.parity [--world-sizes 1,2] [--steps 4] [--without NAME,...] [--config F.yaml]
+                                 [--section.key VALUE ...] [--json PATH]
+
+  --world-sizes 1,2   numbers of ranks to compare; the first is the reference (gloo on a CPU, NCCL on GPUs)
+  --steps 4           optimiser steps of each run
+  --without NAME,...  patches to leave out, or `all`: shows what they are worth
+Exit 0 proven, 1 not proven, 2 bad configuration. The keys of the configuration are those of finetune.train --help.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a run may be from the reference. Sums in another order differ by the rounding of the type they are taken
+    in: 2^-24 for float32, 2^-9 for bfloat16, each times the square root of some thousands of terms."""
+
+    ratio: float  # of the gradient's norm, from 1
+    cosine: float  # of the gradient, at least
+    loss: float  # relative, per step and held out
+    weights: float  # norm of the difference over norm
+
+
+TOLERANCES = {
+    "float32": Tolerance(ratio=1e-4, cosine=0.99999, loss=1e-5, weights=1e-4),
+    "bfloat16": Tolerance(ratio=5e-3, cosine=0.999, loss=1e-3, weights=2e-2),
+    "float16": Tolerance(ratio=5e-3, cosine=0.999, loss=1e-3, weights=2e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One world size against the reference."""
+
+    world_size: int
+    ratio: float
+    cosine: float
+    loss: float
+    eval_loss: float | None
+    weights: float
+    worst: tuple[tuple[str, float, float], ...]  # tensors whose gradient differs most: name, ratio, cosine
+    failures: tuple[str, ...]  # what is out of tolerance, in words
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare world sizes on a configuration. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(HELP)
+        return DONE
+    return guarded(lambda: run(argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run all world sizes and compare them.
+
+    Raises:
+        UserError: bad options, configuration or data.
+        RunError: one of the runs failed.
+    """
+    own, rest = split_options(argv)
+    config = load(rest, verb="parity")
+    try:
+        worlds = [int(world) for world in own.get("world_sizes", "1,2").split(",")]
+        steps = int(own.get("steps", "4"))
+    except ValueError:
+        raise UserError(f"--world-sizes and --steps take whole numbers, such as 1,2 and 4; given: {own}") from None
+    if len(worlds) < 2 or min(worlds) < 1 or steps < 1:
+        raise UserError(f"--world-sizes needs two numbers of ranks or more, and --steps at least 1; given: {own}")
+    for world in worlds:
+        if not config.demo:
+            resolve_batch(config.training, world, config.data)
+    arguments = rest_without_json(rest)
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        runs = {
+            world: start(world, Path(folder) / str(world), steps, own.get("without", ""), arguments) for world in worlds
+        }
+        found = [compare(Path(folder) / str(worlds[0]), Path(folder) / str(world), world) for world in worlds[1:]]
+    say(runs[worlds[0]], found)
+    proven = not any(one.failures for one in found)
+    if config.json:
+        from finetune.record import write_json
+
+        write_json(
+            config.json, {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(o) for o in found]}
+        )
+    return DONE if proven else FAILED
+
+
+def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of this verb by name, and the arguments that belong to the configuration."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    left = list(argv)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and name in ("world_sizes", "steps", "without"):
+            if not equals and not left:
+                raise UserError(f"{word} needs a value\n{HELP}")
+            own[name] = word.partition("=")[2] if equals else left.pop(0)
+        else:
+            rest.append(word)
+    return own, rest
+
+
+def rest_without_json(arguments: list[str]) -> list[str]:
+    """The arguments of the runs: the report is ours alone."""
+    kept = [word for word in arguments if not word.startswith("--json=")]
+    if "--json" in kept:
+        place = kept.index("--json")
+        kept = kept[:place] + kept[place + 2 :]
+    return kept
+
+
+def start(world: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
+    """One run, to its end; its run.json.
+
+    Raises:
+        UserError, RunError: what the run said when it failed.
+    """
+    out.mkdir(parents=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
+    command = [sys.executable, *launcher, "-m", "finetune.parity_run", str(out), str(steps), without, *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("error: ")]
+        kind = UserError if done.returncode == 2 or said else RunError
+        tail = said[0].removeprefix("error: ") if said else (done.stdout + done.stderr)[-3000:]
+        raise kind(f"the run on {world} ranks failed: {tail}")
+    return json.loads((out / "run.json").read_text())
+
+
+def compare(reference: Path, other: Path, world: int) -> Comparison:
+    """Two runs, by what they wrote. Pure but for reading."""
+    import torch
+    from safetensors.torch import load_file
+
+    one, two = (json.loads((folder / "run.json").read_text()) for folder in (reference, other))
+    g1, g2, w1, w2 = (load_file(f / f"{n}.safetensors") for n in ("gradient", "weights") for f in (reference, other))
+    # The coarsest type in which sums are taken: of autocast, which is for GPUs, and of the gradients themselves.
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in g1.values()}
+    types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
+    allowed = max((TOLERANCES[name] for name in types if name in TOLERANCES), key=lambda tolerance: tolerance.ratio)
+
+    def flat(tensors: dict[str, Any]) -> Any:
+        return torch.cat([tensors[key].flatten().double() for key in sorted(tensors)])
+
+    def against(a: Any, b: Any) -> tuple[float, float]:
+        na, nb = float(a.norm()), float(b.norm())
+        if na == nb == 0:  # an adapter's first half has no gradient in the first step
+            return 1.0, 1.0
+        return (nb / na if na else float("inf")), float(a @ b) / (na * nb) if na and nb else 0.0
+
+    ratio, cosine = against(flat(g1), flat(g2))
+    floor = 1e-6 * float(flat(g1).norm())  # tensors without a gradient to speak of say nothing
+    each = [
+        (key, *against(g1[key].flatten().double(), g2[key].flatten().double()))
+        for key in sorted(g1)
+        if float(g1[key].double().norm()) > floor
+    ]
+    worst = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))[:3]
+    loss = max(abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True))
+    early, late = one["eval_loss_after"], two["eval_loss_after"]
+    eval_loss = None if early is None else abs(early - late) / abs(early)
+    weights = float((flat(w1) - flat(w2)).norm() / flat(w1).norm())
+
+    failures = []
+    if abs(ratio - 1) > allowed.ratio:
+        failures.append(f"the gradient is {ratio:.4f} times the reference's (allowed 1 +- {allowed.ratio:g})")
+    if cosine < allowed.cosine:
+        failures.append(f"the gradient points elsewhere: cosine {cosine:.6f} (at least {allowed.cosine})")
+    if loss > allowed.loss:
+        failures.append(f"a step's loss differs by {loss:.1e} (allowed {allowed.loss:g})")
+    if eval_loss is not None and eval_loss > allowed.loss:
+        failures.append(f"the held-out loss differs by {eval_loss:.1e} (allowed {allowed.loss:g})")
+    if weights > allowed.weights:
+        failures.append(f"the trained weights differ by {weights:.1e} (allowed {allowed.weights:g})")
+    return Comparison(
+        world_size=world,
+        ratio=ratio,
+        cosine=cosine,
+        loss=loss,
+        eval_loss=eval_loss,
+        weights=weights,
+        worst=tuple(worst),
+        failures=tuple(failures),
+    )
+
+
+def say(reference: dict[str, Any], found: list[Comparison]) -> None:
+    """A table for people, and what is out of tolerance."""
+    shown = Table(title=f"Against {reference['world_size']} rank(s), {reference['steps']} steps", title_justify="left")
+    for column in ("ranks", "gradient ratio", "cosine", "loss", "held-out loss", "weights", ""):
+        shown.add_column(column, justify="right")
+    for one in found:
+        held_out = "none held out" if one.eval_loss is None else f"{one.eval_loss:.1e}"
+        verdict = "not proven" if one.failures else "equal"
+        figures = (f"{one.ratio:.6f}", f"{one.cosine:.7f}", f"{one.loss:.1e}", held_out, f"{one.weights:.1e}")
+        shown.add_row(str(one.world_size), *figures, verdict)
+    console().print(shown)
+    for one in found:
+        for failure in one.failures:
+            console().print(f"{one.world_size} ranks: {failure}", style="red", highlight=False, soft_wrap=True)
+        if one.failures:
+            for name, ratio, cosine in one.worst:
+                console().print(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

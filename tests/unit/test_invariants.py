@@ -1,0 +1,82 @@
+"""Each start-up check on facts as ranks would report them: silent on a sound run, a name and a remedy otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from finetune import invariants
+from finetune.errors import UserError
+from finetune.invariants import CHECKS, Facts
+
+
+def facts(rank: int) -> Facts:
+    return Facts(
+        rank=rank,
+        host="one",
+        local_rank=rank,
+        parameter_devices=[f"cuda:{rank}"],
+        current_device=f"cuda:{rank}",
+        trainer_classes=["finetune.trainer.SFTTrainer", "UnslothSFTTrainer.UnslothSFTTrainer", "builtins.object"],
+        processes=2,
+        timeout_seconds=1800.0,
+        finds_unused=False,
+        reentrant=True,
+        patches=["torch_varlen_gqa"],
+    )
+
+
+SOUND = [facts(0), facts(1)]
+
+
+def test_a_sound_run_passes_all() -> None:
+    assert [check(SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
+    other_host = replace(facts(1), host="two", current_device="cuda:0", parameter_devices=["cuda:0"])
+    assert invariants.one_device_per_rank([facts(0), other_host], 1800) is None
+
+
+ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
+FALLBACK = {"trainer_classes": ["finetune.trainer.SFTTrainer", "trl.SFTTrainer"]}
+UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "words"),
+    [
+        ("one_device_per_rank", ONE_GPU, "ranks 0 and 1 share cuda:0"),
+        ("one_device_per_rank", {"parameter_devices": ["cuda:0", "cuda:1"]}, "has weights on cuda:0, cuda:1"),
+        ("same_trainer_on_all_ranks", FALLBACK, "rank 1 trains with trl"),
+        ("as_many_processes_as_launched", {"processes": 1}, "knows of 1 processes and 2 were launched"),
+        ("timeout_as_configured", {"timeout_seconds": 600.0}, "waits 600 s"),
+        (UNUSED, {"finds_unused": True}, "ddp_find_unused_parameters"),
+        ("same_patches_on_all_ranks", {"patches": []}, "rank 1 applied []"),
+    ],
+)  # fmt: skip
+def test_each_check_fails_alone(check: str, changes: dict, words: str) -> None:
+    broken = [facts(0), replace(facts(1), **changes)]
+    failed = {one.__name__: one(broken, 1800) for one in CHECKS}
+    assert words in (failed.pop(check) or "")
+    assert not any(failed.values())
+
+
+def test_weights_without_a_gradient_are_named() -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+    model["used"](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UserError, match="unused.weight, unused.bias"):
+        invariants.check_gradients(model)
+    model["unused"].requires_grad_(False)
+    invariants.check_gradients(model)
+
+
+def test_checkpointing_that_is_reentrant() -> None:
+    def trainer(backend: str, device: str, on: bool, **kwargs: bool) -> SimpleNamespace:
+        args = SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs or None)
+        return SimpleNamespace(args=args, stack=SimpleNamespace(backend=backend, device=device))
+
+    assert invariants._reentrant(trainer("unsloth", "cuda", True, use_reentrant=False))  # Unsloth decides for itself
+    assert invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=True))
+    assert not invariants._reentrant(trainer("transformers", "cuda", True, use_reentrant=False))
+    assert not invariants._reentrant(trainer("unsloth", "cuda", False))
