@@ -191,35 +191,15 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
-    if _host_group is None:
-        return value
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=_host_group)
-    return box[0]
-
-
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Element-wise sum of float64 `values` over all ranks, on the host."""
-    return _reduce(values, "SUM")
-
-
-def max_over_ranks(values: Sequence[float]) -> list[float]:
-    """Element-wise maximum of float64 `values` over all ranks, on the host."""
-    return _reduce(values, "MAX")
-
-
-def _reduce(values: Sequence[float], op: str) -> list[float]:
     if _host_group is None:
         return list(values)
     import torch
     import torch.distributed as dist
 
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=_host_group)
+    dist.all_reduce(tensor, group=_host_group)
     return tensor.tolist()
 
 

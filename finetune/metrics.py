@@ -47,3 +47,12 @@ def rate(count: float, seconds: float) -> float | None:
 def median(values: Sequence[float]) -> float | None:
     """None for no values."""
     return statistics.median(values) if values else None
+
+
+def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
+    """The share (0 to 1) of answers that equal their reference, case and punctuation included, runs of white space
+    counting as one space. Raises ValueError where the two differ in number or are empty."""
+    if not references or len(answers) != len(references):
+        raise ValueError(f"{len(answers)} answers and {len(references)} references; one answer for each is needed")
+    pairs = zip(answers, references, strict=True)
+    return sum(answer.split() == reference.split() for answer, reference in pairs) / len(references)

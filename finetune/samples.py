@@ -54,12 +54,6 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
 
 
-def exact_match(given: Sequence[str], asked: Sequence[Question]) -> float:
-    """Share of answers that equal the right one, apart from white space at their ends."""
-    right = sum(answer.strip() == question.reference.strip() for answer, question in zip(given, asked, strict=True))
-    return right / len(asked)
-
-
 def table(
     tokenizer: Any, asked: Sequence[Question], before: Sequence[str], after: Sequence[str], count: int = 3
 ) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, invariants, keeping
+from finetune import distributed, interrupt, invariants, keeping, metrics
 from finetune.config import Config, dump_yaml, resolve_batch
 from finetune.errors import RunError, UserError, describe
 from finetune.record import RunRecord, write_json
@@ -137,7 +137,8 @@ def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[
 
     loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
     answers = samples.answers(job.model, job.tokenizer, asked) if asked else []
-    return {"eval_loss": loss, "exact_match": samples.exact_match(answers, asked) if asked else None}, answers
+    right = metrics.exact_match(answers, [question.reference for question in asked]) if asked else None
+    return {"eval_loss": loss, "exact_match": right}, answers
 
 
 def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tuple[SFTTrainer, Any, Any]:

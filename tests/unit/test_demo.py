@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune import demo
+from finetune import demo, metrics
 from finetune.errors import RunError
 
 
@@ -64,7 +64,7 @@ def test_any_rank_of_a_process_group_can_be_the_one_that_writes(paths: demo.Demo
 import sys, pathlib
 import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from finetune import demo
+from finetune import demo, metrics
 torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
 demo.materialise(pathlib.Path(sys.argv[1]))
 """
@@ -231,17 +231,17 @@ def test_global_batch_is_one_micro_batch_of_each_rank(world_size: int) -> None:
     ],
 )
 def test_exact_match_ignores_white_space_alone(answer: str, reference: str, share: float) -> None:
-    assert demo.exact_match([answer], [reference]) == share
+    assert metrics.exact_match([answer], [reference]) == share
 
 
 def test_exact_match_is_a_share() -> None:
-    assert demo.exact_match(["Ben", "Anna", "Leo", "Ivy"], ["Ben", "Anna", "Leo", "Jack"]) == 0.75
+    assert metrics.exact_match(["Ben", "Anna", "Leo", "Ivy"], ["Ben", "Anna", "Leo", "Jack"]) == 0.75
 
 
 @pytest.mark.parametrize(("answers", "references"), [([], []), (["Ben"], []), (["Ben"], ["Ben", "Leo"])])
 def test_exact_match_refuses_what_it_cannot_pair(answers: list[str], references: list[str]) -> None:
     with pytest.raises(ValueError, match="one answer for each"):
-        demo.exact_match(answers, references)
+        metrics.exact_match(answers, references)
 
 
 def test_introduction_says_what_it_is_and_shows_a_config_that_parses() -> None:
