@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 from finetune.errors import UserError
 
 FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
+# A launcher ends all ranks as soon as one has ended, so a rank with nothing to say must not be the first to go.
+QUIET_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +256,18 @@ def claim_failure(message: str) -> bool:
     return first_failure(message) == message
 
 
+def let_others_speak() -> bool:
+    """Wait for the launcher to end this process, as it does once the rank whose error is shown has ended.
+
+    Returns:
+        Whether nobody else can be expected to have spoken: there was no process group to agree in, and nothing ended
+        this process. Then the error belongs to this rank alone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Event().wait(QUIET_SECONDS)
+    return _host_group is None
+
+
 def first_failure(message: str) -> str:
     """`message`, or that of the rank that failed before this one: it says why all ranks end."""
     _watching.set()
@@ -287,6 +302,7 @@ def _watch_for_failures(on_failure: Callable[[str], None] | None) -> None:
             rank, message = 0, "the rank that hosts the store has gone"
         if on_failure is not None:
             on_failure(f"rank {rank}: {message}")
+        threading.Event().wait(FAILURE_POLL_SECONDS)  # the rank that failed is writing its error
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it

@@ -65,9 +65,9 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
     introduce(job, found)
     with recorded(record, job):
         stopped = train(job, record, found, witness)
-    distributed.finish()
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
+    distributed.finish()  # the last thing: a launcher ends all ranks when the first has ended
     return INTERRUPTED if stopped else DONE
 
 

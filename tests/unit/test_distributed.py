@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from finetune import distributed
@@ -54,3 +58,23 @@ def test_collectives_of_one_rank_return_what_they_were_given() -> None:
     assert distributed.sum_over_ranks([1.5, 2.0]) == [1.5, 2.0]
     flag = distributed.DelayedFlag()
     assert [flag.ask(value) for value in (False, True)] == [False, True]
+
+
+FAILS = "import sys; from finetune import distributed, verb; from finetune.errors import UserError; {}"
+RAISE = "sys.exit(verb.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
+
+
+def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    return subprocess.run(
+        [sys.executable, "-c", FAILS.format(code)], capture_output=True, text=True, env=env, check=False
+    )
+
+
+def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() -> None:
+    """A launcher ends all ranks with the first: rank 1 may not be it. It is ended by it, or speaks."""
+    assert as_rank("0", RAISE).stderr == "error: [rank 0] bad input\n"
+    ended = as_rank("1", f"distributed.threading.Event.wait = lambda *a: os.kill(os.getpid(), 15); import os; {RAISE}")
+    assert ended.returncode == -15 and ended.stderr == ""
+    alone = as_rank("1", f"distributed.QUIET_SECONDS = 0.0; {RAISE}")
+    assert alone.returncode == 2 and alone.stderr == "error: [rank 1] bad input\n"
