@@ -84,17 +84,21 @@ class FirstGradients(TrainerCallback):
 
 class Witness(TrainerCallback):
     """Writes, on rank 0, what `finetune parity` compares: the gradient of the first step, summed over ranks and not yet
-    clipped, and the trained weights after the last."""
+    clipped; its norm at every step; and the trained weights after the last."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._norms: list[torch.Tensor] = []
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        gradient = {name: p.grad for name, p in self._trained(kwargs["model"])}
+        self._norms.append(torch.nn.utils.get_total_norm(gradient.values()))
         if state.global_step == 0:
-            self._save("gradient", {name: p.grad for name, p in self._trained(kwargs["model"])})
+            self._save("gradient", gradient)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._save("weights", {name: p.detach() for name, p in self._trained(kwargs["model"])})
+        self._save("norms", {"norms": torch.stack(self._norms)})
 
     @staticmethod
     def _trained(model: Any) -> list[tuple[str, Any]]:

@@ -29,16 +29,26 @@ class Facts:
     finds_unused: bool
     reentrant: bool
     patches: list[str]  # those applied
+    writes: bool  # checkpoints and the final model
+    divisor: str  # who divides the loss by the label tokens of the global batch: "the model" or "this program"
+    averages_tokens: bool
+    batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimiser step
+    global_batch: int  # rows (or packs) of a step of the plan, over all ranks
 
 
 def gather(trainer: Any) -> list[Facts]:
     """The facts of all ranks, on every rank."""
+    return distributed.gather_objects(own_facts(trainer))
+
+
+def own_facts(trainer: Any) -> Facts:
+    """The facts of this rank."""
     import torch
 
     me = distributed.ranks()
     model = trainer.model
     cuda = trainer.stack.device == "cuda"
-    own = Facts(
+    return Facts(
         rank=me.rank,
         host=socket.gethostname(),
         local_rank=me.local_rank,
@@ -50,8 +60,17 @@ def gather(trainer: Any) -> list[Facts]:
         finds_unused=bool(trainer.args.ddp_find_unused_parameters),
         reentrant=_reentrant(trainer),
         patches=[verdict.name for verdict in trainer.stack.patches if verdict.applied],
+        writes=trainer.args.should_save,
+        divisor=divisor(trainer),
+        averages_tokens=trainer.args.average_tokens_across_devices,
+        batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
+        global_batch=trainer.plan.global_batch_size,
     )
-    return distributed.gather_objects(own)
+
+
+def divisor(trainer: Any) -> str:
+    """Who divides the loss by the label tokens of the global batch; see SFTTrainer.compute_loss."""
+    return "the model" if trainer.model_accepts_loss_kwargs else "this program"
 
 
 def _reentrant(trainer: Any) -> bool:
@@ -140,6 +159,38 @@ def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
     return None
 
 
+def one_writer(facts: list[Facts], timeout: int) -> str | None:
+    """Checkpoints and the final model have one writer; several tear each other's files."""
+    writers = [one.rank for one in facts if one.writes]
+    return None if len(writers) == 1 else f"ranks {writers} would write the same files; rank 0 alone may"
+
+
+def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """By the model or by this program, alike on all ranks; a mean of each rank's own mean is another loss
+    (unsloth issue 1952, transformers pull request 39395)."""
+    for one in facts:
+        if one.divisor != facts[0].divisor:
+            return (
+                f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use one "
+                "installation for all"
+            )
+        if not one.averages_tokens:
+            return f"average_tokens_across_devices is off on rank {one.rank}; leave it on"
+    return None
+
+
+def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """World size x rows per device x accumulation is the step that the plan has, so the one of every world size."""
+    for one in facts:
+        rows, passes = one.batch
+        if len(facts) * rows * passes != one.global_batch:
+            return (
+                f"{len(facts)} ranks x {rows} rows x {passes} accumulated is not the global batch of "
+                f"{one.global_batch}: something changed the trainer's arguments after they were made"
+            )
+    return None
+
+
 Check = Callable[[list[Facts], int], str | None]
 CHECKS: tuple[Check, ...] = (
     as_many_processes_as_launched,
@@ -148,6 +199,9 @@ CHECKS: tuple[Check, ...] = (
     same_patches_on_all_ranks,
     timeout_as_configured,
     no_search_for_unused_parameters_under_reentrant_checkpointing,
+    one_writer,
+    loss_divided_by_the_label_tokens_of_the_global_batch,
+    ranks_hold_the_global_batch,
 )
 
 
@@ -165,6 +219,23 @@ def check(trainer: Any) -> list[str]:
     return [one.__name__ for one in CHECKS]
 
 
+def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
+    """What this rank holds is what the others hold; called once the data is there, before the model is loaded.
+
+    Raises:
+        UserError: on every rank, naming the first one that differs from rank 0.
+    """
+    everyone = distributed.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        for what, value in other.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"same data and versions on all ranks: rank {rank} differs from rank 0 in {what}: {value!r} "
+                    f"against {everyone[0][what]!r}. All machines need the same files and the same packages; nothing "
+                    "was trained."
+                )
+
+
 def check_gradients(model: Any) -> None:
     """After the first backward: every weight that is to be trained has a gradient, on every rank.
 
@@ -179,6 +250,5 @@ def check_gradients(model: Any) -> None:
             raise UserError(
                 f"every trained weight gets a gradient: on rank {rank} these have none after the first step: "
                 f"{', '.join(names)}. Leave them out of lora.target_modules and lora.modules_to_save, or train them "
-                "with "
-                "data that reaches them."
+                "with data that reaches them."
             )

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune import bootstrap, distributed, hardware
+from finetune import bootstrap, distributed, hardware, invariants
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
-from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.metrics import ModelSize
 
@@ -98,21 +97,14 @@ def check_ranks_agree(data: Data) -> None:
     Raises:
         UserError: on every rank, naming the first one that differs from rank 0.
     """
-    own = {
-        "the data's fingerprint": data.fingerprint,
-        "the number of training rows": len(data.train),
-        "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
-        "the versions of the libraries": bootstrap.versions(),
-    }
-    everyone = distributed.gather_objects(own)
-    for rank, other in enumerate(everyone):
-        for what, value in other.items():
-            if value != everyone[0][what]:
-                raise UserError(
-                    f"Rank {rank} differs from rank 0 in {what}: {value!r} against {everyone[0][what]!r}. All "
-                    "machines need "
-                    "the same files and the same packages; nothing was trained."
-                )
+    invariants.same_data_and_versions_on_all_ranks(
+        {
+            "the data's fingerprint": data.fingerprint,
+            "the number of training rows": len(data.train),
+            "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
+            "the versions of the libraries": bootstrap.versions(),
+        }
+    )
 
 
 def model_size(model: Any) -> ModelSize:

@@ -39,11 +39,13 @@ class Tolerance:
     """How far a run may be from the reference. Sums in another order differ by the rounding of the type they are taken
     in: 2^-24 for float32, 2^-9 for bfloat16, each times the square root of some thousands of terms."""
 
-    ratio: float  # of the gradient's norm, from 1
+    ratio: float  # of the first gradient's norm, and of every step's, from 1
     cosine: float  # of the gradient, at least
     loss: float  # relative, per step and held out
     weights: float  # norm of the difference over norm
 
+
+WORST_SHOWN = 3  # tensors named where a gradient differs
 
 TOLERANCES = {
     "float32": Tolerance(ratio=1e-4, cosine=0.99999, loss=1e-5, weights=1e-4),
@@ -59,10 +61,11 @@ class Comparison:
     world_size: int
     ratio: float
     cosine: float
+    norm: float  # largest relative difference of a step's gradient norm
     loss: float
     eval_loss: float | None
     weights: float
-    worst: tuple[tuple[str, float, float], ...]  # tensors whose gradient differs most: name, ratio, cosine
+    tensors: tuple[tuple[str, float, float], ...]  # each one's gradient, the worst first: name, ratio, cosine
     failures: tuple[str, ...]  # what is out of tolerance, in words
 
 
@@ -163,7 +166,9 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
     from safetensors.torch import load_file
 
     one, two = (json.loads((folder / "run.json").read_text()) for folder in (reference, other))
-    g1, g2, w1, w2 = (load_file(f / f"{n}.safetensors") for n in ("gradient", "weights") for f in (reference, other))
+    folders = (reference, other)
+    g1, g2, w1, w2 = (load_file(f / f"{name}.safetensors") for name in ("gradient", "weights") for f in folders)
+    norms = [load_file(folder / "norms.safetensors")["norms"].double() for folder in folders]
     # The coarsest type in which sums are taken: of autocast, which is for GPUs, and of the gradients themselves.
     types = {str(tensor.dtype).removeprefix("torch.") for tensor in g1.values()}
     types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
@@ -185,7 +190,8 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         for key in sorted(g1)
         if float(g1[key].double().norm()) > floor
     ]
-    worst = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))[:3]
+    tensors = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))
+    norm = float(((norms[1] - norms[0]).abs() / norms[0]).max())
     loss = max(abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True))
     early, late = one["eval_loss_after"], two["eval_loss_after"]
     eval_loss = None if early is None else abs(early - late) / abs(early)
@@ -196,6 +202,8 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         failures.append(f"the gradient is {ratio:.4f} times the reference's (allowed 1 +- {allowed.ratio:g})")
     if cosine < allowed.cosine:
         failures.append(f"the gradient points elsewhere: cosine {cosine:.6f} (at least {allowed.cosine})")
+    if norm > allowed.ratio:
+        failures.append(f"a step's gradient norm differs by {norm:.1e} (allowed {allowed.ratio:g})")
     if loss > allowed.loss:
         failures.append(f"a step's loss differs by {loss:.1e} (allowed {allowed.loss:g})")
     if eval_loss is not None and eval_loss > allowed.loss:
@@ -206,10 +214,11 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         world_size=world,
         ratio=ratio,
         cosine=cosine,
+        norm=norm,
         loss=loss,
         eval_loss=eval_loss,
         weights=weights,
-        worst=tuple(worst),
+        tensors=tuple(tensors),
         failures=tuple(failures),
     )
 
@@ -217,19 +226,19 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
 def say(reference: dict[str, Any], found: list[Comparison]) -> None:
     """A table for people, and what is out of tolerance."""
     shown = Table(title=f"Against {reference['world_size']} rank(s), {reference['steps']} steps", title_justify="left")
-    for column in ("ranks", "gradient ratio", "cosine", "loss", "held-out loss", "weights", ""):
+    for column in ("ranks", "gradient ratio", "cosine", "norm", "loss", "held-out loss", "weights", ""):
         shown.add_column(column, justify="right")
     for one in found:
         held_out = "none held out" if one.eval_loss is None else f"{one.eval_loss:.1e}"
         verdict = "not proven" if one.failures else "equal"
-        figures = (f"{one.ratio:.6f}", f"{one.cosine:.7f}", f"{one.loss:.1e}", held_out, f"{one.weights:.1e}")
-        shown.add_row(str(one.world_size), *figures, verdict)
+        gradient = (f"{one.ratio:.6f}", f"{one.cosine:.7f}", f"{one.norm:.1e}")
+        shown.add_row(str(one.world_size), *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
     console().print(shown)
     for one in found:
         for failure in one.failures:
             console().print(f"{one.world_size} ranks: {failure}", style="red", highlight=False, soft_wrap=True)
         if one.failures:
-            for name, ratio, cosine in one.worst:
+            for name, ratio, cosine in one.tensors[:WORST_SHOWN]:
                 console().print(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}", highlight=False, soft_wrap=True)
 
 

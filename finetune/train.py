@@ -105,7 +105,7 @@ def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | Non
         plan=trainer.plan.digest(),
         resumed_from=str(found.path) if found.path else None,
         invariants=invariants.check(trainer),
-        loss_normalised_by="the model" if trainer.model_accepts_loss_kwargs else "this program",
+        loss_normalised_by=invariants.divisor(trainer),
     )
     held_out, count = job.data.eval, job.config.logging.generate_samples
     asked = samples.questions(held_out, job.tokenizer, count) if held_out else []

@@ -26,6 +26,11 @@ def facts(rank: int) -> Facts:
         finds_unused=False,
         reentrant=True,
         patches=["torch_varlen_gqa"],
+        writes=rank == 0,
+        divisor="the model",
+        averages_tokens=True,
+        batch=(2, 3),
+        global_batch=12,
     )
 
 
@@ -40,6 +45,7 @@ def test_a_sound_run_passes_all() -> None:
 
 ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
 FALLBACK = {"trainer_classes": ["finetune.trainer.SFTTrainer", "trl.SFTTrainer"]}
+DIVISOR = "loss_divided_by_the_label_tokens_of_the_global_batch"
 UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
 
 
@@ -53,6 +59,10 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
         ("timeout_as_configured", {"timeout_seconds": 600.0}, "waits 600 s"),
         (UNUSED, {"finds_unused": True}, "ddp_find_unused_parameters"),
         ("same_patches_on_all_ranks", {"patches": []}, "rank 1 applied []"),
+        ("one_writer", {"writes": True}, "ranks [0, 1] would write"),
+        (DIVISOR, {"divisor": "this program"}, "on rank 1 this program divides the loss, on rank 0 the model"),
+        (DIVISOR, {"averages_tokens": False}, "average_tokens_across_devices is off on rank 1"),
+        ("ranks_hold_the_global_batch", {"batch": (2, 1)}, "2 ranks x 2 rows x 1 accumulated is not"),
     ],
 )  # fmt: skip
 def test_each_check_fails_alone(check: str, changes: dict, words: str) -> None:
