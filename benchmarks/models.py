@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256.
+# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256. The small
+# one is for CPU ranks.
 SHAPES = {
+    "llama-1m": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ),
     "llama-1.2b": dict(
         hidden_size=2048,
         intermediate_size=8192,

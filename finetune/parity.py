@@ -108,9 +108,9 @@ def run(argv: list[str]) -> int:
     if config.json:
         from finetune.record import write_json
 
-        write_json(
-            config.json, {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(o) for o in found]}
-        )
+        stack = {name: runs[worlds[0]][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
+        verdict = {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(one) for one in found]}
+        write_json(config.json, verdict | stack)
     return DONE if proven else FAILED
 
 
