@@ -23,6 +23,8 @@ from finetune import distributed
 from finetune.errors import UserError
 from patches import core
 
+# Unsloth removes these when it is imported (unsloth_zoo/patching_utils.py); what the user has set is put back.
+KEPT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_LOGS")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo", "bitsandbytes")
 
 
@@ -144,11 +146,14 @@ def _import_unsloth() -> str | None:
     """Import Unsloth; return why that is not possible here, or None."""
     if importlib.util.find_spec("unsloth") is None:
         return "it is not installed"
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     try:
         with quiet_ranks():
             import unsloth  # noqa: F401
     except (ImportError, NotImplementedError, RuntimeError) as error:
         return " ".join(str(error).split())[:300] or type(error).__name__
+    finally:
+        os.environ |= kept
     return None
 
 

@@ -1,0 +1,68 @@
+"""What is put in order before Unsloth is imported, and what its import may not change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from finetune import bootstrap, distributed
+from finetune.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # what bootstrap sets stays here
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    distributed.ranks.cache_clear()
+    yield
+    distributed.ranks.cache_clear()
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
+def test_one_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str) -> None:
+    """With more in sight, transformers wraps the model in DataParallel, and Unsloth's rewrite makes the loss an int."""
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    bootstrap._set_environment()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_trl_before_unsloth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    with pytest.raises(RuntimeError, match="Unsloth must be imported first"):
+        bootstrap.start("auto")
+
+
+def test_the_users_compiler_settings_survive_the_import_of_unsloth(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unsloth removes them; a module of that name here does the same."""
+    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.KEPT)]
+    (tmp_path / "unsloth.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/inductor")
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    assert bootstrap._import_unsloth() is None
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/inductor" and "TORCH_LOGS" not in os.environ
+    sys.modules.pop("unsloth")
+
+
+def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsloth can switch accelerate's distributed set-up off: each rank then trains alone, without an error."""
+    import accelerate
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.ranks.cache_clear()
+    monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
+    with pytest.raises(UserError, match="asked for 2 processes and the process group has 1"):
+        distributed.start(cpu=True, timeout_seconds=60)
