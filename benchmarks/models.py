@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256. The small
-# one is for CPU ranks.
+# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
+# Llama-3.2-3B's 3.213 billion. The small one is for CPU ranks.
 SHAPES = {
     "llama-1m": dict(
         hidden_size=64,
@@ -24,6 +24,17 @@ SHAPES = {
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=64,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+    ),
+    "llama-3b": dict(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
         vocab_size=128256,
         tie_word_embeddings=True,
         rope_theta=500000.0,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from finetune import distributed, interrupt, invariants, metrics
+from finetune import communication, distributed, interrupt, invariants, metrics
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import RunError
@@ -176,6 +176,7 @@ class Record(TrainerCallback):
         self.first_step_at: float | None = None
         self._window = [0, 0]  # tokens and squared lengths since the last record
         self._measured = [0, 0, 0.0]  # the same and seconds, over all steps but the first, which compiles
+        self._exposed: list[float] = []  # seconds of communication of the steps that DDP accounts for
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.writer:
@@ -202,10 +203,17 @@ class Record(TrainerCallback):
             self.clock.drain()
             self.first_step_at = time.time()
             self._window = [0, 0]
+        self._account(state.global_step - self._first_step + 1)
         if state.global_step >= state.max_steps:
             control.should_log = True
         if self.progress:
             self.progress.step(state)
+
+    def _account(self, step: int) -> None:
+        """Note DDP's account of the step before this run's `step`, where it has one; the first step compiles."""
+        if step > 2 and (step - 1 <= communication.DDP_SAMPLES or (step - 1) % communication.DDP_INTERVAL == 0):
+            found = communication.exposed_and_hidden(self.trainer.model_wrapped)
+            self._exposed += [] if found is None else [found[0]]
 
     def _rows(self, step: int) -> Any:
         return self.plan.step_rows(*divmod(step, self.plan.steps_per_epoch))
@@ -283,10 +291,22 @@ class Record(TrainerCallback):
             "tokens_per_second_per_gpu": metrics.rate(tokens / gpus, seconds) if seconds else None,
             "mfu": self._mfu(tokens, squares, seconds) if seconds else None,
             "step_seconds_median": metrics.median(self.step_seconds),
-            # One rank has nobody to wait for. With several, a share can be told only from a profile.
-            "exposed_communication_fraction": 0.0 if gpus == 1 else None,
+            **self._communication(),
             "peak_memory_gib": distributed.gather_objects(peak_memory_gib()),
         }
+
+    def _communication(self) -> dict[str, Any]:
+        """The share (0 to 1) of a step in which gradients travel and nothing is computed: the median over the steps
+        that DDP accounts for, averaged over ranks, by the median step. Waiting for a slower rank is in it."""
+        if distributed.ranks().world_size == 1:
+            return {"exposed_communication_fraction": 0.0, "exposed_communication_unknown": None}
+        known = [one for one in distributed.gather_objects(metrics.median(self._exposed)) if one is not None]
+        step = metrics.median(self.step_seconds)
+        if not known or not step:
+            why = "DDP accounts for a step when the next one begins; the run was too short for that"
+            return {"exposed_communication_fraction": None, "exposed_communication_unknown": why}
+        share = sum(known) / len(known) / step
+        return {"exposed_communication_fraction": share, "exposed_communication_unknown": None}
 
 
 def peak_memory_gib() -> float:

@@ -33,14 +33,16 @@ MOST_FILES = 20_000  # a folder with more is not measured: its size would take l
 BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
 SHARED_MEMORY_GIB = 1.0  # NCCL's troubleshooting guide asks for `docker run --shm-size=1g`; Docker's default is 64 MB
 NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb", "glusterfs", "wekafs", "9p", "fuse.")
-# How two GPUs reach each other without NVLink, by NVML's common ancestor; the names are those of `nvidia-smi topo -m`.
-PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "FINETUNE_CACHE")
 SHOWN_PREFIXES = ("NCCL_", "UNSLOTH_", "TORCH_")
 PROFILE_KEYS = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu", "mixed_precision")
 
 Found = dict[str, Any]  # what `examine` returns
+NO_DEVICES: Found = {  # what is known of them where the process that asks dies
+    **{"devices": [], "topology": [], "topology_line": None, "differences": []},
+    **{"driver_gpus": None, "versions": {}, "unknown": {}},
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,17 +72,19 @@ def examine(config: Config, launcher: dict[str, Any]) -> Found:
     """Everything that is looked at, as JSON has it. What is not known is None, with the reason under `unknown`."""
     from finetune import bootstrap
 
-    hardware = {"devices": [], "topology": [], "driver_gpus": None, "versions": {}, "unknown": {}} | _ask("devices")
+    devices, stack = _ask(("devices",), ("stack", config.model.backend))
+    hardware = NO_DEVICES | devices
     unknown = dict(hardware["unknown"])
     if "error" in hardware:
         unknown["devices"] = hardware["error"]
-    stack = _ask("stack", config.model.backend)
     versions = {"finetune": __version__, **bootstrap.versions(), **hardware["versions"]}
     return {
         "versions": versions | {"system": platform.platform()},
         "devices": hardware["devices"],
         "driver_gpus": hardware["driver_gpus"],
         "topology": hardware["topology"],
+        "topology_line": hardware["topology_line"],
+        "differences": hardware["differences"],
         "machine": _machine(),
         "stack": stack,
         "launcher": launcher,
@@ -93,28 +97,43 @@ def examine(config: Config, launcher: dict[str, Any]) -> Found:
     }
 
 
-def _ask(question: str, *arguments: str) -> dict[str, Any]:
-    """The answer of another process, or `error`: why there is none."""
+def _ask(*questions: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The answers of other processes, each of them or `error`: why there is none.
+
+    They work side by side: each imports torch for itself, which with Unsloth is most of what a report takes.
+    """
+    asked = [_start(*question) for question in questions]
+    try:
+        return [_answer(process) for process in asked]
+    finally:
+        for process in asked:  # on a signal, they end with this one
+            process.kill()
+
+
+def _start(question: str, *arguments: str) -> subprocess.Popen[str]:
     code = "import sys; from finetune import doctor; doctor.answer(*sys.argv[1:])"
     # The launcher's wish is read from the command line of a process's parent; this one's children have another.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if question == "stack" and _wants_cpu() else {}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, question, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | hidden,
+    )
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, question, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=os.environ | hidden,
-            timeout=ANSWER_SECONDS,
-            check=False,
-        )
+        said, complained = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {ANSWER_SECONDS} s"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    answers = [line for line in said.splitlines() if line.startswith(_MARK)]
     if answers:
         return json.loads(answers[-1].removeprefix(_MARK))
-    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
+    ended = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit code {process.returncode}"
+    last = next((line for line in reversed(complained.splitlines()) if line.strip()), "it said nothing")
     return {"error": f"the process that asked died with {ended}: {last.strip()[:300]}"}
 
 
@@ -146,86 +165,40 @@ def start_stack(backend: str) -> dict[str, Any]:
 
 
 def look_at_devices() -> dict[str, Any]:
-    """GPUs and the links between them, through torch and, where it answers, the driver's NVML."""
+    """GPUs and the links between them, and whether each computes."""
     import torch
 
-    unknown: dict[str, str] = {}
+    from finetune import hardware
 
-    def read(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except Exception as error:  # a driver may refuse any single question, and the next one still has an answer
-            unknown[name] = describe(error)
-            return None
-
-    nvml = read("NVML", _nvml)
-    if nvml is None:
-        unknown["driver"] = "it is read through NVML"
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    if not nccl:
-        unknown["nccl"] = "this torch is built without NCCL"
+    machine = hardware.survey()
+    unknown = dict(machine.unknown)
     versions = {
         "torch": torch.__version__,  # with the build, such as +cu130
         "cuda": torch.version.cuda,
-        "nccl": read("nccl", _nccl_version) if nccl else None,
-        "driver": read("driver", nvml.nvmlSystemGetDriverVersion) if nvml else None,
+        "nccl": machine.nccl_version,
+        "driver": machine.driver_version,
     }
-    found: dict[str, Any] = {"versions": versions, "devices": [], "topology": [], "unknown": unknown}
-    found["driver_gpus"] = read("driver_gpus", nvml.nvmlDeviceGetCount) if nvml else None
     if torch.version.cuda is None:
-        unknown["cuda"] = unknown["devices"] = f"torch {torch.__version__} is built without CUDA"
-        return found
-    read("devices", torch.cuda.init)
-    if "devices" in unknown:
-        return found
-
-    handles = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        # Not by index: CUDA_VISIBLE_DEVICES and the order of the bus make NVML's another one.
-        uuid = f"GPU-{getattr(properties, 'uuid', None)}"
-        handle = read(f"NVML of GPU {index}", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
-        free = read(f"free memory of GPU {index}", _free_bytes, nvml, handle, index)
-        handles.append(handle)
-        found["devices"].append(
-            {
-                "index": index,
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": properties.total_memory / 2**30,
-                "free_gib": None if free is None else free / 2**30,
-            }
-        )
-    for device in found["devices"]:  # afterwards: it takes memory on each
-        device["computes"] = bool(read(f"computing on GPU {device['index']}", _computes, device["index"]))
-    for one in range(len(handles)):
-        for other in range(one + 1, len(handles)):
-            name = f"link of GPUs {one} and {other}"
-            link = read(name, link_between, nvml, handles[one], handles[other])
-            peer = read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other)
-            found["topology"].append({"gpus": [one, other], "link": link, "peer_access": peer})
-    return found
-
-
-def _nvml() -> Any:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml
-
-
-def _nccl_version() -> str:
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
-
-
-def _free_bytes(nvml: Any, handle: Any, index: int) -> int:
-    import torch
-
-    if handle is not None:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).free)  # takes none itself, as a CUDA context does
-    return torch.cuda.mem_get_info(index)[0]
+        unknown["cuda"] = unknown["devices"]
+    devices = []
+    for gpu in machine.gpus or ():  # afterwards: it takes memory on each
+        known = gpu.to_dict() | {"computes": False}
+        try:
+            known["computes"] = _computes(gpu.index)
+            if gpu.free_gib is None:
+                known["free_gib"] = torch.cuda.mem_get_info(gpu.index)[0] / 2**30
+        except Exception as error:  # whatever a card, its driver or its kernels raise is the answer
+            unknown[f"computing on GPU {gpu.index}"] = describe(error)
+        devices.append(known)
+    return {
+        "versions": versions,
+        "devices": devices,
+        "driver_gpus": machine.driver_gpus,
+        "topology": [link.to_dict() for link in machine.links or ()],
+        "topology_line": hardware.topology_line(machine),
+        "differences": list(machine.differences),
+        "unknown": unknown,
+    }
 
 
 def _computes(index: int) -> bool:
@@ -233,46 +206,6 @@ def _computes(index: int) -> bool:
     import torch
 
     return float(torch.ones(8, device=f"cuda:{index}").sum()) == 8.0
-
-
-def link_between(nvml: Any, one: Any, other: Any) -> str:
-    """NV and the number of NVLinks, or the PCI level that two GPUs meet at, as `nvidia-smi topo -m` has them.
-
-    Args:
-        nvml: the module pynvml, initialised.
-        one, other: NVML handles; None of a GPU that NVML does not know.
-
-    Raises:
-        RuntimeError: one of them is None.
-    """
-    if one is None or other is None:
-        raise RuntimeError("NVML does not know both")
-    try:
-        linked = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
-    except nvml.NVMLError:  # cards without NVLink do not know the question
-        linked = False
-    if linked:
-        return f"NV{min(_nvlinks(nvml, one, other), _nvlinks(nvml, other, one))}"
-    level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
-    return PCI_LEVELS.get(level, f"NVML level {level}")
-
-
-def _nvlinks(nvml: Any, one: Any, other: Any) -> int:
-    """Active NVLinks that lead from `one` to `other`: those that end there, or all where they end in a switch."""
-    active = straight = 0
-    there = nvml.nvmlDeviceGetPciInfo(other).busId
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(one, link):
-                continue
-        except nvml.NVMLError:  # a number that this card has no link of
-            continue
-        active += 1
-        try:
-            straight += nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId == there
-        except nvml.NVMLError:  # virtual machines hide the switch
-            continue
-    return straight or active
 
 
 def _launcher() -> dict[str, Any]:
@@ -486,9 +419,19 @@ def _gpu_memory(config: Config, found: Found) -> Verdict:
     known = [device for device in found["devices"] if device["free_gib"] is not None]
     busy = [device for device in known if device["free_gib"] < BUSY_SHARE * device["memory_gib"]]
     said = [f"GPU {one['index']} has {one['free_gib']:.1f} of {one['memory_gib']:.1f} GiB free" for one in busy]
-    if busy:
+    used = [one for one in found["devices"] if one.get("other_processes") and one not in busy]
+    said += [f"GPU {one['index']} has {len(one['other_processes'])} other process(es)" for one in used]
+    if said:
         return "warning", f"{'; '.join(said)}: something else uses it"
     return ("ok", "free") if known else None
+
+
+def _like_gpus(config: Config, found: Found) -> Verdict:
+    if len(found["devices"]) < 2:
+        return None
+    if found["differences"]:
+        return "warning", f"they differ, and a step takes as long as the slowest ({'; '.join(found['differences'])})"
+    return "ok", "all alike"
 
 
 def _profile(config: Config, found: Found) -> Verdict:
@@ -586,6 +529,7 @@ CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "backend and patches": _stack,
     "devices": _devices,
     "GPU memory": _gpu_memory,
+    "like GPUs": _like_gpus,
     "accelerate's default profile": _profile,
     "output folder": _output,
     "data cache": _data_cache,
@@ -731,12 +675,12 @@ def _topology_rows(found: Found) -> Rows:
     """One row where all pairs are alike, as on a machine with switches; else one a pair."""
     peers = {True: "peer access", False: "no peer access", None: "peer access unknown"}
     rows = [
-        ("GPUs {} and {}".format(*pair["gpus"]), f"{pair['link'] or 'unknown link'}, {peers[pair['peer_access']]}")
+        ("GPUs {} and {}".format(*pair["gpus"]), f"{pair['kind'] or 'unknown link'}, {peers[pair['peer_access']]}")
         for pair in found["topology"]
     ]
     if len(rows) > 1 and len({value for _, value in rows}) == 1:
-        return [(f"all {len(rows)} pairs", rows[0][1])]
-    return rows
+        rows = [(f"all {len(rows)} pairs", rows[0][1])]
+    return [("machine", found["topology_line"]), *rows]
 
 
 def _verdict(patch: dict[str, Any]) -> str:

@@ -1,10 +1,18 @@
-"""What this machine has. What cannot be found out stays None, with the reason."""
+"""What this machine has. What cannot be found out stays None, with the reason.
+
+`probe()` is cheap and looks at this rank's device alone: every rank calls it when it starts. `survey()` looks at the
+whole machine, through torch and NVML (`nvidia-ml-py`): all GPUs and the links between them.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from finetune.errors import describe
 
 # Dense bf16 matrix rate without sparsity, TFLOP/s, by the name CUDA reports. From NVIDIA's data sheets of each card
 # (A100, H100/H200 SXM "with sparsity" halved, L4, L40S, RTX 4090 and 5090: tensor-core rate with fp32 accumulation).
@@ -20,6 +28,53 @@ PEAK_BF16_TFLOPS = {
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,
 }
+# How two GPUs reach each other without NVLink, by NVML's common ancestor; the names are those of `nvidia-smi topo -m`.
+PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that this process can see. Clocks, power and temperature are those of the moment."""
+
+    index: int  # torch's
+    name: str
+    compute_capability: str  # such as "9.0"
+    multiprocessors: int
+    memory_gib: float
+    free_gib: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    memory_clock_max_mhz: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: int | None = None
+    temperature_limit_c: int | None = None  # above it the GPU slows itself down
+    pcie_generation: int | None = None  # an idle GPU may have lowered it
+    pcie_generation_max: int | None = None  # that the card and the machine can both do
+    pcie_width: int | None = None  # lanes
+    pcie_width_max: int | None = None
+    numa_node: int | None = None
+    other_processes: tuple[int, ...] | None = None  # ids of those that compute on it, this one left out
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How two GPUs reach each other."""
+
+    gpus: tuple[int, int]  # torch's indices, the smaller first
+    kind: str | None  # "NV18" = 18 NVLinks; else the PCI level: PIX, PXB, PHB, NODE or SYS
+    nvlinks: int | None  # 0 where the pair has none
+    gb_per_s: float | None  # of all its NVLinks together, one direction, as the driver states their rate
+    peer_access: bool | None  # whether one can read the other's memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,35 +88,330 @@ class Hardware:
     peak_bf16_tflops: float | None
     peak_reason: str  # where the peak comes from, or why it is not known
     cpu_cores: int
+    ram_gib: float
+    nccl_version: str | None = None
+    driver_version: str | None = None
+    driver_gpus: int | None = None  # that the driver has, those hidden from this process included
+    gpus: tuple[Gpu, ...] | None = None  # None: not looked at (`probe`)
+    links: tuple[Link, ...] | None = None  # one for each pair
+    unknown: Mapping[str, str] = field(default_factory=dict)  # what is None above, and why
 
-    def to_dict(self) -> dict:
-        """For run.json."""
-        return asdict(self)
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What the GPUs differ in, with each one's value; empty where they are alike or fewer than two."""
+        found = []
+        for name in _SAME if self.gpus else ():
+            values = [getattr(gpu, name) for gpu in self.gpus or ()]
+            if len(set(values)) > 1:
+                found.append(f"{name}: {', '.join(map(str, values))}")
+        return tuple(found)
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all GPUs are alike in what bounds their speed; None where there is none, or none was looked at."""
+        return not self.differences if self.gpus else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; GPUs and links only where they have been looked at."""
+        own = asdict(self) | {"unknown": dict(self.unknown)}
+        if self.gpus is None:
+            for name in ("gpus", "links", "driver_version", "driver_gpus"):
+                del own[name]
+            return own
+        return own | {"identical": self.identical, "differences": list(self.differences)}
+
+
+# Of a pair that differs in one of these, one is slower, and the other waits for it at every step.
+_SAME = (
+    *("name", "memory_gib", "multiprocessors", "sm_clock_max_mhz", "memory_clock_max_mhz", "power_limit_w"),
+    *("pcie_generation_max", "pcie_width"),
+)
 
 
 def probe() -> Hardware:
-    """Look at this rank's device through torch."""
+    """Look at this rank's device through torch. Asks nothing of the other GPUs."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    if not torch.cuda.is_available():
-        return Hardware(
-            device="cpu",
-            name=platform.processor() or platform.machine(),
-            count=0,
-            memory_gib=None,
-            peak_bf16_tflops=None,
-            peak_reason="not defined for a CPU run",
-            cpu_cores=cores,
-        )
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    peak = PEAK_BF16_TFLOPS.get(properties.name)
+    unknown: dict[str, str] = {}
+    nccl = _nccl_version(_reader(unknown), unknown)
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    count = torch.cuda.device_count() if gpu else 0
+    return Hardware(**_device(gpu, count), nccl_version=nccl, unknown=unknown)
+
+
+def _device(gpu: Any, count: int) -> dict[str, Any]:
+    """The first fields of `Hardware`, from torch's properties of a GPU; None for a CPU."""
+    import psutil
+
+    peak = PEAK_BF16_TFLOPS.get(gpu.name) if gpu else None
+    reason = "NVIDIA data sheet, dense bf16" if peak else f"no data sheet figure on file for {gpu.name if gpu else ''}"
+    return {
+        "device": "cuda" if gpu else "cpu",
+        "name": gpu.name if gpu else platform.processor() or platform.machine(),
+        "count": count,
+        "memory_gib": gpu.total_memory / 2**30 if gpu else None,
+        "peak_bf16_tflops": peak,
+        "peak_reason": reason if gpu else "not defined for a CPU run",
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
+        "ram_gib": psutil.virtual_memory().total / 2**30,
+    }
+
+
+# --- the whole machine ----------------------------------------------------------------------------------------------
+
+
+def survey() -> Hardware:
+    """All GPUs that this process can see, and the links between them.
+
+    Takes no memory on a GPU. Call it before this process computes on one: inside a container the driver counts
+    processes by the host's numbers, and this one's own work would pass for another's.
+    """
+    unknown: dict[str, str] = {}
+    read = _reader(unknown)
+    nvml = read("NVML", _nvml)
+    if nvml is None:
+        unknown["driver"] = "it is read through NVML"
+    gpus, links, first = _gpus_and_links(nvml, read, unknown)
     return Hardware(
-        device="cuda",
-        name=properties.name,
-        count=torch.cuda.device_count(),
-        memory_gib=properties.total_memory / 2**30,
-        peak_bf16_tflops=peak,
-        peak_reason="NVIDIA data sheet, dense bf16" if peak else f"no data sheet figure on file for {properties.name}",
-        cpu_cores=cores,
+        **_device(first, len(gpus)),
+        nccl_version=_nccl_version(read, unknown),
+        driver_version=read("driver", nvml.nvmlSystemGetDriverVersion) if nvml else None,
+        driver_gpus=read("driver_gpus", nvml.nvmlDeviceGetCount) if nvml else None,
+        gpus=gpus,
+        links=links,
+        unknown=unknown,
     )
+
+
+Read = Callable[..., Any]  # (name, call, *arguments) -> the answer, or None
+
+
+def _reader(unknown: dict[str, str]) -> Read:
+    """Asks one question; where there is no answer, notes the reason under the question's name."""
+
+    def read(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # a driver may refuse any single question, and the next one still has an answer
+            unknown[name] = describe(error)
+            return None
+
+    return read
+
+
+def _gpus_and_links(nvml: Any, read: Read, unknown: dict[str, str]) -> tuple[tuple[Gpu, ...], tuple[Link, ...], Any]:
+    """The GPUs, the links, and torch's properties of the first GPU (None without one)."""
+    import torch
+
+    if torch.version.cuda is None:
+        unknown["devices"] = f"torch {torch.__version__} is built without CUDA"
+        return (), (), None
+    read("devices", torch.cuda.init)
+    if "devices" in unknown:
+        return (), (), None
+    gpus, handles = [], []
+    known = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    for index, properties in enumerate(known):
+        # Not by index: CUDA_VISIBLE_DEVICES and the order of the bus make NVML's another one.
+        uuid = f"GPU-{getattr(properties, 'uuid', None)}"
+        handle = read(f"NVML of GPU {index}", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
+        handles.append(handle)
+        gpus.append(
+            Gpu(
+                index=index,
+                name=properties.name,
+                compute_capability=f"{properties.major}.{properties.minor}",
+                multiprocessors=properties.multi_processor_count,
+                memory_gib=properties.total_memory / 2**30,
+                **_ask_all(_FACTS, nvml, handle, read, f" of GPU {index}"),
+            )
+        )
+    # Once a GPU, not once a pair: eight GPUs are 28 pairs, and each GPU has dozens of links to ask for.
+    ends = [read(f"NVLinks of GPU {index}", nvlink_ends, nvml, handle) for index, handle in enumerate(handles)]
+    pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
+    links = [_link(nvml, handles, ends, *pair, read) for pair in pairs]
+    return tuple(gpus), tuple(links), known[0] if known else None
+
+
+def _link(nvml: Any, handles: list[Any], ends: list[Any], one: int, other: int, read: Read) -> Link:
+    import torch
+
+    name = f"link of GPUs {one} and {other}"
+    kind = read(name, link_between, nvml, handles[one], handles[other], ends[one], ends[other])
+    nvlinks = int(kind.removeprefix("NV")) if kind and kind.startswith("NV") else None if kind is None else 0
+    rate = read(f"rate of {name}", nvlink_gb_per_s, nvml, handles[one]) if nvlinks else None
+    peer = read(f"peer access of {name}", torch.cuda.can_device_access_peer, one, other)
+    return Link(
+        gpus=(one, other),
+        kind=kind,
+        nvlinks=nvlinks,
+        gb_per_s=None if rate is None or nvlinks is None else rate * nvlinks,
+        peer_access=peer,
+    )
+
+
+def _nvml() -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
+def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        unknown["nccl"] = "this torch is built without NCCL"
+        return None
+    from torch.cuda import nccl
+
+    found = read("nccl", nccl.version)
+    return None if found is None else ".".join(map(str, found))
+
+
+# --- one GPU, through NVML ------------------------------------------------------------------------------------------
+
+# What changes while a GPU works; the units are those of `Gpu`.
+_STATE: dict[str, Callable[[Any, Any], Any]] = {
+    "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+}
+_FACTS: dict[str, Callable[[Any, Any], Any]] = {
+    "free_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**30,
+    "sm_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "memory_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "temperature_limit_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperatureThreshold(
+        gpu, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    ),
+    "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+    "pcie_generation_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+    "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+    "pcie_width_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+    "numa_node": lambda nvml, gpu: _numa_node(nvml, gpu),
+    "other_processes": lambda nvml, gpu: _other_processes(nvml, gpu),
+    **{name: ask for name, ask in _STATE.items() if name != "utilisation"},
+}
+
+
+def _ask_all(asked: Mapping[str, Any], nvml: Any, handle: Any, read: Read, of: str = "") -> dict[str, Any]:
+    """The answers of NVML by the names of `Gpu`; None for each where it does not know the GPU."""
+    return {name: read(name + of, ask, nvml, handle) if handle is not None else None for name, ask in asked.items()}
+
+
+def _numa_node(nvml: Any, handle: Any) -> int:
+    """The first node of the machine's memory that the GPU is near to."""
+    words = nvml.nvmlDeviceGetMemoryAffinity(handle, 8, nvml.NVML_AFFINITY_SCOPE_NODE)  # 64 nodes in each word
+    nodes = [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    if not nodes:
+        raise RuntimeError("NVML names no node")
+    return nodes[0]
+
+
+def _other_processes(nvml: Any, handle: Any) -> tuple[int, ...]:
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return tuple(sorted({process.pid for process in running} - {os.getpid()}))
+
+
+def gpu_state() -> dict[str, Any] | None:
+    """Of this rank's GPU now: `gpu` (its index), clocks, power and temperature by the names of `Gpu`, and
+    `utilisation`, the share (0 to 1) of the driver's last sampling period, up to a second, in which a kernel ran.
+
+    None without a GPU; what NVML does not tell is None.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device()
+    read = _reader({})
+    nvml = read("NVML", _nvml)
+    uuid = f"GPU-{getattr(torch.cuda.get_device_properties(index), 'uuid', None)}"
+    handle = read("handle", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
+    return {"gpu": index, **_ask_all(_STATE, nvml, handle, read)}
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_of_other: list[Any]) -> str:
+    """NV and the number of NVLinks, or the PCI level that two GPUs meet at, as `nvidia-smi topo -m` has them.
+
+    Args:
+        nvml: the module pynvml, initialised.
+        one, other: NVML handles; None of a GPU that NVML does not know.
+        ends_of_one, ends_of_other: `nvlink_ends` of each.
+
+    Raises:
+        RuntimeError: one of them is None.
+    """
+    if one is None or other is None:
+        raise RuntimeError("NVML does not know both")
+    try:
+        linked = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
+    except nvml.NVMLError:  # cards without NVLink do not know the question
+        linked = False
+    if linked:
+        return f"NV{min(_count(nvml, ends_of_one, other), _count(nvml, ends_of_other, one))}"
+    level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+    return PCI_LEVELS.get(level, f"NVML level {level}")
+
+
+def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
+    """Where each active NVLink of a GPU ends: the PCI address of a GPU or of a switch; None where it is not told."""
+    found: list[Any] = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS if handle is not None else 0):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+        except nvml.NVMLError:  # a number that this card has no link of
+            continue
+        try:
+            found.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+        except nvml.NVMLError:  # virtual machines hide the switch
+            found.append(None)
+    return found
+
+
+def _count(nvml: Any, ends: list[Any], to: Any) -> int:
+    """NVLinks that lead to a GPU: those that end there, or all where they end in a switch."""
+    return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
+
+
+def nvlink_gb_per_s(nvml: Any, handle: Any) -> float:
+    """The rate of one NVLink, GB/s in one direction, as `nvidia-smi nvlink -s` shows it (26.6 on an H200).
+
+    Raises:
+        RuntimeError: NVML does not tell.
+    """
+    for link_field in ("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", "NVML_FI_DEV_NVLINK_GET_SPEED"):
+        value = nvml.nvmlDeviceGetFieldValues(handle, [getattr(nvml, link_field)])[0]
+        if value.nvmlReturn == nvml.NVML_SUCCESS and value.value.uiVal:
+            return value.value.uiVal / 1000  # MB/s
+    raise RuntimeError("NVML states no rate of this card's NVLinks")
+
+
+def topology_line(hardware: Hardware) -> str:
+    """The machine in one line, such as `8 x NVIDIA H200, NV18 between all pairs, peer access`."""
+    gpus, links = hardware.gpus, hardware.links or ()
+    if hardware.device == "cpu" or gpus == ():
+        why = hardware.unknown.get("devices")
+        return f"no GPU, {hardware.cpu_cores} CPU cores" + (f" ({why})" if why else "")
+    if gpus is None:
+        return f"{hardware.count} x {hardware.name}, links not looked at"
+    names = [gpu.name for gpu in gpus]
+    line = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if not links:
+        return line
+    kinds = list(dict.fromkeys(link.kind or "unknown link" for link in links))
+    between = "between them" if len(links) == 1 else "between all pairs" if len(kinds) == 1 else "between pairs"
+    peers = [link.peer_access for link in links]
+    if len(set(peers)) == 1:
+        access = {True: "peer access", False: "no peer access", None: "peer access unknown"}[peers[0]]
+    else:
+        access = f"peer access in {peers.count(True)} of {len(peers)} pairs"
+    unlike = ", GPUs differ" if hardware.differences else ""
+    return f"{line}, {' or '.join(kinds)} {between}, {access}{unlike}"

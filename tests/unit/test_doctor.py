@@ -20,6 +20,7 @@ import patches
 from finetune import bootstrap, doctor
 from finetune.config import Config, load
 from tests import launch
+from tests.nvml import Card, install
 
 HUB_TOKEN, SECRET, KEY = "hf_" + "aBcD" * 8, "correct horse battery", "sk-" + "f00d" * 6
 
@@ -244,6 +245,9 @@ def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
         ("devices", {"devices": [], "unknown": {"devices": "too old"}}, "warning", "driver has 2 GPUs .*too old.* CPU"),
         ("GPU memory", {"devices": [gpus(1)[0] | {"free_gib": 9.0}]}, "warning", "GPU 0 has 9.0 of 139.8 GiB free"),
         ("GPU memory", {"devices": [gpus(1)[0] | {"free_gib": None}]}, "absent", ""),
+        ("GPU memory", {"devices": [gpus(1)[0] | {"other_processes": [7]}]}, "warning", "GPU 0 has 1 other process"),
+        ("like GPUs", {"differences": ["name: A, B"]}, "warning", "the slowest .name: A, B"),
+        ("like GPUs", {"devices": gpus(1)}, "absent", ""),
         ("backend and patches", {"stack": {"error": "patch x: its probe failed"}}, "stop", "patch x: its probe failed"),
         (
             "accelerate's default profile",
@@ -327,84 +331,23 @@ def test_four_bit_weights_need_bitsandbytes(two_gpus: dict[str, Any]) -> None:
 # --- GPUs and their links, through a driver made of Python ----------------------------------------------------------
 
 
-class Nvml(types.ModuleType):
-    """A driver with four GPUs: 0 and 1 with four NVLinks straight between them, 0 and 2 through a switch that hides
-    itself, 3 on PCI alone. Handles are the indices."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_MAX_LINKS = 2, 0, 36
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.1"
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 4
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return ["GPU-a", "GPU-b", "GPU-c", "GPU-d"].index(uuid)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(free=(handle + 1) * 2**30)
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return types.SimpleNamespace(busId=f"bus {handle}")
-
-    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
-        if 3 in (one, other):
-            raise self.NVMLError("not supported")
-        return 0
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
-        return 30 if 0 in (one, other) else 50
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= 18:
-            raise self.NVMLError("invalid argument")
-        return int(link < (12 if handle == 2 else 16))
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        if handle == 2 or link >= 4:
-            raise self.NVMLError("not supported")
-        return types.SimpleNamespace(busId=f"bus {1 - handle}")
-
-
-def test_links_have_the_names_of_nvidia_smi() -> None:
-    driver = Nvml("pynvml")
-    assert doctor.link_between(driver, 0, 1) == doctor.link_between(driver, 1, 0) == "NV4"
-    assert doctor.link_between(driver, 0, 2) == doctor.link_between(driver, 2, 1) == "NV12"
-    assert doctor.link_between(driver, 0, 3) == "PHB"
-    assert doctor.link_between(driver, 3, 1) == "SYS"
-    with pytest.raises(RuntimeError, match="does not know both"):
-        doctor.link_between(driver, None, 1)
-
-
 @pytest.mark.parametrize("nvml", [True, False])
 def test_devices_as_torch_and_the_driver_tell_them(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_VISIBLE_DEVICES=3,0: torch's GPU 0 is the driver's 3, found by its name and not by its place."""
-    visible = ["d", "a"]
-
-    def properties(index: int) -> Any:
-        return types.SimpleNamespace(name="H200", major=9, minor=0, total_memory=8 * 2**30, uuid=visible[index])
-
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml("pynvml") if nvml else None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 * 2**30, 8 * 2**30))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    cards = [Card(), Card(), Card(), Card(processes=(99,))]
+    install(monkeypatch, cards, {(0, 3): "PHB"}, peers=False, nvml=nvml, visible=[3, 0])
     monkeypatch.setattr(doctor, "_computes", lambda index: index == 0 or torch.zeros(1)[3])
     found = doctor.look_at_devices()
-    assert [device["free_gib"] for device in found["devices"]] == ([4.0, 1.0] if nvml else [7.0, 7.0])
+    assert [device["free_gib"] for device in found["devices"]] == ([4.0, 1.0] if nvml else [7.0, None])
     assert [device["compute_capability"] for device in found["devices"]] == ["9.0", "9.0"]
     assert [device["computes"] for device in found["devices"]] == [True, False]
     assert "IndexError" in found["unknown"]["computing on GPU 1"]
-    assert found["topology"] == [{"gpus": [0, 1], "link": "PHB" if nvml else None, "peer_access": False}]
+    (pair,) = found["topology"]
+    assert (pair["gpus"], pair["kind"], pair["peer_access"]) == ((0, 1), "PHB" if nvml else None, False)
     assert found["versions"]["cuda"] == "13.0" and found["versions"]["driver"] == ("580.1" if nvml else None)
     assert ("link of GPUs 0 and 1" in found["unknown"]) is not nvml
     assert found["driver_gpus"] == (4 if nvml else None)
+    assert found["devices"][0]["other_processes"] == ((99,) if nvml else None)
 
 
 # --- folders and the report -----------------------------------------------------------------------------------------
@@ -439,12 +382,14 @@ def test_profile_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
-    pairs = [{"gpus": [a, b], "link": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
-    found = two_gpus | {"devices": gpus(8), "topology": pairs}
+    pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
+    line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
+    found = two_gpus | {"devices": gpus(8), "topology": pairs, "topology_line": line}
     text = doctor.plain(found)
+    assert f"  machine       {line}\n" in text
     assert "  all 28 pairs  NV18, peer access\n" in text
     assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
-    pairs[3] |= {"link": None, "peer_access": False}
+    pairs[3] |= {"kind": None, "peer_access": False}
     assert "  GPUs 0 and 4  unknown link, no peer access\n" in doctor.plain(found)
 
 

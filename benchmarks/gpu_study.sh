@@ -1,0 +1,36 @@
+#!/bin/sh
+# What `finetune bench` measures on a host with several NVIDIA GPUs, in parts that each end within nine minutes:
+#
+#     OUT=results benchmarks/gpu_study.sh comm            # collectives at every world size, then settings at the largest
+#     OUT=results benchmarks/gpu_study.sh dense 1,2       # the study's two models, its 50 runs, with and without peers
+#     OUT=results benchmarks/gpu_study.sh lora 1,8        # LoRA r16 of 1.2 B, packs of 16,384 tokens
+#     OUT=results benchmarks/gpu_study.sh large 1,8       # the same of 3 B, one run
+#
+# PYTHON=... names the interpreter. JSON, Markdown and, where matplotlib is installed, PNG go to $OUT.
+set -eu
+: "${OUT:?set OUT to the folder of the results}"
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+cd "$(dirname "$0")/.."
+what=${1:-comm}
+worlds=${2:-1,2}
+name=$(echo "$worlds" | tr , -)
+bench() { timeout 530 "${PYTHON:-python3}" -m finetune.bench "$@"; }
+
+case $what in
+comm)
+    bench comm --json "$OUT/comm.json"
+    # Fewer sizes, DDP's two bucket sizes among them: without peer access a large one takes many times as long.
+    gpus=$("${PYTHON:-python3}" -c 'import torch; print(torch.cuda.device_count())')
+    bench comm --settings --world-sizes "$gpus" --runs 3 --steps 30 --sizes 4096,262144,1048576,26214400,67108864 \
+        --json "$OUT/comm-settings.json"
+    bench compute --runs 3 --steps 30 --world-sizes "$gpus" --json "$OUT/compute.json"
+    ;;
+dense) bench study --models 258K,6.9M --world-sizes "$worlds" --runs 50 --out "$OUT/dense-$name" ;;
+lora) bench study --models llama-1.2b --world-sizes "$worlds" --runs 3 --steps 20 --out "$OUT/lora-$name" ;;
+large) bench study --models llama-3b --world-sizes "$worlds" --runs 1 --steps 20 --out "$OUT/large-$name" ;;
+*)
+    echo "gpu_study.sh takes comm, dense, lora or large; given: $what" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,5 @@
+"""`python -m finetune.bench` = `finetune bench`."""
+
+from finetune.bench import main
+
+raise SystemExit(main())

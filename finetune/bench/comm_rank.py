@@ -1,0 +1,60 @@
+"""A rank of `finetune bench comm`: times collectives of float32 tensors over a list of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finetune import distributed
+from finetune.bench import rank
+
+
+def measure(request: rank.Request) -> dict[str, Any]:
+    """Seconds of each collective at each size, and the state of the GPUs at the start and at the end.
+
+    Every run goes through all collectives and sizes once, so that a machine that drifts shows in the interval.
+    """
+    cases = [(name, size) for name in request["collectives"] for size in request["sizes"]]
+    times: dict[tuple[str, int], list[list[float]]] = {case: [] for case in cases}
+    before = None
+    for number in range(request["runs"]):
+        for place, (name, size) in enumerate(cases):
+            step, _ = prepare(name, size)
+            seconds = rank.time_steps(step, warm_up=request["warm_up"], steps=request["steps"])
+            before = before or rank.states()
+            times[name, size].append(rank.slowest(seconds))
+            rank.progress(number * len(cases) + place + 1, request["runs"] * len(cases))
+    collectives: dict[str, list[dict[str, Any]]] = {name: [] for name in request["collectives"]}
+    for (name, size), runs in times.items():
+        collectives[name].append({"bytes": prepare(name, size)[1], "seconds": rank.figure(runs)})
+    return {
+        "backend": dist.get_backend(),
+        "collectives": collectives,
+        "states": [before, rank.states()],
+    }
+
+
+def prepare(name: str, size: int) -> tuple[Callable[[], Any], int]:
+    """A call of the collective, and its bytes as nccl-tests counts them: what one rank gives to all-reduce, broadcast
+    and reduce-scatter, and what it gets from all-gather. Rounded up to whole elements of every rank.
+
+    A size that is reduced over and over stays finite: the tensor is zero.
+    """
+    world = distributed.ranks().world_size
+    device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
+    share = -(-size // (4 * world))
+    whole, part = torch.zeros(share * world, device=device), torch.zeros(share, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+    }
+    return calls[name], 4 * share * world
+
+
+if __name__ == "__main__":
+    raise SystemExit(rank.serve(measure))

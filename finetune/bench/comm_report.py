@@ -1,0 +1,128 @@
+"""What `finetune bench comm` shows, and which sizes this job sends."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.table import Table
+
+from finetune.bench import comm
+from finetune.bench.verb import world_sizes
+from finetune.errors import RunError, UserError
+from finetune.hardware import Hardware, survey, topology_line
+from finetune.nccl import in_words, settings
+from finetune.verb import console
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Measure all that was asked for; what `--json` gets: one run, or {"kind": "comm", "runs": [...]}."""
+    sent = job_buckets(rest) if rest else []
+    machine = survey()
+    worlds = world_sizes(options.world_sizes, machine.count, least=2)
+    for world in worlds:  # before anything starts
+        comm.check_world(world, machine, least=2)
+    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    console().print(in_words(machine, settings(machine)), highlight=False, soft_wrap=True)
+    if sent:
+        total = sum(sent)
+        console().print(f"gradients of a step: {total:,} bytes in {len(sent)} bucket(s)", highlight=False)
+    if options.settings:
+        tried = comm.variants(machine)
+    else:
+        tried = (comm.Variant(name="as advised", environment={one.name: one.value for one in settings(machine)}),)
+    runs, failed = [], []
+    for world in worlds:
+        for place, variant in enumerate(tried):
+            try:
+                runs.append(measure(options, world, variant, sent, machine))
+                show(runs[-1])
+            except RunError as error:
+                if place == 0:
+                    raise
+                # NCCL refuses what a topology cannot do; the other settings are worth knowing all the same.
+                failed.append({"world_size": world, "variant": variant.name, "error": str(error)})
+                console().print(f"{variant.name} failed: {error}", style="red", highlight=False, markup=False)
+        if options.settings:
+            compare([found for found in runs if found["world_size"] == world])
+    if len(runs) == 1:
+        return runs[0]
+    return {"kind": "comm", "runs": runs, "failed": failed}
+
+
+def measure(
+    options: argparse.Namespace, world: int, variant: comm.Variant, sent: list[int], machine: Hardware
+) -> dict[str, Any]:
+    """One world size with one set of variables."""
+    sizes = options.sizes
+    if sizes is None:
+        sizes = [size for size in comm.SIZES if machine.device == "cuda" or size <= comm.MOST_ON_CPU]
+    found = comm.measure(
+        world,
+        sorted({*sizes, *sent}),
+        options.runs,
+        options.steps,
+        variant.environment,
+        collectives=variant.collectives,
+        machine=machine,
+    )
+    return found | {"variant": variant.name, "gradient_buckets": sent}
+
+
+def job_buckets(arguments: list[str]) -> list[int]:
+    """Bytes of each gradient bucket of a configuration's model, whose weights are not loaded.
+
+    Raises:
+        UserError: the configuration is wrong, or the model is not found.
+    """
+    from finetune.config import load
+
+    config = load(arguments, verb="bench")
+    if config.demo:
+        raise UserError("a configuration without model.model_name_or_path has no gradients of its own to measure")
+    from finetune.bench.gradients import trainable_bytes
+    from finetune.predict import buckets
+
+    return buckets(trainable_bytes(config))
+
+
+def show(found: dict[str, Any]) -> None:
+    """A table of one run: a row for each size, latency and bus bandwidth of each collective."""
+    title = f"{found['world_size']} ranks, {found['backend']}, {found['variant']}: median time, bus bandwidth"
+    table = Table(title=title, title_justify="left")
+    table.add_column("bytes", justify="right")
+    for name in found["collectives"]:
+        table.add_column(name.replace("_", "-"), justify="right")
+    unit = 4 * found["world_size"]  # sizes are rounded up to whole elements of every rank
+    sent = {-(-size // unit) * unit for size in found["gradient_buckets"]}
+    for rows in zip(*found["collectives"].values(), strict=True):
+        cells = [f"{duration(row['seconds']['median'])}  {row['busbw_gb_s']:7.2f} GB/s" for row in rows]
+        mark = " *" if rows[0]["bytes"] in sent else ""
+        table.add_row(f"{rows[0]['bytes']:,}{mark}", *cells)
+    console().print(table)
+    if found["gradient_buckets"]:
+        console().print("* a gradient bucket of this job", highlight=False)
+    for warning in found["conditions"]["warnings"]:
+        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def compare(runs: list[dict[str, Any]]) -> None:
+    """All-reduce of every variant beside the first one's, smallest and largest size."""
+    first = runs[0]["collectives"]["all_reduce"]
+    table = Table(title=f"{runs[0]['world_size']} ranks, all-reduce by setting", title_justify="left")
+    table.add_column("setting")
+    for row in (first[0], first[-1]):
+        table.add_column(f"{row['bytes']:,} bytes", justify="right")
+    for found in runs:
+        rows = found["collectives"]["all_reduce"]
+        cells = [
+            f"{duration(row['seconds']['median'])} ({base['seconds']['median'] / row['seconds']['median']:.2f} x)"
+            for row, base in ((rows[0], first[0]), (rows[-1], first[-1]))
+        ]
+        table.add_row(found["variant"], *cells)
+    console().print(table)
+
+
+def duration(seconds: float) -> str:
+    """Microseconds or milliseconds, whichever reads better."""
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

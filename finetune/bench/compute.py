@@ -1,0 +1,44 @@
+"""`finetune bench compute`: the most that this machine computes and copies, to hold a run's own figures against."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.table import Table
+
+from finetune.bench import comm, conditions, launch
+from finetune.hardware import survey, topology_line
+from finetune.statistics import WARM_UP
+from finetune.verb import console
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Measure one device, or with --world-sizes several at once; what `--json` gets."""
+    machine = survey()
+    worlds = options.world_sizes or [1]
+    for world in worlds:
+        comm.check_world(world, machine)
+    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    request = {"runs": options.runs, "steps": options.steps, "warm_up": WARM_UP}
+    runs = []
+    for world in worlds:
+        found = launch.ranks("finetune.bench.compute_rank", world, request, about=f"ceilings of {world} device(s)")
+        before, after = found.pop("states")
+        kept = {"kind": "compute", "world_size": world, "hardware": machine.to_dict()}
+        runs.append(kept | {"conditions": conditions.describe(before, after, machine)} | found)
+        show(runs[-1])
+    return runs[0] if len(runs) == 1 else {"kind": "compute", "runs": runs}
+
+
+def show(found: dict[str, Any]) -> None:
+    """A row for each case, a column for each rank."""
+    table = Table(title="median of each device", title_justify="left")
+    table.add_column("")
+    for rank in range(found["world_size"]):
+        table.add_column(f"rank {rank}", justify="right")
+    for case in found["cases"]:
+        table.add_row(case["name"], *(f"{rate:,.2f} {case['unit']}" for rate in case["rates"]))
+    console().print(table)
+    for warning in found["conditions"]["warnings"]:
+        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)

@@ -1,0 +1,36 @@
+"""The gradients of a configuration's model, from its shape alone: no weight is loaded."""
+
+from __future__ import annotations
+
+import torch
+
+from finetune.config import Config
+
+
+def trainable_bytes(config: Config) -> list[int]:
+    """Bytes of each trainable tensor's gradient, in the model's order.
+
+    PEFT keeps adapters in float32 on a 16-bit base, and so does Unsloth; in full fine-tuning gradients have the dtype
+    of the weights.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from finetune import model
+
+    name = str(config.model.model_name_or_path)
+    with model._model_not_found(name, "configuration"):
+        shape = AutoConfig.from_pretrained(name, revision=config.model.revision)
+    with init_empty_weights():
+        built = AutoModelForCausalLM.from_config(shape)
+    built.tie_weights()
+    if config.model.full_finetuning:
+        width = {"float32": 4, "auto": 2 if torch.cuda.is_available() else 4}.get(config.model.dtype, 2)
+        return [parameter.numel() * width for parameter in built.parameters()]
+    from peft import LoraConfig, get_peft_model
+
+    lora = config.lora
+    targets = lora.target_modules or list(model.PROJECTIONS)
+    settings = LoraConfig(r=lora.r, target_modules=targets, modules_to_save=lora.modules_to_save, task_type="CAUSAL_LM")
+    adapted = get_peft_model(built, settings, low_cpu_mem_usage=True)
+    return [parameter.numel() * 4 for parameter in adapted.parameters() if parameter.requires_grad]

@@ -1,0 +1,124 @@
+"""What the ranks of every benchmark have in common: meet, time steps, and let rank 0 write the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune import distributed, hardware
+from finetune.bench.launch import MARK, REQUEST, RESULT
+from finetune.record import write_json
+from finetune.statistics import Summary, summarise
+from finetune.verb import DONE, guarded
+
+Request = dict[str, Any]
+
+
+def serve(measure: Callable[[Request], Any]) -> int:
+    """The `main` of a rank, started by `launch.ranks`: `measure(request)` on every rank, its result from rank 0."""
+    return guarded(lambda: _serve(Path(sys.argv[1]), measure))
+
+
+def _serve(folder: Path, measure: Callable[[Request], Any]) -> int:
+    request = json.loads((folder / REQUEST).read_text())
+    choose_device()
+    distributed.start(cpu=not on_gpu(), timeout_seconds=request["timeout_seconds"])
+    result = measure(request)
+    if distributed.ranks().is_main:
+        write_json(folder / RESULT, result)
+    distributed.finish()
+    return DONE
+
+
+def choose_device() -> Any:
+    """This rank's device: its own GPU, or the CPU."""
+    import torch
+
+    if not on_gpu():
+        torch.set_num_threads(1)  # ranks share the cores
+        return torch.device("cpu")
+    torch.cuda.set_device(distributed.ranks().local_rank)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on_gpu() -> bool:
+    """Whether this benchmark runs on GPUs."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def progress(done: int, total: int) -> None:
+    """Tell the process that started the ranks how far they are."""
+    if distributed.ranks().is_main:
+        sys.stdout.write(f"{MARK}{done} {total}\n")
+        sys.stdout.flush()
+
+
+class Clock:
+    """Marks in the course of work, and the seconds between them. On a GPU a mark is an event of the current stream, so
+    that making one waits for nothing; `seconds` waits."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Here."""
+        if not on_gpu():
+            self._marks.append(time.perf_counter())
+            return
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between each mark and the next; forgets them."""
+        marks, self._marks = self._marks, []
+        if not on_gpu():
+            return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
+
+
+def meet() -> None:
+    """Wait for this rank's device and for the other ranks: what comes next begins together."""
+    if on_gpu():
+        import torch
+
+        torch.cuda.synchronize()
+    distributed.barrier()
+
+
+def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
+    """Seconds of each of `steps` calls after `warm_up` calls; all ranks begin together."""
+    meet()
+    clock = Clock()
+    for number in range(warm_up + steps):
+        if number == warm_up:
+            clock.mark()
+        step()
+        if number >= warm_up:
+            clock.mark()
+    return clock.seconds()
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """Each step's time on the rank that took longest for it: a collective is over when the last rank has its data."""
+    return [max(of_ranks) for of_ranks in zip(*distributed.gather_objects(list(seconds)), strict=True)]
+
+
+def figure(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """`statistics.summarise` for JSON."""
+    found: Summary = summarise(runs)
+    return found.to_dict()
+
+
+def states() -> list[dict[str, Any] | None]:
+    """Clocks, temperature and power of every rank's GPU now, in rank order; None for ranks on a CPU."""
+    return distributed.gather_objects(hardware.gpu_state())

@@ -1,0 +1,118 @@
+"""`finetune bench step`: where the time of a training step goes, on one rank and on several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from finetune.bench import comm, conditions, launch, timeline
+from finetune.bench.verb import world_sizes
+from finetune.config import Config, load, resolve_batch
+from finetune.errors import UserError
+from finetune.hardware import Hardware, survey, topology_line
+from finetune.nccl import settings
+from finetune.statistics import MEASURED, RUNS, WARM_UP
+from finetune.verb import console
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Measure every world size; what `--json` gets: {"kind": "step", "runs": [...]}."""
+    config = load(rest, verb="bench")
+    machine = survey()
+    worlds = possible(config, world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes))
+    for world in worlds:
+        comm.check_world(world, machine)
+    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    runs = []
+    for world in worlds:
+        runs.append(measure(rest, world, options.runs, options.steps, machine=machine))
+        show(runs[-1])
+    if options.out:
+        timeline.write(options.out / "step.png", "Training step by rank", bars(runs))
+    return {"kind": "step", "config_file": config.config_file, "runs": runs}
+
+
+def possible(config: Config, worlds: Sequence[int], *, asked: bool) -> list[int]:
+    """The world sizes that hold the global batch exactly; of those that were asked for, each must."""
+    kept = []
+    for world in worlds:
+        try:
+            if not config.demo:
+                resolve_batch(config.training, world, config.data)
+            kept.append(world)
+        except UserError as error:
+            if asked:
+                raise
+            console().print(f"{world} ranks are left out: {error}", highlight=False, soft_wrap=True)
+    if not kept:
+        raise UserError("no number of ranks here holds the global batch; give --world-sizes to see why")
+    return kept
+
+
+def measure(
+    arguments: Sequence[str],
+    world_size: int,
+    runs: int = RUNS,
+    steps: int = MEASURED,
+    environment: dict[str, str] | None = None,
+    *,
+    warm_up: int = WARM_UP,
+    machine: Hardware | None = None,
+) -> dict[str, Any]:
+    """Train a configuration on `world_size` ranks and time its steps.
+
+    Args:
+        arguments: of the configuration, as `finetune.train` takes them.
+        environment: variables of the ranks; those that `nccl.settings` gives where it is None.
+
+    Returns:
+        kind, world_size, hardware, environment, conditions, backend, batch, tokens_per_step, tokens_per_second_per_gpu,
+        exposed_communication_fraction (of rank 0; None where DDP gave no sample), and for each rank under `ranks`:
+        seconds of the step and of its phases data, forward, backward (with the communication that is exposed in it),
+        optimiser (with clipping), other; exposed and hidden communication (None for one rank); peak_memory_gib.
+
+    Raises:
+        UserError, RunError: as `finetune.train` does, or because a rank died.
+    """
+    machine = machine or survey()
+    if environment is None:
+        environment = {one.name: one.value for one in settings(machine)} if world_size > 1 else {}
+    request = {"arguments": list(arguments), "runs": runs, "steps": steps, "warm_up": warm_up}
+    about = f"{runs} x {steps} training steps on {world_size} rank(s)"
+    found = launch.ranks("finetune.bench.step_rank", world_size, request, about=about, environment=environment)
+    states = [one.pop("states") for one in found["ranks"]]
+    seconds = found["ranks"][0]["seconds"]
+    step, exposed = seconds["step"]["median"], seconds["exposed"]
+    return {
+        "kind": "step",
+        "world_size": world_size,
+        "hardware": machine.to_dict(),
+        "environment": comm.in_effect(environment),
+        "conditions": conditions.describe([one[0] for one in states], [one[-1] for one in states], machine),
+        **found,
+        "tokens_per_second_per_gpu": found["tokens_per_step"] / step / world_size,
+        "exposed_communication_fraction": exposed["median"] / step if exposed else 0.0 if world_size == 1 else None,
+    }
+
+
+def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
+    """A bar for each rank of each world size, in milliseconds."""
+    return [
+        timeline.bar(f"rank {rank} of {run['world_size']}", one["seconds"])
+        for run in runs
+        for rank, one in enumerate(run["ranks"])
+    ]
+
+
+def show(run: dict[str, Any]) -> None:
+    """The timeline of a world size, and its rates."""
+    timeline.show(bars([run]))
+    share = run["exposed_communication_fraction"]
+    peak = max(one["peak_memory_gib"] for one in run["ranks"])
+    parts = [f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s per device", f"peak memory {peak:.2f} GiB"]
+    if share is not None and run["world_size"] > 1:
+        parts.append(f"{share:.1%} of a step is exposed communication")
+    console().print("; ".join(parts), highlight=False, soft_wrap=True)
+    for warning in run["conditions"]["warnings"]:
+        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""A rank of `finetune bench step`: trains the user's configuration as a run does, and times its steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from finetune import distributed
+from finetune.bench.launch import REQUEST, RESULT
+from finetune.config import Config, load, resolve_batch
+from finetune.record import write_json
+from finetune.verb import DONE, guarded
+
+
+def main() -> int:
+    """`python -m finetune.bench.step_rank FOLDER`, started by `launch.ranks`."""
+    return guarded(lambda: run(Path(sys.argv[1])))
+
+
+def run(folder: Path) -> int:
+    """Train as long as the request says; rank 0 writes what was found."""
+    request = json.loads((folder / REQUEST).read_text())
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
+        config = short(load(request["arguments"], verb="bench"), request, out)
+        result = measure(config, request, Path(out))
+    if distributed.ranks().is_main:
+        write_json(folder / RESULT, result)
+    distributed.finish()
+    return DONE
+
+
+def short(config: Config, request: dict[str, Any], out: str) -> Config:
+    """The configuration with as many steps as are measured, and nothing beside them."""
+    total = request["runs"] * (request["warm_up"] + request["steps"])
+    training = replace(
+        config.training,
+        output_dir=out,
+        max_steps=total,
+        save_steps=0,
+        eval_steps=0,
+        resume_from_checkpoint=False,
+        strategy=None,
+    )
+    # A record of the run makes the host wait for the device: none before the end.
+    logging = replace(config.logging, logging_steps=10 * total, generate_samples=0, profile_steps=0)
+    return replace(config, training=training, logging=logging)
+
+
+def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Build the real trainer, train, and put the ranks' figures side by side."""
+    from finetune import bootstrap
+    from finetune.train import build_trainer, out_of_memory, with_demo
+
+    config, demo = with_demo(config)
+    batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
+    stack = bootstrap.start(config.model.backend, config.logging.log_level)
+    from finetune.bench.phases import Phases
+    from finetune.callbacks import peak_memory_gib
+    from finetune.job import open_job
+
+    if demo:
+        demo.materialise(bootstrap.cache_folder())
+    job = open_job(config, batch, stack)
+    trainer, telling, _ = build_trainer(job, out)
+    phases = Phases(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
+    trainer.args.max_steps = phases.total
+    with out_of_memory(job):
+        try:
+            trainer.train()
+        finally:
+            telling.close()
+    own = figures(phases) | {"peak_memory_gib": peak_memory_gib(), "states": phases.states, "profile": phases.profile}
+    ranks = distributed.gather_objects(own)
+    return {
+        "backend": stack.backend,
+        "batch": asdict(batch),
+        "trainable_parameters": job.size.trainable_parameters,
+        "tokens_per_step": telling.tokens_seen / trainer.state.global_step,
+        "ranks": ranks,
+    }
+
+
+def figures(phases: Any) -> dict[str, Any]:
+    """Of this rank: the step, each phase, and the communication inside the backward pass."""
+    from finetune.bench.phases import PHASES
+    from finetune.bench.rank import figure
+
+    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in phases.seconds])}
+    found |= {name: figure([[step[name] for step in run] for run in phases.seconds]) for name in PHASES}
+    for place, name in enumerate(("exposed", "hidden")):
+        found[name] = figure([[one[place] for one in phases.communication]]) if phases.communication else None
+    return {"seconds": found}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""Bars of where a step's time goes, one for each rank: as text, and as a picture where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from finetune.verb import console
+
+WIDTH = 60  # characters of the longest bar
+COLOURS = {
+    **{"data": "#8c564b", "forward": "#1f77b4", "backward": "#ff7f0e", "exposed communication": "#d62728"},
+    **{"optimiser": "#2ca02c", "other": "#7f7f7f"},
+}
+LETTERS = {name: name[0] for name in COLOURS} | {"exposed communication": "X", "other": "."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One rank's step."""
+
+    label: str
+    parts: Mapping[str, float]  # milliseconds by the names of COLOURS, in their order
+    hidden: float  # milliseconds of communication behind the backward pass, which cost nothing
+
+
+def bar(label: str, seconds: Mapping[str, Mapping[str, float] | None]) -> Bar:
+    """From medians of phases (as `bench step` has them): the backward pass without the communication exposed in it."""
+
+    def milliseconds(name: str) -> float:
+        found = seconds.get(name)
+        return 1e3 * found["median"] if found else 0.0
+
+    exposed = min(milliseconds("exposed"), milliseconds("backward"))
+    parts = {name: milliseconds(name) for name in COLOURS} | {"exposed communication": exposed}
+    return Bar(label=label, parts=parts | {"backward": parts["backward"] - exposed}, hidden=milliseconds("hidden"))
+
+
+def show(bars: Sequence[Bar]) -> None:
+    """Bars of letters (d data, f forward, b backward, X exposed communication, o optimiser, . other), in colour on a
+    terminal, with the milliseconds beside them."""
+    table = Table(title="milliseconds of a step (medians)", title_justify="left")
+    table.add_column("")
+    for one in bars:
+        table.add_column(one.label, justify="right")
+    for name in COLOURS:
+        table.add_row(name, *(f"{one.parts[name]:.2f}" for one in bars))
+    table.add_row("sum", *(f"{sum(one.parts.values()):.2f}" for one in bars), end_section=True)
+    table.add_row("hidden communication", *(f"{one.hidden:.2f}" for one in bars))
+    console().print(table)
+    longest = max(sum(one.parts.values()) for one in bars)
+    width = max(len(one.label) for one in bars)
+    for one in bars:
+        line = Text(f"{one.label:>{width}} ")
+        for name, length in pieces(one, longest):
+            line.append(LETTERS[name] * length, style=COLOURS[name])
+        console().print(line, soft_wrap=True)
+
+
+def pieces(one: Bar, longest: float) -> list[tuple[str, int]]:
+    """Characters of each part, such that their sum is the rounded whole."""
+    found, reached, drawn = [], 0.0, 0
+    for name in COLOURS:
+        reached += one.parts[name]
+        end = round(WIDTH * reached / longest) if longest else 0
+        found.append((name, end - drawn))
+        drawn = end
+    return found
+
+
+def write(path: Path, title: str, bars: Sequence[Bar]) -> bool:
+    """The same as a PNG; False, with a word on what to install, where matplotlib is missing."""
+    figure = new_figure(len(bars))
+    if figure is None:
+        return False
+    axes = figure.add_subplot()
+    for place, one in enumerate(bars):
+        left = 0.0
+        for name, colour in COLOURS.items():
+            label = name if place == 0 else None
+            axes.barh(place, one.parts[name], left=left, color=colour, label=label, height=0.6)
+            left += one.parts[name]
+        start = one.parts["data"] + one.parts["forward"]
+        end = start + one.parts["backward"]
+        axes.barh(  # it ends where the exposed part begins
+            *(place + 0.36, min(one.hidden, end - start)),
+            **{"left": end - min(one.hidden, end - start), "color": "#d62728", "alpha": 0.35, "height": 0.12},
+            label="hidden communication" if place == 0 else None,
+        )
+    axes.set_yticks(range(len(bars)), [one.label for one in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds (medians)")
+    axes.set_title(title)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    save(figure, path)
+    return True
+
+
+def new_figure(rows: int, wide: float = 9.0) -> Any:
+    """An empty figure for `rows` bars; None where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        console().print("no plot: matplotlib is not installed; pip install 'finetune[plots]'", markup=False)
+        return None
+    from matplotlib.figure import Figure  # type: ignore[reportMissingImports]  # not pyplot: it wants a screen
+
+    return Figure(figsize=(wide, 2.0 + 0.4 * rows), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    console().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -1,0 +1,106 @@
+"""`finetune bench` on two gloo ranks: the shipped commands, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.bench import launch as ranks
+from finetune.errors import RunError
+from tests import launch
+
+
+def bench(folder: Path, *words: str) -> dict[str, Any]:
+    """Run the verb; its --json."""
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.bench", *words, "--json", str(folder / "bench.json")],
+        capture_output=True,
+        text=True,
+        env=launch.environment(folder),
+        timeout=launch.TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "bench.json").read_text()) | {"said": done.stdout}
+
+
+def test_collectives(tmp_path: Path) -> None:
+    found = bench(tmp_path, "comm", "--sizes", "4096,65536", "--runs", "2", "--steps", "4")
+    assert (found["kind"], found["world_size"], found["backend"]) == ("comm", 2, "gloo")
+    assert found["environment"] == {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+    assert found["hardware"]["device"] == "cpu" and found["conditions"]["before"] == [None, None]
+    assert list(found["collectives"]) == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    for name, rows in found["collectives"].items():
+        assert [row["bytes"] for row in rows] == [4096, 65536]
+        for row in rows:
+            seconds = row["seconds"]
+            assert seconds["runs"] == 2 and seconds["n"] + seconds["removed"] == 8 and len(seconds["ci95"]) == 2
+            assert row["algbw_gb_s"] == pytest.approx(row["bytes"] / seconds["median"] / 1e9)
+            factor = 1.0 if name in ("all_reduce", "broadcast") else 0.5  # of two ranks
+            assert row["busbw_gb_s"] == pytest.approx(factor * row["algbw_gb_s"])
+    assert "reduce-scatter" in found["said"] and "65,536" in found["said"] and "gloo" in found["said"]
+
+
+DIES = """
+import os, signal
+from finetune import distributed
+from finetune.bench import rank
+
+def measure(request):
+    if distributed.ranks().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.meet()
+
+raise SystemExit(rank.serve(measure))
+"""
+
+
+def test_a_rank_that_dies_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    environment = launch.environment(tmp_path)
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    with pytest.raises(RunError, match=r"^rank 1 of 2 died \(SIGKILL\); the others were stopped$"):
+        ranks.ranks("dies", 2, {}, about="a rank that dies", environment=environment)
+
+
+def test_parts_of_a_training_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    found = bench(
+        *(tmp_path, "step", "--world-sizes", "2", "--runs", "2", "--steps", "3"),
+        *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),
+        *("--model.backend", "transformers", "--training.global_batch_size", "8"),
+        *("--training.per_device_train_batch_size", "2"),  # two micro-batches a rank: both are in the parts
+    )
+    (run,) = found["runs"]
+    assert run["batch"] == {"per_device": 2, "accumulation": 2, "global_size": 8}
+    assert 0 < run["exposed_communication_fraction"] < 1 and len(run["ranks"]) == 2
+    for one in run["ranks"]:
+        seconds = one["seconds"]
+        parts = ("data", "forward", "backward", "optimiser", "other")
+        assert all(seconds[name]["n"] + seconds[name]["removed"] == 6 for name in (*parts, "step"))
+        assert all(seconds[name]["mean"] > 0 for name in parts)
+        assert seconds["exposed"]["mean"] > 0 and seconds["hidden"]["mean"] >= 0
+        assert one["peak_memory_gib"] > 0.1
+    assert run["tokens_per_second_per_gpu"] * 2 * run["ranks"][0]["seconds"]["step"]["median"] == pytest.approx(
+        run["tokens_per_step"]
+    )
+    assert "rank 1 of 2" in found["said"] and "exposed communication" in found["said"]
+
+
+def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--models", "258K,llama-1.2b", "--world-sizes", "1,2", "--runs", "1", "--steps", "3", "--out", str(out))
+    found = bench(tmp_path, "study", *words)
+    rows = found["modes"][0]["rows"]
+    assert [(row["batch"], row["world_size"]) for row in rows] == [(b, w) for b in (16, 32, 64, 128) for w in (1, 2)]
+    for row in rows:
+        assert row["samples_per_second"] == pytest.approx(row["batch"] / row["step_seconds"]["median"])
+        assert len(row["ranks"]) == row["world_size"] and row["ranks"][0]["memory_gib"] > 0
+        assert (row["ranks"][0]["seconds"]["exposed"] is not None) == (row["world_size"] == 2)
+    text = (out / "study.md").read_text()
+    assert "A CPU run" in text and "Left out: there is no GPU" in text and "| 128 | 16,883 | 12,345 |" in text
+    assert json.loads((out / "study.json").read_text())["modes"] == found["modes"]
