@@ -20,7 +20,7 @@ from typing import Any
 from finetune.errors import UserError
 
 FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
-# A launcher ends all ranks as soon as one has ended, so a rank with nothing to say must not be the first to go.
+# A launcher ends all ranks as soon as one has failed, so a rank with nothing to say must not be the first to go.
 QUIET_SECONDS = 10.0
 
 

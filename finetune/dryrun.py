@@ -1,24 +1,34 @@
-"""`--dry-run`: would the real run work? The same code on one device, the longest rows first, and nothing kept."""
+"""`--dry-run`: would the real run work, and how fast? The same code on one device, measured; the longest rows first.
+
+Models, checkpoints and the output folder are not kept. The measurement itself is, as a small JSON file in the cache.
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import shlex
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune import bootstrap, distributed, keeping
+from finetune import bootstrap, distributed, keeping, strategy
 from finetune.config import Batch, Config, resolve_batch
 from finetune.errors import RunError, UserError
+from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import write_json
 from finetune.verb import DONE, FAILED, console
 
-STEPS = 5  # optimiser steps: the first compiles, the others are measured
+if TYPE_CHECKING:
+    from finetune.measurements import Measurement
+    from finetune.trial import Attempt, Trial
+
+SMOKE_BYTES = 2**20
+SMOKE_SECONDS = 400  # ranks give each other 300 s, and say then who is missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +40,8 @@ class Outcome:
     measured: dict[str, Any]
 
 
-def run(config: Config) -> int:
-    """Try, report, and leave nothing behind. Returns 0 for go, 1 for no-go.
+def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
+    """Try, measure and report. Returns 0 for go, 1 for no-go.
 
     Raises:
         UserError: the configuration or the data are wrong (exit code 2).
@@ -48,61 +58,206 @@ def run(config: Config) -> int:
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
     keeping.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
+    together = smoke(strategy.visible_gpus())  # while all GPUs are still in sight, and empty
     stack = bootstrap.start(config.model.backend, config.logging.log_level)
 
+    from finetune import trial
     from finetune.job import open_job
 
     if demo:
         demo.materialise(bootstrap.cache_folder())
     try:
-        job = open_job(config, real, stack)
+        if together is not None and not together["ok"]:
+            raise RunError(
+                f"the {together['world_size']} GPUs cannot talk to each other: {together['message']}. One alone "
+                "can be tried with CUDA_VISIBLE_DEVICES=0."
+            )
+        job = open_job(config, real, stack, hooks=hooks)
         introduce(job, keeping.Found(path=None, skipped=()))
         keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
         show_example(job)
         # Beside the real output folder, so that the real disk is tried.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
-            outcome = try_out(job, Path(folder))
+            outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
     except RunError as error:
-        outcome = Outcome(go=False, reason=str(error), measured={})
+        outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": is_out_of_memory(error)})
+    outcome.measured["collectives"] = together
     report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
 
-def try_out(job: Any, folder: Path) -> Outcome:
-    """A few optimiser steps on the longest rows, then save, spoil, reload and compare.
+def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
+    """Train on the longest rows and on typical ones, look for the largest micro-batch that fits, then save, spoil,
+    reload and compare.
 
     Raises:
-        RunError: out of memory, a loss that is not finite, no disk space.
+        RunError: a loss that is not finite, no disk space, weights that are others after reloading.
     """
-    from finetune.train import build_trainer, out_of_memory
+    from finetune import measurements
+    from finetune.train import out_of_memory
 
-    longest = job.layout.take(job.layout.largest_first()[: STEPS * job.batch.per_device])
-    steps = min(STEPS, math.ceil(len(longest) / job.batch.per_device))
-    training = replace(
-        job.config.training,
-        output_dir=str(folder),
-        max_steps=steps,
-        save_steps=0,
-        eval_steps=0,
-        resume_from_checkpoint=False,
-    )
-    trial = replace(
-        job,
-        config=replace(job.config, training=training, logging=replace(job.config.logging, logging_steps=1)),
-        batch=Batch(per_device=job.batch.per_device, accumulation=1, global_size=job.batch.per_device),
-        layout=longest,
-    )
-    trainer, telling, _ = build_trainer(trial, folder)
-    with out_of_memory(trial):
-        try:
+    trainer, telling = trial.trainer, trial.telling
+    full = None
+    try:
+        trial.memory.reset()
+        with out_of_memory(trial.job):
             trainer.train()
-            if job.data.eval:
+        measured, results = trial.measure(process_start()), telling.results()
+        with out_of_memory(trial.job):
+            if trial.job.data.eval:
                 trainer.evaluate()
-        finally:
-            telling.close()
-    measured = telling.results() | {"longest_row_tokens": int(longest.tokens[0])}
+    except RunError as error:
+        if not is_out_of_memory(error):
+            raise
+        full = str(error)  # and not the error itself: its frames hold what filled the memory
+    finally:
+        telling.close()
+    if full is not None:
+        sizes = search(trial, world, start=None)
+        about = {"micro_batch_search": sizes, "out_of_memory": True}
+        return Outcome(go=False, reason=_too_large(full, sizes), measured=about)
+    kept = measurements.keep(measured)
+    sizes = search(trial, world, start=trial.job.batch.per_device)
     check_reload(trainer, folder / "saved")
-    return Outcome(go=True, reason=None, measured=measured)
+    results |= {
+        "longest_row_tokens": int(trial.job.layout.tokens.max()),
+        "memory": memory_report(trial, measured),
+        "step": split(measured),
+        "micro_batches": micro_batches(trial),
+        "projection": projection(measured, world),
+        "micro_batch_search": sizes,
+        "measurement": measured.to_dict(),
+        "measurement_file": str(kept),
+    }
+    return Outcome(go=True, reason=None, measured=results)
+
+
+# --- what was measured ----------------------------------------------------------------------------------------------
+
+
+def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:
+    """GiB: the peak of training at the worst micro-batch, the device's, and what others hold of it."""
+    outside = getattr(trial.memory, "outside_bytes", None)
+    return {
+        "peak_gib": measured.peak_memory_bytes / 2**30,
+        "device_gib": None if measured.memory_bytes is None else measured.memory_bytes / 2**30,
+        "limit_gib": None if trial.memory.limit_bytes is None else trial.memory.limit_bytes / 2**30,
+        "held_by_others_gib": None if outside is None else outside / 2**30,
+    }
+
+
+def split(measured: Measurement) -> dict[str, float]:
+    """Seconds of a mean optimiser step of one device by its parts."""
+    work = measured.work(1)
+    return {
+        "forward": work.compute_seconds * (1 - work.backward_share),
+        "backward": work.compute_seconds * work.backward_share,
+        "data": work.data_seconds,
+        "optimizer": work.optimizer_seconds,
+        "other": work.other_seconds,
+    }
+
+
+def micro_batches(trial: Trial) -> list[dict[str, float]]:
+    """Each micro-batch that was measured: tokens with padding, seconds of forward and backward."""
+    return [
+        {"tokens": size, "forward": forward, "backward": backward}
+        for sizes, step in zip(trial.tokens.tolist(), trial.parts.steps(), strict=False)
+        for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
+    ]
+
+
+def projection(measured: Measurement, world: int) -> dict[str, Any]:
+    """The whole run on one device; and how many devices the launch line is for."""
+    from finetune.predict import Run, predict
+
+    one = predict(measured.work(1), measured.gradients, 1, None)
+    run = Run(
+        world_size=1,
+        step_seconds=one.step_seconds,
+        steps=measured.steps,
+        start_up_seconds=measured.start_up_seconds,
+    )
+    return {
+        "steps": measured.steps,
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "start_up_seconds": measured.start_up_seconds,
+        "hours_on_one_device": run.hours,
+        "devices_of_the_launch_line": world,
+    }
+
+
+def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
+    """Look for the largest micro-batch that fits; `start` is a size that did, None where the present one did not."""
+    from finetune import trial as trials
+
+    memory, job = trial.memory, trial.job
+    sizes = trials.allowed_sizes(job, world)
+    if start is None:
+        sizes = [size for size in sizes if size < job.batch.per_device]
+    if memory.limit_bytes is None:
+        return {"attempts": [], "reason": "a CPU run has no memory limit of its own: nothing was searched"}
+    if not sizes or sizes == [start]:
+        return {"attempts": [], "reason": "the settings leave no other micro-batch size"}
+
+    def attempt(size: int) -> Attempt:
+        with console().status(f"trying {size} rows at a time"):
+            return trials.try_size(trial.trainer, job.layout, size, memory)
+
+    with trials.optimizer_state_held(trial.trainer):
+        attempts = trials.search(sizes, start or sizes[-1], attempt)
+    best = trials.recommended(attempts)
+    fitting = [one.per_device for one in attempts if one.fits]
+    return {
+        "limit_gib": memory.limit_bytes / 2**30,
+        "attempts": [vars(one) for one in attempts],
+        "largest_that_fits": max(fitting) if fitting else None,
+        "recommended": best.per_device if best else None,
+        "flag": f"--training.per_device_train_batch_size {best.per_device}" if best else None,
+    }
+
+
+def smoke(gpus: int) -> dict[str, Any] | None:
+    """A short all-reduce over all GPUs of this machine, in processes of their own; None where there are not several."""
+    if gpus < 2:
+        return None
+    arguments = ["comm", "--world-sizes", str(gpus), "--sizes", str(SMOKE_BYTES), "--runs", "1", "--steps", "5"]
+    with tempfile.TemporaryDirectory(prefix="smoke-") as folder, console().status(f"an all-reduce over {gpus} GPUs"):
+        place = Path(folder) / "comm.json"
+        command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            said = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` says where they wait"
+            return {"world_size": gpus, "ok": False, "message": said}
+        if done.returncode:
+            return {"world_size": gpus, "ok": False, "message": done.stderr.strip()[-2000:].removeprefix("error: ")}
+        found = json.loads(place.read_text())["collectives"]["all_reduce"][0]
+    message = f"1 MiB in {found['seconds']['median'] * 1e6:,.0f} us"
+    return {"world_size": gpus, "ok": True, "message": message}
+
+
+def process_start() -> float:
+    """When this process began, in seconds since the epoch."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+def is_out_of_memory(error: RunError) -> bool:
+    """Whether a full device is behind an error."""
+    import torch
+
+    return isinstance(error.__cause__, torch.OutOfMemoryError)
+
+
+def _too_large(said: str, sizes: dict[str, Any]) -> str:
+    if sizes.get("flag"):
+        return f"{said} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
+    if sizes["attempts"]:
+        return f"{said} Tried: no smaller micro-batch fits either; `finetune advise` looks for what would."
+    return said
 
 
 def check_reload(trainer: Any, folder: Path) -> None:
@@ -142,42 +297,95 @@ def show_example(job: Any) -> None:
     console().print(preview(example, job.tokenizer, color=console().is_terminal), soft_wrap=True)
 
 
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
 def report(config: Config, outcome: Outcome, line: str) -> None:
     """Say go or no-go, with what was measured and the launch line for the real run."""
-    measured = outcome.measured
     if outcome.go:
-        shown = Table(title="Dry run", title_justify="left", show_header=False)
-        shown.add_row("longest row", f"{measured['longest_row_tokens']:,} tokens")
-        shown.add_row("peak memory", f"{measured['peak_memory_gib'][0]:.2f} GiB")
-        if measured["tokens_per_second_per_gpu"]:
-            shown.add_row("speed", f"{measured['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
-        shown.add_row("loss of each step", ", ".join(f"{loss:.4f}" for loss in measured["losses"]))
-        shown.add_row("saved and reloaded", "equal")
-        console().print(shown)
-        console().print("GO. Nothing was kept. Start the real run with:", style="green", highlight=False)
+        console().print(table(outcome.measured))
+        for note in notes(outcome.measured):
+            console().print(note, highlight=False, soft_wrap=True, markup=False)
+        console().print("GO. Nothing was kept but the measurement. Start the real run with:", style="green")
         console().print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
     else:
         console().print(f"NO-GO: {outcome.reason}", style="red", soft_wrap=True, highlight=False, markup=False)
     if config.json:
-        verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **measured}
+        verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, verdict)
+
+
+def table(measured: dict[str, Any]) -> Table:
+    """The figures."""
+    memory, step, whole = measured["memory"], measured["step"], measured["projection"]
+    shown = Table(title="Dry run", title_justify="left", show_header=False)
+    shown.add_row("longest row", f"{measured['longest_row_tokens']:,} tokens")
+    device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
+    shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
+    parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
+    shown.add_row("a typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
+    shown.add_row("speed on one device", f"{whole['tokens_per_second']:,.0f} tokens/s on rows as they come")
+    length = f"{whole['steps']:,.0f} steps in {duration(3600 * whole['hours_on_one_device'])}"
+    shown.add_row("the whole run on one device", f"{length}, of which {whole['start_up_seconds']:.0f} s to start up")
+    if measured["collectives"]:
+        found = measured["collectives"]
+        shown.add_row(f"all-reduce over {found['world_size']} GPUs", found["message"])
+    losses = measured["losses"]
+    shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
+    shown.add_row("saved and reloaded", "equal")
+    return shown
+
+
+def notes(measured: dict[str, Any]) -> list[str]:
+    """What the figures mean for the settings, in sentences."""
+    sizes, memory = measured["micro_batch_search"], measured["memory"]
+    said = []
+    if not sizes["attempts"]:
+        said.append(f"Micro-batch size: {sizes['reason']}.")
+    elif sizes["largest_that_fits"] is None:
+        said.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (0.8 of the memory).")
+    else:
+        tried = ", ".join(_attempt(one) for one in sizes["attempts"])
+        said.append(
+            f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (0.8 of the memory): {tried}. The largest that fits "
+            f"is {sizes['largest_that_fits']}. Recommended: {sizes['flag']}"
+        )
+    if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
+        said.append("warning: the peak is above 0.8 of the memory; fragmentation may yet end the run.")
+    if (memory["held_by_others_gib"] or 0.0) > 2.0:  # a CUDA context takes less than one
+        said.append(
+            f"warning: {memory['held_by_others_gib']:.1f} GiB of this GPU are held outside this program: another "
+            "process uses it, and these timings are not what the GPU can do alone."
+        )
+    return said
+
+
+def _attempt(one: dict[str, Any]) -> str:
+    if one["peak_bytes"] is None:
+        return f"{one['per_device']} out of memory"
+    speed = f"{one['tokens_per_second']:,.0f} tokens/s" if one["tokens_per_second"] else "no speed"
+    return f"{one['per_device']} {one['peak_bytes'] / 2**30:.1f} GiB {speed}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes or seconds, whichever says most."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
 
 
 def intended_batch(config: Config) -> tuple[int, Batch]:
     """How many ranks the real run would have here, and its batch: all GPUs, or the most that hold the global batch."""
-    for world in range(max(visible_gpus(), 1), 1, -1):
-        try:
-            return world, resolve_batch(config.training, world, config.data)
-        except UserError:
-            continue
-    return 1, resolve_batch(config.training, 1, config.data)
+    world = strategy.largest_world(config, strategy.visible_gpus())
+    return world, resolve_batch(config.training, world, config.data)
 
 
 def launch_line(world: int) -> str:
     """The `accelerate launch` command of the real run on `world` devices, with the arguments that were given."""
     import torch
 
-    given = [argument for argument in sys.argv[1:] if argument not in ("--dry-run", "--dry_run")]
+    target, given = strategy.given_command()
+    given = [argument for argument in given if argument not in ("--dry-run", "--dry_run")]
     if "--json" in given:
         place = given.index("--json")
         given = given[:place] + given[place + 2 :]
@@ -185,20 +393,7 @@ def launch_line(world: int) -> str:
     devices = [*(["--multi_gpu"] if world > 1 else []), "--num_processes", str(world)]
     if not torch.cuda.is_available():
         devices.insert(0, "--cpu")
-    return shlex.join(["accelerate", "launch", *devices, "-m", "finetune.train", *given])
-
-
-def visible_gpus() -> int:
-    """GPUs of this machine, those hidden from this one-device trial included."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, or no pynvml: what torch sees is all there is
-        import torch
-
-        return torch.cuda.device_count()
+    return shlex.join(["accelerate", "launch", *devices, *target, *given])
 
 
 def _existing(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
+from finetune.errors import UserError
 from finetune.hardware import Hardware
+from finetune.hooks import NO_HOOKS, Hooks
 from finetune.metrics import ModelSize
 
 # Rows of like size are drawn in groups of so many: padded ones need little padding, and each of up to eight ranks gets
@@ -38,6 +41,7 @@ class Job:
     unpacked_because: str | None  # why rows are padded documents and not packs
     model: Any
     size: ModelSize
+    hooks: Hooks = NO_HOOKS
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
@@ -52,25 +56,32 @@ class Job:
         )
 
 
-def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None) -> Job:
+def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None, hooks: Hooks = NO_HOOKS) -> Job:
     """Prepare the data, then meet the other ranks, then load the model.
 
     Args:
         on_failure: called with a message when another rank has failed, just before this process ends.
+        hooks: functions of the user's script, for the tokenizer, the data, the model and, later, the trainer.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
     from finetune import model
 
-    model.check(config)
+    model.check(config, stack)
     tokenizer = model.load_tokenizer(config)
-    prepared = prepare(config, tokenizer)
+    with bootstrap.quiet_ranks():
+        tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
+    prepared = prepare(config, tokenizer, hooks)
+    check_backend(stack)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     pack_length = config.data.row_length if config.data.packing else None
     loaded = model.load(config, stack, row_length=config.data.row_length)
+    with bootstrap.quiet_ranks():
+        loaded = hooks.replace("model", loaded, tokenizer)
+    check_backend(stack)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
         model.prepare_for_packs(loaded, stack)
@@ -88,7 +99,22 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None)
         unpacked_because=because,
         model=loaded,
         size=model_size(loaded),
+        hooks=hooks,
     )
+
+
+def check_backend(stack: Stack) -> None:
+    """A script's functions have not imported Unsloth behind the back of the transformers backend.
+
+    Raises:
+        UserError: they have, and Unsloth has rewritten classes of transformers that are in use.
+    """
+    if stack.backend == "transformers" and "unsloth" in sys.modules:
+        raise UserError(
+            f"The backend is transformers ({stack.reason}) and a function of the script imports unsloth, which "
+            "rewrites transformers. Set model.backend to unsloth, or do without that import: model.chat_template takes "
+            "the name of a chat template or a Jinja file."
+        )
 
 
 def check_ranks_agree(data: Data) -> None:

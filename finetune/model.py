@@ -6,7 +6,9 @@ Imported after `bootstrap.start`, as everything that touches transformers or pef
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,11 @@ def load_tokenizer(config: Config) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
+    return with_padding(tokenizer)
+
+
+def with_padding(tokenizer: Any) -> Any:
+    """The tokenizer, now with a pad token, and padding on the right."""
     if tokenizer.pad_token is None:
         # Padding is masked in attention and labels, so any token serves; the end token is always there.
         tokenizer.pad_token = tokenizer.eos_token
@@ -50,17 +57,20 @@ def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def check(config: Config) -> bool:
+def check(config: Config, stack: Stack) -> bool:
     """Whether the model is an adapter that is to be trained on. Loads nothing, so it can be asked first.
 
     Raises:
-        UserError: it is an adapter that the configuration does not mean to continue, or bitsandbytes is missing.
+        UserError: it is an adapter that the configuration does not mean to continue, bitsandbytes is missing, or the
+            configuration has arguments that this backend cannot take.
     """
+    if stack.backend == "transformers":
+        _check_arguments(config, stack)
     adapter = adapter_config(str(config.model.model_name_or_path), config.model.revision)
     if adapter is not None:
         _check_adapter(config, adapter)
-    if config.model.load_in_4bit:
-        _check_bitsandbytes()
+    if bits := _quantized(config):
+        _check_bitsandbytes(bits)
     return adapter is not None
 
 
@@ -74,42 +84,54 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         UserError: the model is not found, cannot be quantized here, or what `check` raises.
     """
     name = str(config.model.model_name_or_path)
-    continued = check(config)
+    continued = check(config, stack)
     load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
-    with _model_not_found(name, "model"), _out_of_memory("loading the model"), quiet_ranks():
+    with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters start from random numbers, the same on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
-    if config.model.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
+    bits = _quantized(config)
+    if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
         raise UserError(
-            "model.load_in_4bit is set and the backend loaded 16-bit weights: this model or device has no 4-bit "
-            "kernels "
-            f"(backend {stack.backend}, device {stack.device}). Set model.load_in_4bit to false."
+            f"model.load_in_{bits}bit is set and the backend loaded 16-bit weights: this model or device has no "
+            f"{bits}-bit kernels (backend {stack.backend}, device {stack.device}). Set it to false."
         )
     model.config.use_cache = False
     return model
 
 
-def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
-    from unsloth import FastLanguageModel
+def _quantized(config: Config) -> int | None:
+    """Bits of the frozen weights; None where they are not quantized."""
+    return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None
 
+
+def _adapter_seed(config: Config) -> int:
+    return config.training.seed if config.lora.random_state is None else config.lora.random_state
+
+
+def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+    import unsloth
+
+    loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
     checkpointing = config.training.gradient_checkpointing
-    model, _ = FastLanguageModel.from_pretrained(
+    model, _ = loader.from_pretrained(
         model_name=config.model.model_name_or_path,
         revision=config.model.revision,
         max_seq_length=row_length,
         dtype=resolve_dtype(config, stack),
         load_in_4bit=config.model.load_in_4bit,
+        load_in_8bit=config.model.load_in_8bit,
         full_finetuning=config.model.full_finetuning,
         device_map=stack.device_map,
         use_gradient_checkpointing=checkpointing,
         trust_remote_code=config.model.trust_remote_code,
         random_state=config.training.seed,
         **_attention(config),
+        **config.model.loader_kwargs,
     )
     if config.model.full_finetuning or continue_adapter:
         return model
     lora = config.lora
-    return FastLanguageModel.get_peft_model(
+    return loader.get_peft_model(
         model,
         r=lora.r,
         lora_alpha=lora.lora_alpha,
@@ -117,9 +139,10 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
         target_modules=_targets(config),
         modules_to_save=lora.modules_to_save,
         use_rslora=lora.use_rslora,
-        bias="none",
+        bias=lora.bias,
         use_gradient_checkpointing=checkpointing,
-        random_state=config.training.seed,
+        random_state=_adapter_seed(config),
+        **lora.adapter_kwargs,
     )
 
 
@@ -137,6 +160,8 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
+    elif config.model.load_in_8bit:
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
     base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
     model = AutoModelForCausalLM.from_pretrained(
         base,
@@ -161,6 +186,7 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     lora = config.lora
+    torch.manual_seed(_adapter_seed(config))
     return get_peft_model(
         model,
         LoraConfig(
@@ -170,8 +196,9 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
             target_modules=_targets(config),
             modules_to_save=lora.modules_to_save,
             use_rslora=lora.use_rslora,
-            bias="none",
+            bias=lora.bias,
             task_type="CAUSAL_LM",
+            **lora.adapter_kwargs,
         ),
     )
 
@@ -183,7 +210,28 @@ def _attention(config: Config) -> dict[str, str]:
 
 def _targets(config: Config) -> Any:
     chosen = config.lora.target_modules
+    if chosen is None and config.model.loader == "FastModel":
+        return None  # it chooses by its own switches (finetune_language_layers, ...), in models with several towers
     return list(PROJECTIONS) if chosen is None else chosen
+
+
+def _check_arguments(config: Config, stack: Stack) -> None:
+    """Arguments for Unsloth's classes have no place on the transformers backend."""
+    from peft import LoraConfig
+
+    for key, value in (("loader", config.model.loader), ("loader_kwargs", config.model.loader_kwargs)):
+        if value:
+            raise UserError(
+                f"model.{key} is {value}, which is for Unsloth's classes, and the backend is transformers "
+                f"({stack.reason}). Remove it, or run where Unsloth does."
+            )
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    for name in config.lora.adapter_kwargs:
+        if name not in known:
+            raise UserError(
+                f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not take, and the backend is "
+                f"transformers ({stack.reason}). Remove it, or run where Unsloth does."
+            )
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -238,13 +286,13 @@ def _check_adapter(config: Config, adapter: dict) -> None:
         )
 
 
-def _check_bitsandbytes() -> None:
+def _check_bitsandbytes(bits: int) -> None:
     try:
         import bitsandbytes  # noqa: F401
     except Exception as error:  # its import loads CUDA libraries and can fail in many ways
         raise UserError(
-            f"model.load_in_4bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: {error}). "
-            "Install it with `pip install bitsandbytes`, or set model.load_in_4bit to false."
+            f"model.load_in_{bits}bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: "
+            f"{error}). Install it with `pip install bitsandbytes`, or set model.load_in_{bits}bit to false."
         ) from None
 
 
@@ -379,6 +427,24 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
             f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
             f"Check the spelling, download it first with `huggingface-cli download {name}`, or give a folder. "
             f"(The library's first words: {text.splitlines()[0][:200]})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _unknown_argument(config: Config) -> Iterator[None]:
+    """Name the key whose argument a library does not know: its classes pass on what they do not know themselves, so the
+    refusal comes from far below."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        keys = {"model.loader_kwargs": config.model.loader_kwargs, "lora.adapter_kwargs": config.lora.adapter_kwargs}
+        key = next((key for key, given in keys.items() if found and found[1] in given), None)
+        if key is None or found is None:
+            raise
+        raise UserError(
+            f"{key} has `{found[1]}`, which nothing takes that loads this model ({error}). Check its spelling, or "
+            "remove it."
         ) from error
 
 

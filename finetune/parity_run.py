@@ -31,6 +31,7 @@ def run(config: Config, out: Path, steps: int, without: list[str]) -> int:
         save_steps=0,
         eval_steps=0,
         resume_from_checkpoint=False,
+        strategy=None,  # the ranks that are compared are launched already
         overwrite_output_dir=False,
         max_grad_norm=0.0,  # clipping would turn a gradient of any size into the same one
         warmup_steps=0.0,

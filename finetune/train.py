@@ -9,9 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, invariants, keeping, metrics
-from finetune.config import Config, dump_yaml, resolve_batch
+from finetune import distributed, interrupt, invariants, keeping, metrics, strategy
+from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
+from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import RunRecord, write_json
 from finetune.verb import DONE, INTERRUPTED, console, run_verb
 
@@ -28,17 +29,20 @@ def main(argv: list[str] | None = None) -> int:
     return run_verb("train", argv, run)
 
 
-def run(config: Config, witness: Path | None = None, without: Collection[str] = ()) -> int:
+def run(config: Config, witness: Path | None = None, without: Collection[str] = (), hooks: Hooks = NO_HOOKS) -> int:
     """Everything after the configuration is known to be sound: check, load, train, save.
 
     Args:
         witness: folder for the first gradients and the last weights, for `finetune parity`.
         without: names of patches to leave out, needed or not.
+        hooks: functions of the user's script.
     """
-    if config.dry_run:
+    if not config.dry_run:
+        strategy.apply(config)
+    else:
         from finetune import dryrun
 
-        return dryrun.run(config)
+        return dryrun.run(config, hooks)
     config, demo = with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     output_dir = Path(config.training.output_dir)
@@ -57,7 +61,7 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
         console().print(demo.introduction(), highlight=False, soft_wrap=True)
         demo.materialise(bootstrap.cache_folder())
     record = RunRecord(output_dir)
-    job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message))
+    job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message), hooks=hooks)
     keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
     if distributed.ranks().is_main and config.training.overwrite_output_dir:
         keeping.clear(output_dir)
@@ -67,7 +71,9 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
         stopped = train(job, record, found, witness)
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
-    distributed.finish()  # the last thing: a launcher ends all ranks when the first has ended
+    distributed.finish()  # nothing is left for a launcher to cut short when a rank returns another code than 0
+    if hooks.save is not None and distributed.ranks().is_main and not stopped:
+        export(job, record)
     return INTERRUPTED if stopped else DONE
 
 
@@ -96,7 +102,7 @@ def check_files(config: Config) -> None:
 
 def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
-    from finetune import samples
+    from finetune import samples, scoring
 
     output_dir = Path(job.config.training.output_dir)
     trainer, telling, stop = build_trainer(job, output_dir, witness)
@@ -115,7 +121,11 @@ def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | Non
         with interrupt.deferred():
             trainer.train(resume_from_checkpoint=str(found.path) if found.path else None)
         first_step = telling.first_step_at - STARTED if telling.first_step_at else None
-        record.update(steps=trainer.state.global_step, seconds_to_first_step=first_step, **telling.results())
+        results = telling.results()
+        prediction = scoring.score(job, results)
+        scoring.write(telling.writer, prediction, trainer.state.global_step)
+        record.update(steps=trainer.state.global_step, seconds_to_first_step=first_step, **results)
+        record.update(prediction=prediction)
         if stop.stopped:
             record.update(status="interrupted")
             say_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
@@ -143,7 +153,7 @@ def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[
 
 def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tuple[SFTTrainer, Any, Any]:
     """The trainer with its callbacks: (trainer, what it records, what stops it)."""
-    from finetune import callbacks
+    from finetune import bootstrap, callbacks
     from finetune.trainer import SFTTrainer, arguments
 
     config, layout = job.config, job.layout
@@ -177,6 +187,8 @@ def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tu
         callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *watching],
     )
     telling.trainer = trainer
+    with bootstrap.quiet_ranks():
+        job.hooks.call("trainer", trainer)
     return trainer, telling, stop
 
 
@@ -206,6 +218,19 @@ def save(trainer: SFTTrainer, output_dir: Path) -> None:
     distributed.barrier()
 
 
+def export(job: Job, record: RunRecord) -> None:
+    """The script's own exports. The other ranks have gone, so that none waits in a collective however long they take.
+
+    Raises:
+        RunError: the script's function failed. The final model is saved already.
+    """
+    try:
+        job.hooks.call("save", job.model, job.tokenizer)
+    except BaseException as error:
+        record.fail(describe(error))
+        raise
+
+
 def checkpoint_bytes(model: Any) -> int:
     """Room for one checkpoint (weights, and two float32 moments of each) and the final weights, in bytes."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -228,7 +253,7 @@ def introduce(job: Job, found: keeping.Found) -> None:
     kind = (
         "full fine-tuning"
         if job.config.model.full_finetuning
-        else ("QLoRA" if job.config.model.load_in_4bit else "LoRA")
+        else ("QLoRA" if job.config.model.load_in_4bit else "8-bit LoRA" if job.config.model.load_in_8bit else "LoRA")
     )
     say(
         f"{kind} of {job.config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} x "
@@ -244,6 +269,14 @@ def introduce(job: Job, found: keeping.Found) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    training = job.config.training
+    if training.learning_rate_rule != "none":
+        say(
+            f"Learning rate {scaled_learning_rate(training, batch.global_size):.3g}: {training.learning_rate:.3g} for "
+            f"a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}",
+            highlight=False,
+            soft_wrap=True,
+        )
     if job.unpacked_because:
         warned = job.config.data.packing  # asked for, and not what happens
         say(
@@ -255,6 +288,8 @@ def introduce(job: Job, found: keeping.Found) -> None:
     for verdict in job.stack.patches:
         if verdict.applied:
             say(f"patched: {verdict.name} ({verdict.reason})", soft_wrap=True)
+    if job.config.rows_from_script:
+        say(f"Rows: made by {job.config.script}, and kept in {job.data.folder}", highlight=False, soft_wrap=True)
     say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True)
     say(ledger.table(job.data.ledgers, layouts(job)))
 
@@ -275,6 +310,8 @@ def say_stopped(checkpoint: Path) -> None:
 
 def conclude(results: dict[str, Any], output_dir: Path) -> None:
     """Say how it ended."""
+    from finetune import scoring
+
     parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
     for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
         early, late = results[f"{name}_before"], results[f"{name}_after"]
@@ -283,6 +320,7 @@ def conclude(results: dict[str, Any], output_dir: Path) -> None:
     if results["tokens_per_second_per_gpu"]:
         parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
     console().print("; ".join(parts) + ".", highlight=False, soft_wrap=True)
+    console().print(scoring.sentence(results["prediction"]), highlight=False, soft_wrap=True)
     console().print(
         f"The model, run.json and runs/ (tensorboard --logdir {output_dir}) are in {output_dir}.", soft_wrap=True
     )
@@ -298,9 +336,11 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
         record.update(
             status="running",
             config=job.config.to_dict(),
+            script=str(job.hooks.script) if job.hooks.script else None,
             versions=bootstrap.versions(),
             world_size=distributed.ranks().world_size,
             batch=vars(job.batch),
+            learning_rate=scaled_learning_rate(job.config.training, job.batch.global_size),
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from finetune import distributed, keeping
 from finetune.bootstrap import Stack
-from finetune.config import Batch, Config
+from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
@@ -37,7 +37,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         gradient_accumulation_steps=batch.accumulation,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
-        learning_rate=training.learning_rate,
+        learning_rate=scaled_learning_rate(training, batch.global_size),
         lr_scheduler_type=training.lr_scheduler_type,
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,

@@ -11,6 +11,7 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
     resolve_batch,
+    scaled_learning_rate,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "help_text",
     "load",
     "resolve_batch",
+    "scaled_learning_rate",
 ]

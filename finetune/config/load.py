@@ -112,13 +112,16 @@ class _Problems:
         self.names.update(name for name in names if name)
 
 
-def load(argv: list[str], *, verb: str = "train") -> Config:
+def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> Config:
     """The configuration of one invocation: command line over YAML over defaults.
 
     Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH] [-h]`.
     Values are YAML; a key of type bool may stand alone for true; `-` and `_` are the same in a key; of a key that is
     repeated on the command line the last one counts. `-h` prints the help and ends the process with exit code 0, as
     argparse does. `--dry-run` is for the verb `train` alone.
+
+    Args:
+        script: file whose function makes the rows where the configuration names none.
 
     Raises:
         ConfigError: with every unknown key, wrong type, value out of range and contradiction in `problems`.
@@ -145,6 +148,7 @@ def load(argv: list[str], *, verb: str = "train") -> Config:
         config_file=config_file,
         dry_run="dry_run" in options,
         json=Path(options["json"]) if "json" in options else None,
+        script=script,
         given=frozenset(origin),
     )
     for names, because in contradictions(config, config.given):
@@ -396,16 +400,17 @@ _DEFAULTS = {
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
-def help_text(verb: str) -> str:
-    """Usage, then every key by section with its type, default and meaning."""
+def help_text(verb: str, script: str | None = None) -> str:
+    """Usage, then every key by section with its type, default and meaning; for a script that trains, of that one."""
     train = verb == "train"
-    command = "accelerate launch -m finetune.train [--dry-run]" if train else f"python -m finetune.{verb}"
+    target = script or f"-m finetune.{verb}"
+    command = f"accelerate launch {target} [--dry-run]" if train else f"python {target}"
     lines = [
         f"usage: {command} [--config FILE.yaml] [--section.key VALUE ...] [--json PATH]",
         "",
         "  --config FILE.yaml   settings in the sections below; without a model the embedded demo runs",
         "  --section.key VALUE  one setting, over the file's; VALUE is YAML, such as 2e-4, true or '[q_proj, v_proj]'",
-        *(["  --dry-run            the whole path on one device, measured, nothing kept"] if train else []),
+        *(["  --dry-run            the whole path on one device, measured; no output is kept"] if train else []),
         "  --json PATH          also write the machine-readable result",
     ]
     for section, kind in SECTIONS.items():

@@ -54,10 +54,17 @@ class ModelConfig:
         "auto", "Compute type; auto takes bfloat16 where the device has it."
     )
     load_in_4bit: bool = _setting(False, "QLoRA: the frozen base model in 4 bits (NF4).")
+    load_in_8bit: bool = _setting(False, "The frozen base model in 8 bits (LLM.int8), instead of load_in_4bit.")
     full_finetuning: bool = _setting(False, "Train every weight; no adapter.")
     attn_implementation: str | None = _setting(None, "Attention kernel by its transformers name; null lets it choose.")
     chat_template: str | None = _setting(None, "Template name or path of a Jinja file; null is the tokenizer's own.")
     trust_remote_code: bool = _setting(False, "Run Python code that ships with the model.")
+    loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(
+        None, "Unsloth class that loads the model; null is FastLanguageModel."
+    )
+    loader_kwargs: dict[str, Any] = _setting(
+        {}, "Further arguments of that class's from_pretrained, such as {unsloth_tiled_mlp: true}."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,13 @@ class LoraConfig:
         None, "Modules trained in full beside the adapter, such as embed_tokens."
     )
     use_rslora: bool = _setting(False, "Rank-stabilised LoRA: scale by 1 / sqrt(r).")
+    bias: Literal["none", "all", "lora_only"] = _setting(
+        "none", "Biases that are trained: none, all of the model, or those of the adapted modules."
+    )
+    random_state: int | None = _setting(None, "Seed of the adapter's start; null is training.seed.", SEED)
+    adapter_kwargs: dict[str, Any] = _setting(
+        {}, "Further arguments of get_peft_model, or of PEFT's LoraConfig, such as {finetune_mlp_modules: false}."
+    )
     continue_adapter: bool = _setting(False, "Go on training the adapter that model.model_name_or_path points to.")
 
 
@@ -101,6 +115,12 @@ class DataConfig:
     over_length: Literal["truncate", "drop", "split"] = _setting("truncate", "What happens to a longer document.")
     assistant_only_loss: bool = _setting(True, "Learn the assistant's turns only.")
     last_turn_only: bool = _setting(False, "Of these turns, learn the last one only.")
+    instruction_part: str | None = _setting(
+        None, "In rows of text: what opens a turn that is not learnt; ends what response_part opens.", NOT_EMPTY
+    )
+    response_part: str | None = _setting(
+        None, "In rows of text: what opens a turn that is learnt; the rest is not.", NOT_EMPTY
+    )
     packing: bool = _setting(False, "Fill rows of pack_length tokens with whole documents; a batch then counts packs.")
     pack_length: int | None = _setting(None, "Tokens per pack; null is max_length.", AT_LEAST_1)
     num_proc: int | None = _setting(None, "Processes that tokenise; null takes every core.", AT_LEAST_1)
@@ -130,6 +150,12 @@ class TrainingConfig:
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
     max_steps: int = _setting(-1, "Optimiser steps, instead of num_train_epochs; -1 is off.", STEPS_OR_OFF)
     learning_rate: float = _setting(2e-4, "Peak learning rate; full fine-tuning wants about a tenth.", ABOVE_0)
+    learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
+        "none", "How learning_rate follows global_batch_size over base_global_batch_size; none: it stays as it is."
+    )
+    base_global_batch_size: int | None = _setting(
+        None, "The global batch that learning_rate was chosen for; for learning_rate_rule.", AT_LEAST_1
+    )
     lr_scheduler_type: str = _setting("cosine", "Schedule by its transformers name.")
     warmup_steps: float = _setting(0.0, "Steps of warm-up; below 1 it is a share of all steps.", AT_LEAST_0)
     weight_decay: float = _setting(0.0, "Decoupled weight decay.", AT_LEAST_0)
@@ -144,6 +170,9 @@ class TrainingConfig:
     eval_steps: int = _setting(0, "Steps between evaluations; 0 evaluates before and after only.", AT_LEAST_0)
     resume_from_checkpoint: bool | str = _setting(False, "true takes the newest whole checkpoint; or a path.")
     ddp_timeout: int = _setting(1800, "Seconds that a rank waits for the others.", AT_LEAST_1)
+    strategy: Literal["auto", "single", "ddp"] | None = _setting(
+        None, "Number of GPUs: auto starts as many as pay, single one, ddp all; null stays as it was launched."
+    )
     overwrite_output_dir: bool = _setting(False, "Start anew in an output_dir that holds another run.")
     # Not a key of its own: the SFTConfig fields that were given under `training:` and are none of the above.
     extra: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +192,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A resolved configuration: five sections, and three facts about the command line that gave it."""
+    """A resolved configuration: five sections, and facts about the command line that gave it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -173,6 +202,7 @@ class Config:
     config_file: str | None = None
     dry_run: bool = False
     json: Path | None = None
+    script: str | None = None  # whose function makes the rows where neither train_file nor dataset_name is given
     # Dotted names of what the user wrote; the rest are defaults.
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -181,9 +211,14 @@ class Config:
         """Whether the embedded demo runs: no model was named."""
         return self.model.model_name_or_path is None
 
+    @property
+    def rows_from_script(self) -> bool:
+        """Whether the script's function makes the training rows."""
+        return self.script is not None and self.data.train_file is None and self.data.dataset_name is None
+
     def to_dict(self) -> dict[str, Any]:
-        """The sections and `config_file`, made of what YAML and JSON know. `dry_run`, `json` and `given` are left
-        out: they belong to one invocation, not to the configuration."""
+        """The sections and `config_file`, made of what YAML and JSON know. `dry_run`, `json`, `script` and `given` are
+        left out: they belong to one invocation, not to the configuration."""
         return {name: asdict(getattr(self, name)) for name in SECTIONS} | {"config_file": self.config_file}
 
     @classmethod
@@ -221,7 +256,47 @@ _NEEDS_A_MODEL = (
     "data.format",
     "data.columns",
     "data.system_prompt",
+    "data.instruction_part",
+    "data.response_part",
 )
+
+# Arguments of the loader and of get_peft_model that this program gives itself, with where to say it instead.
+_MANAGED_ARGUMENTS = {
+    "model.loader_kwargs": {
+        "model_name pretrained_model_name_or_path": "use model.model_name_or_path",
+        "max_seq_length": "use data.max_length",
+        "dtype torch_dtype": "use model.dtype",
+        "load_in_4bit": "use model.load_in_4bit",
+        "load_in_8bit": "use model.load_in_8bit",
+        "quantization_config": "use model.load_in_4bit or model.load_in_8bit",
+        "full_finetuning": "use model.full_finetuning",
+        "revision": "use model.revision",
+        "trust_remote_code": "use model.trust_remote_code",
+        "attn_implementation": "use model.attn_implementation",
+        "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "random_state": "use training.seed, and lora.random_state for the adapter",
+        "token use_auth_token": "no token stands in a configuration: run `hf auth login`, or set the variable HF_TOKEN",
+        "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",
+        "fast_inference gpu_memory_utilization float8_kv_cache disable_log_stats max_lora_rank": (
+            "they belong to generation with vLLM, which does not run beside the training"
+        ),
+        "auto_model on_model_resolved": "the model is loaded for causal language modelling",
+    },
+    "lora.adapter_kwargs": {
+        "r lora_alpha lora_dropout target_modules modules_to_save use_rslora bias random_state": "use lora.{name}",
+        "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "max_seq_length": "use data.max_length",
+        "model peft_config": "use model.model_name_or_path",
+        "task_type peft_type inference_mode": "the adapter is a LoRA that is trained for causal language modelling",
+        "base_model_name_or_path revision": "use model.model_name_or_path and model.revision",
+    },
+}
+
+
+def _managed_arguments(name: str, given: Mapping[str, Any]) -> list[str]:
+    """One text for each of the `given` arguments that cannot be given under `name`."""
+    reasons = {key: why for keys, why in _MANAGED_ARGUMENTS[name].items() for key in keys.split()}
+    return [f"`{key}` cannot be given here; {reasons[key].format(name=key)}" for key in given if key in reasons]
 
 
 def _is_default(config: Config, name: str) -> bool:
@@ -251,12 +326,35 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             "model.load_in_4bit",
             because="4-bit weights cannot be trained in full; choose full_finetuning, or load_in_4bit with an adapter",
         )
+    if model.load_in_8bit and (model.load_in_4bit or model.full_finetuning):
+        other = "model.load_in_4bit" if model.load_in_4bit else "model.full_finetuning"
+        refuse("model.load_in_8bit", other, because="the weights are held in 4 bits, in 8, or in full; keep one")
+    if model.loader_kwargs.get("load_in_16bit") and (model.load_in_4bit or model.load_in_8bit):
+        other = "model.load_in_4bit" if model.load_in_4bit else "model.load_in_8bit"
+        refuse("model.loader_kwargs", other, because="load_in_16bit and fewer bits exclude each other; keep one")
+    if model.backend == "transformers":
+        for name in ("model.loader", "model.loader_kwargs"):
+            if not _is_default(config, name):
+                refuse(name, "model.backend", because=f"{name} is for Unsloth's classes; remove it, or the backend")
+    for name, arguments in (
+        ("model.loader_kwargs", model.loader_kwargs),
+        ("lora.adapter_kwargs", config.lora.adapter_kwargs),
+    ):
+        for because in _managed_arguments(name, arguments):
+            refuse(name, because=because)
     lora_given = tuple(sorted(name for name in given if name.startswith("lora.")))
     if model.full_finetuning and lora_given:
         refuse(
             "model.full_finetuning",
             *lora_given,
             because="full fine-tuning has no adapter; remove full_finetuning or the `lora:` settings",
+        )
+    fixed = tuple(n for n in ("bias", "random_state", "adapter_kwargs") if not _is_default(config, f"lora.{n}"))
+    if config.lora.continue_adapter and fixed:
+        refuse(
+            "lora.continue_adapter",
+            *(f"lora.{name}" for name in fixed),
+            because="continue_adapter keeps the adapter as it was made; remove the others",
         )
     if model.backend == "transformers" and training.gradient_checkpointing == "unsloth":
         refuse(
@@ -277,7 +375,7 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
                 because="the embedded demo, which runs without model.model_name_or_path, brings its own model and data;"
                 " set model.model_name_or_path, or remove these",
             )
-    elif data.train_file is None and data.dataset_name is None:
+    elif data.train_file is None and data.dataset_name is None and config.script is None:
         refuse(
             "model.model_name_or_path",
             *sources,
@@ -299,7 +397,8 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             )
     if data.eval_file is not None and data.eval_fraction > 0:
         refuse("data.eval_file", "data.eval_fraction", because="both choose the held-out rows; keep one")
-    if not config.demo and training.eval_steps > 0 and data.eval_file is None and data.eval_fraction == 0:
+    may_hold_out = config.demo or config.rows_from_script or data.eval_file is not None or data.eval_fraction > 0
+    if training.eval_steps > 0 and not may_hold_out:
         refuse(
             "training.eval_steps",
             "data.eval_file",
@@ -311,6 +410,21 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             "data.last_turn_only",
             "data.assistant_only_loss",
             because="last_turn_only picks one of the assistant's turns; it needs assistant_only_loss: true",
+        )
+    if data.instruction_part is not None and data.response_part is None:
+        refuse("data.instruction_part", "data.response_part", because="instruction_part needs a response_part")
+    if data.response_part is not None and data.format not in ("auto", "text"):
+        refuse(
+            "data.response_part",
+            "data.format",
+            because=f"the turns of rows of the format {data.format} are known without markers, which are for text;"
+            " remove response_part and instruction_part, or set data.format to text",
+        )
+    if data.response_part is not None and not data.assistant_only_loss:
+        refuse(
+            "data.response_part",
+            "data.assistant_only_loss",
+            because="response_part says which part is learnt, and assistant_only_loss: false that all is; keep one",
         )
     if data.pack_length is not None and not data.packing:
         refuse("data.pack_length", "data.packing", because="pack_length needs packing: true")
@@ -330,6 +444,13 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             "training.resume_from_checkpoint",
             "training.overwrite_output_dir",
             because="one continues the run in output_dir and the other discards it; keep one",
+        )
+    rule = ("training.learning_rate_rule", "training.base_global_batch_size")
+    if (training.learning_rate_rule == "none") != (training.base_global_batch_size is None):
+        refuse(
+            *rule,
+            because="learning_rate_rule linear or square_root and base_global_batch_size, the batch that learning_rate"
+            " was chosen for, need each other; give both, or neither",
         )
     per_rank = (training.per_device_train_batch_size or 1) * (training.gradient_accumulation_steps or 1)
     if training.global_batch_size is not None and training.global_batch_size % per_rank:
@@ -390,6 +511,19 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
     if per_device is None:
         per_device = share // accumulation if accumulation else _largest_divisor(share, most)
     return Batch(per_device=per_device, accumulation=share // per_device, global_size=global_size)
+
+
+def scaled_learning_rate(training: TrainingConfig, global_size: int) -> float:
+    """The peak learning rate for a global batch of `global_size` rows.
+
+    The number of GPUs does not change it, as it does not change the global batch. Who asks for a larger batch may scale
+    the rate with k = global_size / base_global_batch_size: linear, by k (Goyal et al. 2017, arXiv 1706.02677, for SGD),
+    or square_root, by its root (Krizhevsky 2014, arXiv 1404.5997; for Adam, Malladi et al. 2022, arXiv 2205.10287).
+    """
+    if training.base_global_batch_size is None:
+        return training.learning_rate
+    factor = global_size / training.base_global_batch_size
+    return training.learning_rate * (factor if training.learning_rate_rule == "linear" else math.sqrt(factor))
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -18,9 +18,11 @@ from finetune.config import Config
 from finetune.data import formats, sources, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
+from finetune.data.markers import Markers
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
+from finetune.hooks import NO_HOOKS, Hooks
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
 SAMPLE_ROWS = 100  # rows that the format is detected from
@@ -43,28 +45,37 @@ class Data:
     cached: bool  # it was there already
 
 
-def prepare(config: Config, tokenizer: Any) -> Data:
+def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
     """Tokenise and mask the data of `config`, or map what an earlier run or another rank has prepared.
 
     Takes no part in any process group: ranks of one machine meet at a file lock.
 
+    Args:
+        hooks: its `dataset` makes the rows where `config` names none.
+
     Raises:
         UserError: files, format, template or cache are not usable, or no row is left to learn from.
+        RunError: the script's function failed.
     """
     data = config.data
     template = load_template(tokenizer, config.model.chat_template)
+    markers = None
+    if data.response_part is not None:
+        markers = Markers(tokenizer, data.response_part, data.instruction_part, last_only=data.last_turn_only)
     encoder = Encoder(
         tokenizer,
-        template,
+        # Text is not rendered: a template that could not be masked is no obstacle then.
+        None if data.format == "text" or markers else template,
         max_length=data.max_length,
         over_length=data.over_length,
         assistant_only_loss=data.assistant_only_loss,
         last_turn_only=data.last_turn_only,
+        markers=markers,
     )
-    train_files, eval_files = _files(data.train_file), _files(data.eval_file)
+    eval_files = _files(data.eval_file)
     key = store.fingerprint(
         {
-            "train": sources.content_digest(train_files) if train_files else _hub_identity(config),
+            "train": _identity(config, hooks),
             "eval": sources.content_digest(eval_files) if eval_files else None,
             "tokenizer": _tokenizer_digest(tokenizer),
             "template": template,
@@ -73,7 +84,7 @@ def prepare(config: Config, tokenizer: Any) -> Data:
             **{
                 name: getattr(data, name)
                 for name in ("format", "columns", "system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "split")
+                + ("assistant_only_loss", "last_turn_only", "split", "instruction_part", "response_part")
             },
         }
     )
@@ -83,29 +94,85 @@ def prepare(config: Config, tokenizer: Any) -> Data:
 
     def build(folder: Path) -> dict[str, Any]:
         built.append(folder)
-        return _build(folder, config, encoder, template is not None, train_files, eval_files)
+        before = hooks.inputs() if config.rows_from_script else None
+        rows, held_out = _rows(config, tokenizer, hooks)
+        about = _build(folder, config, encoder, template is not None, rows, held_out)
+        return about | ({"inputs": [before, hooks.inputs()]} if config.rows_from_script else {})
+
+    def is_current(about: dict[str, Any]) -> bool:
+        # As before the function ran, or as it left them: it may write files of its own and then read them.
+        return not config.rows_from_script or hooks.inputs() in about["inputs"]
 
     # One rank of each machine reads every byte to verify it; the others trust it.
-    folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main)
+    folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
+    if config.rows_from_script and config.training.eval_steps and "eval" not in about["ledgers"]:
+        raise UserError(
+            f"training.eval_steps is {config.training.eval_steps} and {config.script} holds no rows out. Let its "
+            "function return a pair of them, or set data.eval_file or data.eval_fraction."
+        )
     return Data(
         train=store.load_rows(folder, "train"),
         eval=store.load_rows(folder, "eval") if "eval" in about["ledgers"] else None,
         ledgers=about["ledgers"],
         format=about["format"],
-        fingerprint=key,
+        # What a function makes from the same script may differ (a shuffle, a file on the network): its rows count.
+        fingerprint=store.fingerprint({"rows": store.content(folder)}) if config.rows_from_script else key,
         folder=folder,
         cached=not built,
     )
 
 
-def _build(
-    folder: Path, config: Config, encoder: Encoder, has_template: bool, train_files: list[str], eval_files: list[str]
-) -> dict[str, Any]:
+def _identity(config: Config, hooks: Hooks) -> Any:
+    """What the training rows are, for the key of the cache."""
+    if config.rows_from_script:
+        return ["script", hooks.identity()]
+    files = _files(config.data.train_file)
+    return sources.content_digest(files) if files else [config.data.dataset_name, config.data.dataset_config]
+
+
+def _rows(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
+    """The training rows, and the held-out rows where they come apart."""
+    data = config.data
+    eval_files, train_files = _files(data.eval_file), _files(data.train_file)
+    held_out = sources.iter_rows(eval_files) if eval_files else None
+    if config.rows_from_script:
+        rows, made_held_out = _made(tokenizer, hooks)
+        if made_held_out is not None and data.eval_fraction:
+            raise UserError(
+                f"{config.script} returns rows to hold out, and data.eval_fraction is {data.eval_fraction}: both "
+                "choose the held-out rows. Set data.eval_fraction to 0, or return the training rows alone."
+            )
+        return rows, held_out or made_held_out
     if train_files:
-        rows = _mixture(train_files, config.data.weights, config.training.seed)
-    else:
-        rows = sources.iter_hub(str(config.data.dataset_name), config.data.dataset_config, config.data.split)
-    names = ["train"] + (["eval"] if eval_files or config.data.eval_fraction else [])
+        return _mixture(train_files, data.weights, config.training.seed), held_out
+    return sources.iter_hub(str(data.dataset_name), data.dataset_config, data.split), held_out
+
+
+def _made(tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
+    """What the script's function returns. Its rows may be made while they are read."""
+    made = hooks.call("dataset", tokenizer)
+    name = getattr(hooks.dataset, "__name__", "dataset")
+
+    def read(rows: Any) -> Iterator[Item]:
+        with hooks.told("dataset"):
+            yield from sources.iter_made(rows, name)
+
+    if not isinstance(made, tuple):
+        return read(made), None
+    if len(made) != 2:
+        raise UserError(f"{name}() returned {len(made)} values; return the rows, or the training and held-out rows")
+    return read(made[0]), None if made[1] is None else read(made[1])
+
+
+def _build(
+    folder: Path,
+    config: Config,
+    encoder: Encoder,
+    has_template: bool,
+    rows: Iterator[Item],
+    held_out: Iterator[Item] | None,
+) -> dict[str, Any]:
+    names = ["train"] + (["eval"] if held_out is not None or config.data.eval_fraction else [])
     ledgers = {name: Ledger() for name in names}
     writers = {name: store.Writer(folder, name) for name in names}
     threshold = int(config.data.eval_fraction * 2**64)
@@ -115,14 +182,13 @@ def _build(
 
     train_format, rows = _detect(rows, config)
     _encode_all(rows, train_format, config, encoder, has_template, ledgers, writers, split_of)
-    if eval_files:
-        held_out = sources.iter_rows(eval_files)
+    if held_out is not None:
         eval_format, held_out = _detect(held_out, config)
         _encode_all(held_out, eval_format, config, encoder, has_template, ledgers, writers, lambda number: "eval")
     for name in names:
         writers[name].close()
         if not ledgers[name].rows_kept:
-            raise UserError(_nothing_left(name, ledgers[name]))
+            raise UserError(_nothing_left(name, ledgers[name], config.script if config.rows_from_script else None))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
         "format": f"{train_format.name} ({train_format.evidence})",
@@ -145,6 +211,12 @@ def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
     found = formats.detect(columns, [row for row, _ in first], config.data.format, config.data.columns)
+    if config.data.response_part is not None and found.name != "text":
+        raise UserError(
+            f"data.response_part marks turns in rows of text, and these rows are of the format {found.name} "
+            f"({found.evidence}), whose turns are known without markers. Remove response_part and instruction_part, or "
+            "set data.format to text and name its column by data.columns, such as {text: column}."
+        )
     return found, chain(first, rows)
 
 
@@ -228,25 +300,21 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
     return results
 
 
-def _nothing_left(name: str, ledger: Ledger) -> str:
-    key = "data.train_file" if name == "train" else "data.eval_file or data.eval_fraction"
+def _nothing_left(name: str, ledger: Ledger, script: str | None) -> str:
+    key = script or ("data.train_file" if name == "train" else "data.eval_file or data.eval_fraction")
     reasons = "; ".join(
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
         f"{key}: none of the {ledger.rows_read:,} rows has a token to learn. Dropped: {reasons or 'none'}. Look at "
         "the first "
-        "row named for each reason; data.columns, data.format, data.max_length and data.assistant_only_loss decide "
-        "what is kept."
+        "row named for each reason; data.columns, data.format, data.max_length, data.assistant_only_loss and "
+        "data.response_part decide what is kept."
     )
 
 
 def _files(given: str | list[str] | None) -> list[str]:
     return [given] if isinstance(given, str) else list(given or [])
-
-
-def _hub_identity(config: Config) -> list[str | None]:
-    return [config.data.dataset_name, config.data.dataset_config]
 
 
 def _draw(seed: int, number: int | str) -> int:

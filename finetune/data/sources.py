@@ -9,7 +9,7 @@ import importlib.util
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
@@ -94,6 +94,20 @@ def iter_hub(
         raise UserError(f"data set {what!r}: split {split!r} does not name one split; name one, such as 'train'")
     for number, row in enumerate(data, 1):
         yield dict(row), f"{name}:{split}:row {number}"
+
+
+def iter_made(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
+    """Yields (row, where) of what a user's function `name` returned: a `datasets.Dataset`, or any iterable of mappings.
+    Raises UserError when it is nothing of the kind."""
+    if isinstance(rows, Mapping):
+        raise UserError(f"{name}() returned several sets of rows ({', '.join(map(str, rows))}); return one of them")
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise UserError(f"{name}() returned a {type(rows).__name__}; return a datasets.Dataset or a list of rows")
+    if hasattr(rows, "with_format"):  # of `datasets`: plain values, not the tensors that a set_format("torch") makes
+        rows = rows.with_format(None)  # pyright: ignore[reportAttributeAccessIssue]
+    for number, row in enumerate(rows, 1):
+        where = f"{name}():row {number}"
+        yield _as_row(row, where), where
 
 
 # --- which files ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.keeping import no_space, staging
 from finetune.record import write_json
 
-VERSION = 1  # of the layout and of the code that decides tokens and labels: part of every entry's key
+VERSION = 2  # of the layout and of the code that decides tokens and labels: part of every entry's key
 BATCH_TOKENS = 4_000_000  # tokens of one Arrow record batch: what a writer holds in memory
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
 _INFO = "entry.json"
@@ -136,7 +136,14 @@ def fingerprint(settings: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool) -> tuple[Path, dict]:
+def entry(
+    cache: Path,
+    key: str,
+    build: Callable[[Path], dict],
+    *,
+    verify: bool,
+    is_current: Callable[[dict], bool] = lambda about: True,
+) -> tuple[Path, dict]:
     """The folder of `key`, built where it is missing, and what `build` returned when it was.
 
     `build(folder)` fills a folder of another name, which takes its own when it is whole: a process that dies leaves no
@@ -144,6 +151,7 @@ def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool)
 
     Args:
         verify: read every file and compare checksums, not sizes alone.
+        is_current: whether an entry that is whole still counts, from what `build` returned; else it is built again.
 
     Raises:
         UserError: the cache folder cannot be written.
@@ -153,7 +161,7 @@ def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            if _damage(folder, verify=verify) is not None:
+            if _damage(folder, verify=verify) is not None or not is_current(_about(folder)):
                 with no_space(cache, "the data cache"), staging(folder) as half:
                     about = build(half)
                     write_json(
@@ -172,7 +180,17 @@ def entry(cache: Path, key: str, build: Callable[[Path], dict], *, verify: bool)
                 "FINETUNE_CACHE, to a folder that can be written."
             ) from None
         raise
-    return folder, json.loads((folder / _INFO).read_text())["about"]
+    return folder, _about(folder)
+
+
+def _about(folder: Path) -> dict:
+    return json.loads((folder / _INFO).read_text())["about"]
+
+
+def content(folder: Path) -> str:
+    """Digest of the rows in an entry, from the checksums that were taken when it was written."""
+    files = json.loads((folder / _INFO).read_text())["files"]
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _damage(folder: Path, *, verify: bool) -> str | None:

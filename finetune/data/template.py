@@ -28,6 +28,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from finetune.data.formats import Conversation, Message, RowError, Text
+from finetune.data.markers import Markers
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class Encoder:
     assistant_only_loss: only assistant turns (of Text: what follows `learn_from`) are learnt, each with its end-of-turn
         token but not the whitespace behind that; else everything is.
     last_turn_only: of the assistant turns only the last one.
+    markers: what of a Text is learnt, instead of what follows its `learn_from`. Such a text says itself where it ends.
     max_length: in tokens, None for no limit. Longer rows are cut at the end ("truncate"), refused ("drop"), or made
         into several pieces ("split"): each but the first begins with the last token of the piece before, as context,
         so that every label is predicted exactly once. Pieces without any label are left out.
@@ -165,6 +167,7 @@ class Encoder:
         over_length: OverLength = "truncate",
         assistant_only_loss: bool = True,
         last_turn_only: bool = False,
+        markers: Markers | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -182,6 +185,7 @@ class Encoder:
         self._over_length = over_length
         self._assistant_only_loss = assistant_only_loss
         self._last_turn_only = last_turn_only
+        self._markers = markers
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and such, for the template
         self._marked = chat_template is not None and bool(_GENERATION_MARK.search(chat_template))
         self._skeletons: dict[tuple[str, ...], _Skeleton | RowError | None] = {}
@@ -209,9 +213,21 @@ class Encoder:
                 rendered.append((index, text, spans))
             except RowError as error:
                 results[index] = error.with_traceback(None)
-        # A chat template writes BOS and EOS itself; plain text gets what the tokenizer adds, and an EOS to learn.
-        documents = [*self._label(rendered, eos=None), *self._label(plain, eos=self._eos, add_special_tokens=True)]
+        # A chat template writes BOS and EOS itself, also into a text that it was used on before. Other text gets what
+        # the tokenizer adds, and an EOS to learn.
+        bos = self._special.get("bos_token")
+        templated = [entry for entry in plain if bos and entry[1].startswith(bos)]
+        untouched = [entry for entry in plain if not (bos and entry[1].startswith(bos))]
+        eos = None if self._markers else self._eos
+        documents = [
+            *self._label(rendered, eos=None),
+            *self._label(templated, eos=eos),
+            *self._label(untouched, eos=eos, add_special_tokens=True),
+        ]
         for index, ids, labels in documents:
+            if self._markers is not None:
+                labels = self._markers.labels(ids, IGNORE)
+                labels[:1] = IGNORE
             try:
                 results[index] = self._pieces(ids, labels)
             except RowError as error:
@@ -223,7 +239,9 @@ class Encoder:
     def _label(
         self, group: list[_Rendered], *, eos: int | None, add_special_tokens: bool = False
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(index, ids, labels) for each; with `eos`, that token closes the document and is learnt."""
+        """(index, ids, labels) for each; with `eos`, that token closes the document unless its text ends with it, and
+        the last token is learnt."""
+        end = self._special.get("eos_token")
         by_length = [self._byte_lengths is not None and not add_special_tokens and t.isascii() for _, t, _ in group]
         for fast in (True, False):
             members = [entry for entry, is_fast in zip(group, by_length, strict=True) if is_fast is fast]
@@ -237,13 +255,13 @@ class Encoder:
                     if fast:  # a vocabulary without some character, which the tokenizer then leaves out
                         (encoding,) = self._tokenise([text], add_special_tokens, offsets=True)
                     ranges = [_tokens_by_offset(encoding, text, span) for span in spans]
-                if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+                if eos is not None and not (end and text.rstrip().endswith(end)) and (len(ids) == 0 or ids[-1] != eos):
                     ids = np.append(ids, np.int32(eos))
                 labels = np.full(len(ids), IGNORE, dtype=np.int32)
                 for first, stop in ranges:
                     labels[first:stop] = ids[first:stop]
                 if eos is not None:
-                    labels[-1] = eos
+                    labels[-1:] = ids[-1:]
                 labels[:1] = IGNORE
                 yield index, ids, labels
 

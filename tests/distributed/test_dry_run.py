@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch, tiny
 from tests.distributed.test_training import faulty
@@ -23,7 +25,7 @@ def arguments(model: Path, data: Path, *extra: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_go(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     tiny.make_rows(tmp_path / "train.jsonl", 60)
     before = sorted(tmp_path.iterdir())
     extra = ["--model.full_finetuning"] if kind == "full" else []
@@ -33,14 +35,134 @@ def test_go(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     done = launch.run("python", arguments(tiny_model, tmp_path, *extra, *report), cache=cache)
     assert done.returncode == 0, done.stdout[-4000:]
     words = " ".join(done.stdout.split())
-    assert "GO. Nothing was kept." in words and "saved and reloaded" in words
+    assert "GO. Nothing was kept but the measurement." in words and "saved and reloaded" in words
     assert "accelerate launch" in words and "--dry-run" not in words.split("GO.")[1]
+    assert "a CPU run has no memory limit of its own: nothing was searched" in words
     assert "⟦" in words  # one example, its learnt part marked
     assert sorted(path for path in tmp_path.iterdir() if path != cache) == before
     verdict = json.loads((cache / "dry.json").read_text())
-    assert verdict["go"] and len(verdict["losses"]) == 5
+    check(verdict, cache)
+
+    # The same job for real: what was predicted is compared with what happened.
+    real = [word for word in arguments(tiny_model, tmp_path, *extra) if word != "--dry-run"]
+    run = launch.train("python", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
+    prediction = run["prediction"]
+    assert prediction["source"] == verdict["measurement_file"] and prediction["reason"] is None
+    assert prediction["step_seconds"]["measured"] == run["step_seconds_median"]
+    assert prediction["step_seconds"]["predicted"] > 0
+    for name in ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu"):
+        one = prediction[name]
+        assert one["error"] == pytest.approx((one["predicted"] - one["measured"]) / one["measured"])
+    assert abs(prediction["peak_memory_gib"]["error"]) < 0.2
+    events = EventAccumulator(str(out / "runs"))
+    events.Reload()
+    assert "prediction/error of step_seconds (fraction)" in events.Tags()["scalars"]
+
+
+def check(verdict: dict, cache: Path) -> None:
+    """The figures of a dry run hang together."""
     lengths = json.loads(next((cache / "data").glob("*/entry.json")).read_text())["about"]["ledgers"]["train"]
+    assert verdict["go"] and verdict["collectives"] is None  # no second GPU to talk to
     assert verdict["longest_row_tokens"] >= lengths["tokens"] / lengths["rows_kept"]
+    micro_batches, measured = verdict["micro_batches"], verdict["measurement"]
+    assert len(micro_batches) >= 2 * len(verdict["losses"]) - 1 >= 17  # 16 rows: two micro-batches of 8 in each step
+    widest = micro_batches[0]["tokens"]
+    assert widest == -(-verdict["longest_row_tokens"] // 8) * 8 * 8
+    sizes = {one["tokens"] for one in micro_batches[6:]}
+    assert max(sizes) <= widest and len(sizes) > 2  # after the worst, rows as they come
+    # Four steps of 16, 16, 16 and 12 rows, projected from their own sizes.
+    assert measured["steps"] == 4 and measured["tokens_per_step"] == lengths["tokens"] / 4
+    whole = verdict["projection"]
+    assert whole["step_seconds"] == pytest.approx(sum(verdict["step"].values()))
+    assert whole["tokens_per_second"] == pytest.approx(measured["tokens_per_step"] / whole["step_seconds"])
+    hours = (4 * whole["step_seconds"] + whole["start_up_seconds"]) / 3600
+    assert whole["hours_on_one_device"] == pytest.approx(hours)
+    assert set(measured["compute_seconds"]) == {"1", "2"}  # what holds 16 rows in micro-batches of 8
+    assert measured["compute_seconds"]["2"] < measured["compute_seconds"]["1"]
+    assert sum(measured["gradient_bytes"]) == 4 * measured["trainable_parameters"]
+    assert sorted(path.name for path in (cache / "measurements").iterdir()) == [Path(verdict["measurement_file"]).name]
+
+
+# A dry run on a device of as many rows as FITS, full above FULL: both counted in rows of a micro-batch.
+SMALL_DEVICE = """
+import os, sys
+import torch
+from finetune import train, trial
+from finetune.verb import guarded
+from finetune.config import load
+
+fits, full = int(os.environ["FITS"]), int(os.environ["FULL"])
+
+
+class Memory:
+    limit_bytes, rows = fits * 2**30, 0
+
+    def reset(self):
+        self.rows = 0
+
+    def peak_bytes(self):
+        return self.rows * 2**30
+
+
+memory = Memory()
+trial.memory_of = lambda device: memory
+prepare = trial.prepare
+
+
+def prepare_small(*arguments):
+    found = prepare(*arguments)
+    step = found.trainer.training_step
+
+    def training_step(model, inputs, *others):
+        memory.rows = max(memory.rows, len(inputs["input_ids"]))
+        if memory.rows > full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return step(model, inputs, *others)
+
+    found.trainer.training_step = training_step
+    return found
+
+
+trial.prepare = prepare_small
+raise SystemExit(guarded(lambda: train.run(load(sys.argv[1:]))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fits", "full", "code", "said"),
+    [
+        (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
+        (3, 7, 1, "CUDA ran out of memory with 8 rows .* Tried: the largest that fits is 3 rows at a time "),
+    ],
+    ids=["fits", "full"],
+)
+def test_the_largest_micro_batch_is_found_by_trying(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, fits: int, full: int, code: int, said: str
+) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(SMALL_DEVICE)
+    extra = [
+        "--training.global_batch_size",
+        "48",
+        "--model.backend",
+        "transformers",
+        "--json",
+        str(tmp_path / "d.json"),
+    ]
+    sizes = ["--training.output_dir", str(tmp_path / "out"), *extra]
+    given = arguments(tiny_model, tiny_data, *sizes)
+    done = launch.run("python", given, cache=tmp_path, script=script, FITS=str(fits), FULL=str(full))
+    assert done.returncode == code, done.stdout[-4000:]
+    words = " ".join(done.stdout.split())
+    assert re.search(said, words), words[-2000:]
+    found = json.loads((tmp_path / "d.json").read_text())
+    # Of a global batch of 48: doubled from 8, or halved, then bisected.
+    tried = {one["per_device"]: one["fits"] for one in found["micro_batch_search"]["attempts"]}
+    expected = {8: True, 12: True, 16: False} if code == 0 else {6: False, 3: True, 4: False}
+    assert tried == expected
+    best = found["micro_batch_search"]["flag"]
+    assert best == f"--training.per_device_train_batch_size {max(size for size, ok in tried.items() if ok)}"
+    assert best in words and found.get("out_of_memory", False) is (code == 1)
 
 
 def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ def test_length_on_the_command_line_outranks_the_file(write):
 CASES = {
     "demo": [],
     "full": [*MODEL, "--model.full_finetuning", "--training.max_steps", "5", "--training.adam_beta2", "0.9"],
+    "converted": [*MODEL, "--model.loader", "FastModel", "--model.loader_kwargs", "{offload_embedding: true}"]
+    + ["--lora.adapter_kwargs", "{loftq_config: {a: [1, 0.5]}}", "--lora.bias", "all", "--lora.random_state", "3407"]
+    + ["--data.instruction_part", "'<user>\n'", "--data.response_part", '"<bot>\\n\\n"'],
     "transformers": [*MODEL, "--model.backend", "transformers", "--data.system_prompt", "1e5"],
     "lists": [*MODEL, "--lora.modules_to_save", "[embed_tokens]", "--data.eval_file", "[a, b]", "--lora.r", "4"],
     "text": [*MODEL, "--training.optim_args", "1e-5", "--data.cache_dir", "2026-01-01"],
@@ -415,12 +418,51 @@ NO_MODEL = ["--data.train_file", "t.jsonl"]
         (["--model.backend", "transformers", "--training.gradient_checkpointing", "unsloth"], "use true"),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
         (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "keep one"),
+        ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "4 bits, in 8, or in full"),
+        ([*MODEL, "--model.load_in_8bit", "--model.full_finetuning"], "4 bits, in 8, or in full"),
+        ([*MODEL, "--model.load_in_4bit", "--model.loader_kwargs", "{load_in_16bit: true}"], "load_in_16bit"),
+        ([*MODEL, "--model.backend", "transformers", "--model.loader", "FastModel"], "Unsloth's classes"),
+        ([*MODEL, "--model.backend", "transformers", "--model.loader_kwargs", "{a: 1}"], "Unsloth's classes"),
+        ([*MODEL, "--data.instruction_part", "<user>"], "needs a response_part"),
+        ([*MODEL, "--data.response_part", "<bot>", "--data.format", "messages"], "known without markers"),
+        ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "keep one"),
+        (["--data.response_part", "<bot>"], "embedded demo"),
         (["--training.global_batch_size", "6", "--training.per_device_train_batch_size", "4"], "not a multiple"),
     ],
 )
 def test_contradiction(argv, about):
     text = problem(*argv)
     assert about in text and text.startswith("command line: `--")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "remedy"),
+    [
+        ("model.loader_kwargs", "device_map: auto", "its own device"),
+        ("model.loader_kwargs", "max_seq_length: 2048", "data.max_length"),
+        ("model.loader_kwargs", "token: hf_secret", "HF_TOKEN"),
+        ("model.loader_kwargs", "fast_inference: false", "vLLM"),
+        ("lora.adapter_kwargs", "lora_alpha: 8", "use lora.lora_alpha"),
+        ("lora.adapter_kwargs", "use_gradient_checkpointing: unsloth", "training.gradient_checkpointing"),
+    ],
+)
+def test_arguments_that_have_a_key_of_their_own(name, argument, remedy):
+    text = problem(*MODEL, f"--{name}", f"{{{argument}, another: 1}}")
+    assert f"`{argument.partition(':')[0]}` cannot be given here" in text and remedy in text
+
+
+def test_a_marker_on_the_command_line_may_hold_newlines():
+    argv = [*MODEL, "--data.instruction_part", '"<user>\\n"', "--data.response_part", '"<bot>\\n\\n"']
+    data = load(argv).data
+    assert (data.instruction_part, data.response_part) == ("<user>\n", "<bot>\n\n")
+
+
+def test_rows_of_a_script():
+    config = load([*MODEL[:2], "--training.eval_steps", "5"], script="mine.py")
+    assert config.rows_from_script and not load(MODEL, script="mine.py").rows_from_script
+    with pytest.raises(ConfigError, match="no rows are held out"):
+        load([*MODEL, "--training.eval_steps", "5"], script="mine.py")
+    assert help_text("train", "mine.py").startswith("usage: accelerate launch mine.py [--dry-run] [--config")
 
 
 def test_contradictions_all_at_once_with_the_place_of_each(write):

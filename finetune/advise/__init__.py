@@ -1,0 +1,9 @@
+"""`finetune advise`: how many GPUs, and with which settings? Measured on one device, predicted for several, decided.
+
+verb.py is the command; candidates.py measures, verdict.py decides, machine.py and launch.py know the hardware and how
+to start a run on it, words.py speaks.
+"""
+
+from finetune.advise.verb import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""`python -m finetune.advise` = `finetune advise`."""
+
+from finetune.advise import main
+
+raise SystemExit(main())

@@ -1,0 +1,317 @@
+"""What `advise` measures: the configuration as given, other settings of one device, and the all-reduce of several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune import measurements, nccl
+from finetune.advise.verdict import LEAST_GAIN, Candidate
+from finetune.bench import comm
+from finetune.config import Config, resolve_batch
+from finetune.errors import RunError, UserError
+from finetune.hardware import Hardware
+from finetune.measurements import Measurement
+from finetune.predict import Curve, all_reduce_curve, predict
+from finetune.verb import console
+
+PER_DEVICE = "--training.per_device_train_batch_size"
+EFFORT = {"runs": 3, "steps": 30}  # of the all-reduce: the curve's shape matters, not its confidence interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One dry run: a measurement, or why there is none."""
+
+    measured: Measurement | None
+    reason: str | None = None
+    recommended: int | None = None  # micro-batch size that it found by trying
+    full: bool = False  # the device's memory was too small
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Measures candidates, each once: dry runs in processes of their own, on the first device.
+
+    cpu_cores: of a CPU run, on which several ranks share the cores; None on GPUs.
+    """
+
+    arguments: list[str]
+    cpu_cores: int | None = None
+    _done: dict[tuple[tuple[str, ...], int], Tried] = field(default_factory=dict)
+
+    def try_out(self, extra: Sequence[str], ranks: int = 1) -> Tried:
+        """A dry run with `extra` arguments, as one of `ranks` ranks would run.
+
+        Raises:
+            UserError, RunError: the configuration as given cannot be tried at all. With other settings that is only a
+                reason why they are none.
+        """
+        shared = ranks if self.cpu_cores is not None and "OMP_NUM_THREADS" not in os.environ else 1
+        key = tuple(extra), shared
+        if key not in self._done:
+            try:
+                self._done[key] = self._dry_run(extra, shared)
+            except UserError as error:
+                if not extra:
+                    raise
+                self._done[key] = Tried(measured=None, reason=str(error))
+        return self._done[key]
+
+    def _dry_run(self, extra: Sequence[str], sharing: int) -> Tried:
+        env = dict(os.environ)
+        if sharing > 1:
+            env["OMP_NUM_THREADS"] = "1"  # what torch's launcher gives each of several ranks
+        if self.cpu_cores is None:  # the first GPU alone: the others are measured together
+            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        with tempfile.TemporaryDirectory(prefix="advise-") as folder:
+            report = Path(folder) / "dry.json"
+            command = [sys.executable, "-m", "finetune.train", "--dry-run", *self.arguments, *extra]
+            with console().status(f"dry run {' '.join(extra)}"):
+                done = subprocess.run(
+                    [*command, "--json", str(report)], capture_output=True, text=True, env=env, check=False
+                )
+            if not report.is_file():
+                said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+                text = said[0].removeprefix("error: ") if said else (done.stdout + done.stderr)[-3000:]
+                raise (UserError if done.returncode == 2 else RunError)(f"a dry run failed: {text}")
+            return tried(json.loads(report.read_text()))
+
+
+def tried(report: Mapping[str, Any]) -> Tried:
+    """What a dry run's report means here."""
+    if not report["go"]:
+        return Tried(measured=None, reason=report["reason"], full=bool(report.get("out_of_memory")))
+    sizes = report["micro_batch_search"]
+    return Tried(
+        measured=Measurement.from_dict(report["measurement"]),
+        recommended=sizes.get("recommended"),
+    )
+
+
+def measure_curves(
+    worlds: Sequence[int], machine: Hardware, sizes: Sequence[int]
+) -> tuple[dict[int, tuple[Curve | None, str]], float]:
+    """The all-reduce of each world size above one, and the seconds that several ranks take to meet. What was measured
+    is kept for scoring."""
+    environment = {one.name: one.value for one in nccl.settings(machine)}
+    found: dict[int, tuple[Curve | None, str]] = {}
+    meeting = 0.0
+    # gloo takes seconds for sizes that this job never sends.
+    usual = [size for size in comm.SIZES if machine.device == "cuda" or size <= 4 * max(sizes)]
+    for world in [world for world in worlds if world > 1]:
+        try:
+            if not meeting:
+                began = time.monotonic()
+                comm.measure(world, [4], 1, 1, environment, warm_up=0, collectives=("all_reduce",), machine=machine)
+                meeting = time.monotonic() - began
+            measured = comm.measure(
+                world,
+                sorted({*usual, *sizes}),
+                environment=environment,
+                collectives=("all_reduce",),
+                machine=machine,
+                **EFFORT,
+            )
+        except RunError as error:
+            found[world] = None, f"its all-reduce could not be measured: {error}"
+            continue
+        kept = measurements.keep_comm(measured, machine.name)
+        found[world] = all_reduce_curve(measured), str(kept)
+    return found, meeting
+
+
+# --- settings of one device -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Other settings, and whether the result of the training stays what it was."""
+
+    name: str
+    arguments: tuple[str, ...]
+    same_result: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """A change that was measured: throughput on one device over that of the settings as given."""
+
+    change: Change
+    factor: float
+
+
+def changes(config: Config, base: Tried) -> list[Change]:
+    """What may be faster on one device."""
+    found = []
+    if not config.data.packing:
+        found.append(Change(name="packing", arguments=("--data.packing", "true"), same_result=False))
+    if config.model.load_in_4bit:
+        found.append(
+            Change(name="16 bit in place of 4", arguments=("--model.load_in_4bit", "false"), same_result=False)
+        )
+    if config.training.gradient_checkpointing:
+        arguments = ("--training.gradient_checkpointing", "false")
+        found.append(Change(name="no checkpointing", arguments=arguments, same_result=True))
+    for size in other_micro_batches(config, base):
+        arguments = (PER_DEVICE, str(size))
+        found.append(Change(name=f"{size} rows at a time", arguments=arguments, same_result=True))
+    return found
+
+
+def other_micro_batches(config: Config, base: Tried) -> list[int]:
+    """What the dry run found by trying, or where it has no limit to search below (a CPU) twice as many rows; and half
+    as many. Those that cut the global batch exactly and are not what was measured."""
+    assert base.measured is not None
+    now, share = base.measured.per_device, base.measured.global_size
+    if config.training.gradient_accumulation_steps is not None:
+        return []
+    sizes = [base.recommended or 2 * now, now // 2]
+    return [size for size in sizes if size and size != now and share % size == 0]
+
+
+def improvements(config: Config, bench: Bench, base: Tried) -> list[Improvement]:
+    """The changes that make one device at least 3 % faster, the best first."""
+    found = []
+    before = speed(base.measured)
+    for change in changes(config, base):
+        measured = bench.try_out(change.arguments).measured
+        if measured is None or (change.name == "packing" and measured.facts["tokens per pack"] is None):
+            continue
+        factor = speed(measured) / before
+        if factor >= LEAST_GAIN:
+            found.append(Improvement(change=change, factor=factor))
+    found.sort(key=lambda one: -one.factor)
+    # Of two changes of one setting the better.
+    return [one for place, one in enumerate(found) if one.change.arguments[0] not in _settings(found[:place])]
+
+
+def _settings(found: Sequence[Improvement]) -> set[str]:
+    return {one.change.arguments[0] for one in found}
+
+
+def speed(measured: Measurement | None) -> float:
+    """Tokens per second of one device."""
+    assert measured is not None
+    return predict(measured.work(1), measured.gradients, 1, None).tokens_per_second
+
+
+def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
+    """The settings that are faster and compute the same: together where that is faster still, else the best of them."""
+    same = [one.change.arguments for one in found if one.change.same_result]
+    together = tuple(word for arguments in same for word in arguments)
+    if len(same) < 2:
+        return together
+    both = bench.try_out(together).measured
+    alone = bench.try_out(same[0]).measured
+    return together if both is not None and speed(both) >= speed(alone) else same[0]
+
+
+def remedies(config: Config, on_cpu: bool) -> list[Change]:
+    """What needs less memory, the mildest first; each on top of those before it."""
+    found = [
+        Change(
+            name="one row at a time",
+            arguments=(PER_DEVICE, "1"),
+            same_result=True,
+        )
+    ]
+    if not config.training.gradient_checkpointing:
+        kind = "true" if config.model.backend == "transformers" else "unsloth"
+        arguments = ("--training.gradient_checkpointing", kind)
+        found.append(Change(name="checkpointing", arguments=arguments, same_result=True))
+    if config.model.full_finetuning:
+        found.append(
+            Change(
+                name="LoRA in place of all weights", arguments=("--model.full_finetuning", "false"), same_result=False
+            )
+        )
+    if not config.model.load_in_4bit and not on_cpu:
+        found.append(Change(name="4 bit (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
+    half = max(config.data.max_length // 2, 1)
+    shorter = ("--data.max_length", str(half))
+    if config.data.packing:
+        shorter += ("--data.pack_length", str(half))
+    found.append(Change(name=f"rows of at most {half} tokens", arguments=shorter, same_result=False))
+    return found
+
+
+def make_fit(config: Config, bench: Bench, on_cpu: bool) -> tuple[list[Change], Tried | None]:
+    """Add one remedy after the other until a dry run goes through; (what was added, that dry run or None)."""
+    taken: list[Change] = []
+    for change in remedies(config, on_cpu):
+        taken.append(change)
+        result = bench.try_out([word for one in taken for word in one.arguments])
+        if result.measured is not None:
+            return taken, result
+        if not result.full:  # another reason than memory
+            taken.pop()
+    return taken, None
+
+
+def per_device_of(config: Config, world: int, most: int | None) -> int:
+    """The micro-batch of a world size: what the configuration gives, or the largest divisor of a rank's share up to
+    `most`.
+
+    Raises:
+        UserError: the world size does not hold the global batch.
+    """
+    batch = resolve_batch(config.training, world, config.data)
+    if resolve_batch(config.training, 1, config.data).global_size != batch.global_size:
+        raise UserError("its global batch would be another: set training.global_batch_size to keep it")
+    if most is None or config.training.gradient_accumulation_steps is not None:
+        return batch.per_device
+    share = batch.global_size // world
+    return max(size for size in range(1, min(most, share) + 1) if share % size == 0)
+
+
+def measured_for(
+    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], worlds: Sequence[int]
+) -> dict[int, Measurement | str]:
+    """One device's measurement with the micro-batch of each world size; or why there is none.
+
+    Args:
+        faster: the settings that `applied` chose.
+    """
+    chosen, others = split_size(faster)
+    found: dict[int, Measurement | str] = {}
+    for world in worlds:
+        try:
+            size = per_device_of(config, world, chosen)
+        except UserError as error:
+            found[world] = f"{world} devices do not hold the global batch: {str(error).splitlines()[0]}"
+            continue
+        if world == 1 and not others and size == base.per_device:
+            found[world] = base
+            continue
+        result = bench.try_out([*others, PER_DEVICE, str(size)], ranks=world)
+        found[world] = result.measured or f"it cannot be measured: {result.reason}"
+    return found
+
+
+def split_size(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The micro-batch size among arguments, None where it is not one of them, and the rest."""
+    if PER_DEVICE not in arguments:
+        return None, list(arguments)
+    place = list(arguments).index(PER_DEVICE)
+    return int(arguments[place + 1]), [*arguments[:place], *arguments[place + 2 :]]
+
+
+def candidate(measured: Measurement, world: int) -> Candidate:
+    """A measurement as one of `world` ranks."""
+    return Candidate(
+        work=measured.work(world),
+        gradients=measured.gradients,
+        per_device=measured.per_device,
+        steps=measured.steps,
+        start_up_seconds=measured.start_up_seconds,
+        memory_bytes=measured.memory_bytes,
+    )

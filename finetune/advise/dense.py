@@ -1,0 +1,85 @@
+"""`finetune advise --model dense-258k`: the dense models of the published study, which train without this program."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.advise.verdict import Candidate
+from finetune.bench import study
+from finetune.errors import UserError
+from finetune.hardware import Hardware
+from finetune.predict import Gradients, Work
+
+NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
+STEPS = 100_000  # of the run that hours and cost are told for: such a model has no data of its own
+EFFORT = Namespace(runs=5, steps=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """One of the study's models at one global batch."""
+
+    model: study.Model
+    batch: int
+
+    @property
+    def gradients(self) -> Gradients:
+        """float32, weights and biases layer by layer; plain DDP."""
+        widths = self.model.widths
+        sizes = [
+            4 * size for before, after in zip(widths, widths[1:], strict=False) for size in (before * after, after)
+        ]
+        return Gradients(sizes=tuple(sizes))
+
+
+def chosen(name: str, batch: int | None) -> Dense:
+    """The model of a name and a global batch; its largest of the study where none is given.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if name.lower() not in NAMES:
+        raise UserError(f"--model {name}: the dense models of the study are {', '.join(NAMES)}")
+    model = NAMES[name.lower()]
+    return Dense(model=model, batch=batch or max(model.batches))
+
+
+def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Candidate | str]:
+    """One device with each world size's share of the batch, measured."""
+    held = [world for world in worlds if dense.batch % world == 0]
+    shares = tuple(dense.batch // world for world in held)
+    measured = study.measure([replace(dense.model, batches=shares)], 1, {}, EFFORT, machine)
+    found: dict[int, Candidate | str] = {
+        world: f"{world} devices do not hold the global batch of {dense.batch} exactly" for world in worlds
+    }
+    for world, share in zip(held, shares, strict=True):
+        found[world] = candidate(measured[dense.model.name, share], dense, share, machine)
+    return found
+
+
+def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardware) -> Candidate:
+    """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step."""
+    step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]
+    medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimiser", "other")}
+    scale = step / sum(medians.values())
+    compute = medians["forward"] + medians["backward"]
+    return Candidate(
+        work=Work(
+            compute_seconds=scale * compute,
+            accumulation=1,
+            backward_share=medians["backward"] / compute,
+            data_seconds=0.0,
+            optimizer_seconds=scale * medians["optimiser"],
+            other_seconds=scale * medians["other"],
+            tokens=float(dense.batch),
+            peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30,
+        ),
+        gradients=dense.gradients,
+        per_device=share,
+        steps=float(STEPS),
+        start_up_seconds=0.0,
+        memory_bytes=None if machine.memory_gib is None else machine.memory_gib * 2**30,
+    )

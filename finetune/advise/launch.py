@@ -1,0 +1,84 @@
+"""How to start what was advised: accelerate's profile, the environment, the launch line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune import nccl
+from finetune.hardware import Hardware
+
+PROFILE = "profile.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """How to start the run."""
+
+    profile: str  # of accelerate, YAML
+    environment: dict[str, str]
+    reasons: dict[str, str]  # of each variable
+    target: str  # module and its arguments
+    line: str
+
+
+def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | None) -> LaunchPlan:
+    """The accelerate profile, the environment and the launch line of `world` ranks on this machine."""
+    chosen = nccl.settings(machine) if world > 1 else ()
+    on_cpu = machine.device == "cpu"
+    profile = (
+        f"# {world} rank(s) of one machine, as advised.\n"
+        "compute_environment: LOCAL_MACHINE\n"
+        # With MULTI_CPU accelerate starts one process, whatever num_processes says.
+        f"distributed_type: {'MULTI_GPU' if world > 1 else chr(34) + 'NO' + chr(34)}\n"
+        "num_machines: 1\n"
+        f"num_processes: {world}\n"
+        "machine_rank: 0\n"
+        "gpu_ids: all\n"
+        "main_training_function: main\n"
+        'mixed_precision: "no"   # the model\'s dtype decides; see model.dtype\n'
+        "rdzv_backend: static\n"
+        "same_network: true\n"
+        f"use_cpu: {str(on_cpu).lower()}\n"
+        "debug: false\n"
+    )
+    if on_cpu and world > 1:  # accelerate has no flags for several ranks on a CPU, but a profile
+        how = ["torchrun", "--standalone", "--nproc_per_node", str(world)]
+    else:
+        how = ["accelerate", "launch", *(["--multi_gpu"] if world > 1 else []), *(["--cpu"] if on_cpu else [])]
+        how += ["--num_processes", str(world)]
+    if out is not None:
+        how = ["accelerate", "launch", "--config_file", str(out / PROFILE)]
+    environment = {one.name: one.value for one in chosen}
+    words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    target = shlex.join(["-m", "finetune.train", *arguments])
+    return LaunchPlan(
+        profile=profile,
+        environment=environment,
+        reasons={one.name: one.reason for one in chosen},
+        target=target,
+        line=" ".join([*words, shlex.join(how), target]),
+    )
+
+
+def write(out: Path, plan: LaunchPlan, reason: str) -> None:
+    """profile.yaml, environment.sh and launch.sh in a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PROFILE).write_text(plan.profile, encoding="utf-8")
+    lines = ["# What the ranks' communication wants on this machine, each with its reason."]
+    if not plan.environment:
+        lines.append("# Nothing: its own choice stands.")
+    for name, value in plan.environment.items():
+        lines += [f"# {plan.reasons[name]}", f"export {name}={shlex.quote(value)}"]
+    (out / "environment.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    script = [
+        "#!/bin/sh",
+        f"# {reason}",
+        'here=$(cd "$(dirname "$0")" && pwd)',
+        '. "$here/environment.sh"',
+        f'exec accelerate launch --config_file "$here/{PROFILE}" {plan.target}',
+    ]
+    (out / "launch.sh").write_text("\n".join(script) + "\n", encoding="utf-8")
+    (out / "launch.sh").chmod(0o755)

@@ -1,0 +1,111 @@
+"""What `advise` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from finetune import rules
+from finetune.advise.verdict import Row
+from finetune.config import Config, scaled_learning_rate
+from finetune.dryrun import duration
+from finetune.hardware import Hardware
+from finetune.measurements import Measurement
+from finetune.verb import console
+
+
+def gradients(config: Config, measured: Measurement) -> str:
+    """What DDP sends each step."""
+    total = sum(measured.gradient_bytes)
+    size = f"{total / 2**20:,.1f} MiB of {measured.gradient_dtype} gradients"
+    if config.model.full_finetuning:
+        return f"Each step sends {size}: every weight is trained."
+    share = measured.trainable_parameters / measured.parameters
+    return (
+        f"Each step sends {size}: only those of the adapter travel, {share:.2%} of the model's "
+        f"{measured.parameters / 1e6:,.1f} M parameters."
+    )
+
+
+def learning_rate(config: Config, global_size: int) -> str:
+    """What the number of GPUs does to the learning rate."""
+    training = config.training
+    rate = scaled_learning_rate(training, global_size)
+    if training.learning_rate_rule == "none":
+        return (
+            f"The global batch stays {global_size} on any number of GPUs, and the learning rate {rate:g} with it; for "
+            "a larger batch of your own see training.learning_rate_rule."
+        )
+    return (
+        f"The learning rate is {rate:g}: {training.learning_rate:g} was chosen for {training.base_global_batch_size} "
+        f"rows, and the rule {training.learning_rate_rule} carries it to {global_size}, on any number of GPUs."
+    )
+
+
+def ruling(parameters: int, batch: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
+    """What the rule set study2025 says beside the measurement, with the predicted efficiency of two devices."""
+    two = next((row.efficiency for row in found if row.world_size == 2), None)
+    said = rules.study2025(parameters, batch, two, gpus=max(machine.count, 1))
+    return {"verdict": said.verdict, "reason": said.reason}
+
+
+def say(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
+    """The advice for people: what one device would gain first, then the numbers of devices, then the decision."""
+    show = console().print
+    for one in advice["improvements"]:
+        what = "is in the launch line" if one["applied"] else "changes what is computed, so it is for you to decide"
+        if one["same_result"] and not one["applied"]:
+            what = "is not faster together with the others"
+        text = f"On one device {one['name']} is {one['factor']:.2f} times as fast ({' '.join(one['flags'])}); {what}."
+        show(text, highlight=False, soft_wrap=True, markup=False)
+    shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
+    columns = ["devices", "tokens/s", "whole run", "GiB/rank", "exposed", "efficiency", *(["cost"] if priced else [])]
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for row in found:
+        shown.add_row(*cells(row, priced), style="bold" if row is chosen else None)
+    show(shown)
+    for row in found:
+        if row.world_size > 1:
+            show(about(row), highlight=False, soft_wrap=True, markup=False)
+    for text in advice["notes"]:
+        show(text, highlight=False, soft_wrap=True, markup=False)
+    said = advice["study2025"]
+    show(
+        f"The rule set study2025 says: {said['verdict']} ({said['reason']}).",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    show(f"ADVICE: {advice['reason']}.", style="green", highlight=False, soft_wrap=True, markup=False)
+    if advice["launch"]:
+        show(f"  {advice['launch']}", highlight=False, soft_wrap=True, markup=False)
+
+
+def cells(row: Row, priced: bool) -> list[str]:
+    """One row of the table."""
+    if row.prediction is None or row.run is None:
+        return [str(row.world_size), *["-"] * (6 if priced else 5)]
+    return [
+        str(row.world_size),
+        f"{row.prediction.tokens_per_second:,.0f}",
+        duration(3600 * row.run.hours),
+        f"{row.prediction.peak_memory_bytes / 2**30:.2f}",
+        f"{row.prediction.exposed_fraction:.1%}",
+        f"{row.efficiency:.0%}",
+        *([] if row.cost is None else [f"{row.cost:,.2f}"]),
+    ]
+
+
+def about(row: Row) -> str:
+    """Several devices in a sentence: why, or why not, and from which length of a run on."""
+    place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
+    text = f"{row.world_size} devices: {place}{row.reason}"
+    if row.run is not None and row.break_even_steps is not None:
+        text += f". They end first from {math.ceil(row.break_even_steps):,} steps on; this run has {row.run.steps:,.0f}"
+    if row.price_of_an_hour_saved is not None:
+        text += f". Each hour that they save costs {row.price_of_an_hour_saved:,.2f}"
+    return text + "."

@@ -1,0 +1,123 @@
+"""The functions of a user's own script that a run calls, each at one place, and how a mistake in them is told."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunError, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a script brings of its own; without any, nothing happens.
+
+    tokenizer(tokenizer) -> tokenizer or None: after it is loaded, on every rank
+    dataset(tokenizer) -> rows, or (training rows, held-out rows): once per machine, before the ranks meet
+    model(model, tokenizer) -> model or None: after it has its adapter, on every rank
+    trainer(trainer): after it is built, on every rank
+    save(model, tokenizer): after the final model is saved, on the main rank alone, when the other ranks have gone
+    """
+
+    script: Path | None = None
+    tokenizer: Callable[[Any], Any] | None = None
+    dataset: Callable[[Any], Any] | None = None
+    model: Callable[[Any, Any], Any] | None = None
+    trainer: Callable[[Any], Any] | None = None
+    save: Callable[[Any, Any], Any] | None = None
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the function of this name returns; None where there is none.
+
+        Raises:
+            RunError: it failed. Says where in the script.
+        """
+        function = getattr(self, name)
+        if function is None:
+            return None
+        with self.told(name):
+            return function(*arguments)
+
+    def replace(self, name: str, value: Any, *others: Any) -> Any:
+        """What the function of this name makes of `value`; `value` itself where it returns nothing or is none."""
+        made = self.call(name, value, *others)
+        return value if made is None else made
+
+    @contextlib.contextmanager
+    def told(self, name: str) -> Iterator[None]:
+        """Tell an error of the script's function in the script's own lines, without those of libraries."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # one rank that leaves by sys.exit() would let the others wait
+            raise RunError(self._story(name, error)) from error
+
+    def _story(self, name: str, error: BaseException) -> str:
+        function = getattr(self, name)
+        called = getattr(function, "__name__", repr(function))
+        frames = [(frame.lineno or 0, frame.name, frame.line or "") for frame in self._own_frames(error)]
+        frames += self._frames_of_workers(error)
+        file = self.script.name if self.script else "the script"
+        place = f" at {file}:{frames[-1][0]}" if frames else ""
+        lines = [f"{called}(), the script's `{name}` function, failed{place}: {type(error).__name__}: {error}"]
+        for line, within, text in frames:
+            lines += [f"  {file}:{line}, in {within}", f"    {text}"]
+        return "\n".join(lines)
+
+    def _own_frames(self, error: BaseException) -> list[traceback.FrameSummary]:
+        found = traceback.extract_tb(error.__traceback__)
+        return [frame for frame in found if self.script and Path(frame.filename).resolve() == self.script]
+
+    def _frames_of_workers(self, error: BaseException) -> list[tuple[int, str, str]]:
+        """The script's lines in the traceback that a worker process (`num_proc` of datasets) sent as a text."""
+        text = str(error.__cause__) if type(error.__cause__).__name__ == "RemoteTraceback" else ""
+        pattern = rf'File "{re.escape(str(self.script))}", line (\d+), in (\S+)\n +(.*)'
+        return [(int(line), within, code) for line, within, code in re.findall(pattern, text)]
+
+    def identity(self) -> str:
+        """Digest of the bytes of the script and of the files that its functions for the data stand in."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source in self._sources():
+            digest.update(b"%d " % len(source) + source)
+        return digest.hexdigest()
+
+    def inputs(self) -> str:
+        """Digest of the data files whose names stand in the script, as they are now. What a function fetches from
+        elsewhere is not in it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted({file for source in self._sources() for file in _data_files_named_in(source)}):
+            with file.open("rb") as content:
+                digest.update(f"{file} ".encode() + hashlib.file_digest(content, "blake2b").digest())
+        return digest.hexdigest()
+
+    def _sources(self) -> list[bytes]:
+        defined = (inspect.getsourcefile(inspect.unwrap(f)) for f in (self.dataset, self.tokenizer) if f is not None)
+        files = dict.fromkeys(Path(path).resolve() for path in (self.script, *defined) if path)
+        return [file.read_bytes() for file in files]
+
+
+NO_HOOKS = Hooks()
+
+
+_DATA = {".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst"}
+
+
+def _data_files_named_in(source: bytes) -> list[Path]:
+    """Data files that exist and whose whole path is a text in a Python source."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    paths = [Path(text) for text in texts if isinstance(text, str) and len(text) < 1024 and text.isprintable()]
+    found = []
+    for path in paths:
+        if path.suffix.lower() in _DATA:
+            with contextlib.suppress(OSError):  # a name that is too long
+                found += [path] if path.is_file() else []
+    return found

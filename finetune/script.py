@@ -1,0 +1,78 @@
+"""What a training script of one's own calls: its functions, and the settings in the YAML file beside it.
+
+    from finetune import script
+
+    def build_dataset(tokenizer):
+        from datasets import load_dataset
+        return load_dataset("json", data_files="my.json", split="train")
+
+    if __name__ == "__main__":
+        raise SystemExit(script.run(__file__, dataset=build_dataset))
+
+`accelerate launch my.py` then trains on any number of ranks, as `finetune.train` does, and `python my.py --dry-run`
+tries it on one device. Imports of torch, unsloth, transformers or datasets stand inside the functions: this program
+chooses the device and repairs what needs repair before it imports them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.hooks import Hooks
+from finetune.verb import DONE, guarded
+
+
+def run(
+    file: str,
+    *,
+    dataset: Callable[[Any], Any] | None = None,
+    tokenizer: Callable[[Any], Any] | None = None,
+    model: Callable[[Any, Any], Any] | None = None,
+    trainer: Callable[[Any], Any] | None = None,
+    save: Callable[[Any, Any], Any] | None = None,
+) -> int:
+    """Train with the settings of the YAML file named like the script (or by `--config`) and of the command line.
+
+    Args:
+        file: the script's `__file__`.
+        dataset: gets the tokenizer; returns rows in one of the formats of `data.format` (a `datasets.Dataset` or any
+            iterable of mappings), or a pair of them: to train on, and held out. Called once per machine; the result is
+            kept until the script, a file that it names, the tokenizer or the settings of the data change.
+            `data.train_file` or `data.dataset_name` replaces it.
+        tokenizer: gets the tokenizer, after it is loaded, on every rank; may return another one.
+        model: gets the model with its adapter, and the tokenizer, on every rank; may return another model.
+        trainer: gets the trainer, after it is built, on every rank; to add callbacks.
+        save: gets the trained model and the tokenizer, after the final model is in training.output_dir; called by the
+            main rank alone, when the other ranks have gone: for exports, which may take their time.
+
+    Returns:
+        The exit code of the process: 0 done, 1 failed, 2 bad configuration or input, 130 interrupted.
+    """
+    script = Path(file).resolve()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        from finetune.config import help_text
+
+        sys.stdout.write(help_text("train", script.name) + "\n")
+        return DONE
+    hooks = Hooks(script=script, dataset=dataset, tokenizer=tokenizer, model=model, trainer=trainer, save=save)
+    return guarded(lambda: _run(sys.argv[1:], hooks, script))
+
+
+def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:
+    from finetune.config import load
+
+    if not any(argument.partition("=")[0] == "--config" for argument in argv):
+        beside = script.with_suffix(".yaml")
+        if not beside.is_file():
+            raise UserError(f"{script.name} has its settings in {beside}, which does not exist; --config names others")
+        argv = ["--config", str(beside), *argv]
+    config = load(list(argv), script=script.name if hooks.dataset else None)
+    if config.demo:
+        raise UserError(f"{config.config_file} names no model for {script.name}: set model.model_name_or_path.")
+    from finetune import train
+
+    return train.run(config, hooks=hooks)

@@ -1,0 +1,95 @@
+"""`finetune advise` on a CPU with two gloo ranks: measured, decided, launched as it says, and scored."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from finetune.advise import launch as plan
+from finetune.hardware import survey
+from tests import launch
+
+
+def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    out, advised, report = tmp_path / "out", tmp_path / "advised", tmp_path / "advice.json"
+    job = [
+        *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),
+        *("--training.output_dir", str(out), "--logging.generate_samples", "0", "--training.max_steps", "4"),
+        *("--training.global_batch_size", "8", "--model.backend", "transformers"),
+    ]
+    own = ["--as-given", "--fastest", "--price-per-gpu-hour", "0", "--out", str(advised), "--json", str(report)]
+    command = [*launch.command("python"), "-m", "finetune.advise", *own, *job]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=launch.environment(tmp_path), timeout=launch.TIMEOUT, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    words = " ".join(done.stdout.split())
+    assert "there is no GPU: this measures the CPU" in words and "ADVICE: " in words
+    advice = json.loads(report.read_text())
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: there is nothing to spread over")
+    one, two = advice["rows"]
+    assert (one["world_size"], two["world_size"]) == (1, 2) and one["cost"] == two["cost"] == 0.0
+    assert one["exposed_seconds"] == 0.0 and two["exposed_seconds"] > 0.0 and one["efficiency"] == 1.0
+    assert two["per_device"] == 4 and two["source"].endswith("-2.json")
+    # Four steps: whatever two ranks gain, they have not made up for their start.
+    assert advice["world_size"] == 1 and "one device" in advice["reason"]
+    assert not out.exists()
+
+    assert (advised / "launch.sh").is_file() and "num_processes: 1" in (advised / "profile.yaml").read_text()
+
+    # What is written for two ranks starts as it is written, and is scored from one device and the all-reduce.
+    plan.write(advised, plan.plan(2, survey(), job, advised), "as the test wants it")
+    script = advised / "launch.sh"  # on any free port: tests run side by side
+    script.write_text(script.read_text().replace("accelerate launch", "accelerate launch --main_process_port 0"))
+    path = os.pathsep.join([str(Path(launch.command("python")[0]).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sh", str(script)],
+        capture_output=True,
+        text=True,
+        env=launch.environment(tmp_path, PATH=path),
+        timeout=launch.TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run = launch.read(out)
+    prediction = run["prediction"]
+    assert run["world_size"] == 2 and prediction["reason"] is None
+    assert "comm-gloo" in prediction["source"] and prediction["step_seconds"]["predicted"] > 0
+    assert abs(prediction["peak_memory_gib"]["error"]) < 0.2
+
+
+def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    from finetune import strategy
+    from finetune.config import load
+    from finetune.record import write_json
+
+    job = [
+        *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),
+        *("--training.max_steps", "2", "--model.backend", "transformers", "--training.strategy", "auto"),
+        *("--training.learning_rate", "1e-4", "--training.lr_scheduler_type", "constant"),
+        *("--training.learning_rate_rule", "linear", "--training.base_global_batch_size", "4"),
+    ]
+    os.environ["FINETUNE_CACHE"], before = str(tmp_path), os.environ.get("FINETUNE_CACHE")
+    try:
+        file = strategy.advice_file(load(job), strategy.visible_gpus())
+    finally:
+        os.environ.pop("FINETUNE_CACHE") if before is None else os.environ.update(FINETUNE_CACHE=before)
+    write_json(file, {"world_size": 2, "reason": "the test says so", "when": "today", "environment": {}})
+    done = launch.run("python", [*job, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "training.strategy auto: 2 ranks, because the test says so" in " ".join(done.stdout.split())
+    run = launch.read(tmp_path / "out")
+    assert run["world_size"] == 2 and run["status"] == "done"
+    # Four times the batch that the rate was chosen for: 16 in place of 4, whatever the number of ranks.
+    events = EventAccumulator(str(tmp_path / "out" / "runs"))
+    events.Reload()
+    assert run["learning_rate"] == pytest.approx(4e-4)
+    assert events.Scalars("train/learning rate")[-1].value == pytest.approx(4e-4)
+    assert "Learning rate 0.0004: 0.0001 for a global batch of 4, by the rule linear" in " ".join(done.stdout.split())
+    assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]

@@ -1,0 +1,476 @@
+"""The decision, from made-up measurements: every verdict, every reason to refuse, and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from finetune import advise, measurements
+from finetune.advise import candidates, dense, launch, machine, verb, verdict, words
+from finetune.advise.candidates import Bench, Tried
+from finetune.advise.verdict import Candidate, Row
+from finetune.config import load
+from finetune.errors import RunError, UserError
+from finetune.hardware import Gpu, Hardware, Link
+from finetune.measurements import Measurement
+from finetune.predict import MIB, Curve, Gradients, Work
+
+FAST = Curve(points=((1024, 1e-5), (1024 * MIB, 0.01)))  # NVLink-like
+SLOW = Curve(points=((1024, 1e-3), (1024 * MIB, 1.0)))
+
+
+def of(world: int, *, step: float = 1.0, steps: float = 1000, memory: float | None = 80e9, peak: float = 20e9, **kw):
+    """A candidate whose compute is shared by `world` ranks."""
+    work = Work(
+        compute_seconds=0.9 * step / world,
+        accumulation=1,
+        backward_share=2 / 3,
+        data_seconds=0.0,
+        optimizer_seconds=0.1 * step,
+        other_seconds=0.0,
+        tokens=1000.0,
+        peak_memory_bytes=peak,
+    )
+    return Candidate(
+        work=work,
+        gradients=Gradients(sizes=(kw.get("gradients", 20 * MIB),)),
+        per_device=8 // world,
+        steps=steps,
+        start_up_seconds=30.0,
+        memory_bytes=memory,
+    )
+
+
+def table(
+    curve: Curve, worlds: tuple[int, ...] = (1, 2, 4), here: int = 8, extra: float = 10.0, price=2.0, **kw
+) -> list[Row]:
+    return verdict.rows(
+        {world: of(world, **kw) for world in worlds},
+        {world: (curve, "measured") for world in worlds},
+        here=here,
+        extra_start_up_seconds=extra,
+        price_per_gpu_hour=price,
+    )
+
+
+def test_large_work_and_fast_links_take_all_that_pay() -> None:
+    found = table(FAST)
+    chosen = verdict.choose(found)
+    assert chosen and chosen.world_size == 4 and (chosen.efficiency or 0) >= 0.7
+    assert verdict.in_a_sentence(chosen, found).startswith("4 devices: 3.0")
+
+
+def test_below_70_percent_efficiency_is_not_taken_unless_the_fastest_is_asked_for() -> None:
+    found = table(SLOW, gradients=400 * MIB)  # 0.39 s of communication
+    four = found[-1]
+    assert 1 < four.prediction.tokens_per_second / found[0].prediction.tokens_per_second < 2.8
+    assert "below 70 %" in four.reason and "waiting for communication" in four.reason
+    assert verdict.choose(found).world_size == 1
+    assert verdict.choose(found, fastest=True).world_size > 1
+    assert verdict.in_a_sentence(found[0], found).startswith("one device: with 2, ")
+
+
+def test_a_tiny_step_is_slower_on_several() -> None:
+    found = table(SLOW, step=0.002)
+    assert verdict.choose(found, fastest=True).world_size == 1
+    assert "slower than one" in found[1].reason and found[1].break_even_steps is None
+
+
+def test_a_short_run_ends_earlier_on_one() -> None:
+    found = table(FAST, steps=5)
+    assert verdict.choose(found, fastest=True).world_size == 1
+    assert "this run ends before" in found[1].reason
+    assert found[1].break_even_steps == pytest.approx(10 / 0.45, rel=0.01)  # 10 s more to start, 0.45 s won a step
+    assert verdict.choose(table(FAST, steps=200)).world_size == 4
+
+
+def test_what_does_not_fit_is_never_chosen() -> None:
+    found = table(FAST, memory=25e9, peak=20.5e9)  # 0.8 x 25 = 20 GB, without the buckets even
+    assert [row.fits for row in found] == [True, False, False]
+    assert verdict.choose(found, fastest=True).world_size == 1 and "above the margin" in found[1].reason
+
+
+def test_devices_that_are_not_here_are_shown_and_not_chosen() -> None:
+    found = table(FAST, here=2)
+    assert [row.here for row in found] == [True, True, False]
+    assert verdict.choose(found).world_size == 2
+    assert words.about(found[2]).startswith("4 devices: not here, predicted from measured: ")
+
+
+def test_what_was_not_measured_has_a_reason_and_no_figures() -> None:
+    found = verdict.rows(
+        {1: of(1), 2: of(2), 3: "3 devices do not hold the global batch", 4: of(4)},
+        {2: (None, "its all-reduce could not be measured: rank 1 of 2 died (SIGKILL)")},
+        here=4,
+    )
+    assert [row.prediction is None for row in found] == [False, True, True, True]
+    assert "died" in found[1].reason and "do not hold" in found[2].reason and "not measured" in found[3].reason
+    assert verdict.choose(found, fastest=True).world_size == 1
+    assert words.cells(found[1], False) == ["2", "-", "-", "-", "-", "-"]
+    json.dumps([row.to_dict() for row in found])
+
+
+def test_costs_also_at_a_price_of_zero() -> None:
+    found = table(FAST, price=0.0)
+    assert [row.cost for row in found] == [0.0, 0.0, 0.0]
+    assert found[1].price_of_an_hour_saved == 0.0 and "costs 0.00" in words.about(found[1])
+    assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].run.hours)
+    assert table(FAST, price=None)[1].cost is None and len(words.cells(table(FAST, price=None)[0], False)) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--price-per-gpu-hour", "-1"], "is no price"),
+        (["--price-per-gpu-hour", "nan"], "is no price"),
+        (["--world-sizes", "1,two"], "is no list of whole numbers"),
+        (["--world-sizes", "0"], "is no list of whole numbers"),
+        (["--batch", "8"], "--batch is for --model"),
+        (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
+        (["--comm", "missing.json"], "is no result of `finetune bench comm --json`"),
+        (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
+        (["--model", "dense-258k", "--rules"], "takes none of"),
+        (["--model", "dense-258k", "--training.max_steps", "3"], "there is no configuration"),
+        (["--training.learing_rate", "1"], "learning_rate"),
+    ],
+)
+def test_bad_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = arguments if "--model" in arguments or "--batch" in arguments else [*arguments, *configuration(tmp_path)]
+    assert advise.main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def configuration(folder: Path, *extra: str) -> list[str]:
+    return ["--model.model_name_or_path", "m", "--data.train_file", str(folder / "t.jsonl"), *extra]
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from finetune import advise\n"
+        "assert advise.main(['--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    from tests import launch as runs
+
+    done = subprocess.run([*runs.command("python"), "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--price-per-gpu-hour" in done.stdout
+
+
+# --- machines -------------------------------------------------------------------------------------------------------
+
+
+def host(*gpus: Gpu, **kw: Any) -> Hardware:
+    links = tuple(
+        Link(gpus=(a.index, b.index), kind="PHB", nvlinks=0, gb_per_s=None, peer_access=False)
+        for a in gpus
+        for b in gpus
+        if a.index < b.index
+    )
+    return Hardware(
+        device="cuda" if gpus else "cpu",
+        name=gpus[0].name if gpus else "x86_64",
+        count=len(gpus),
+        memory_gib=gpus[0].memory_gib if gpus else None,
+        peak_bf16_tflops=None,
+        peak_reason="",
+        cpu_cores=kw.pop("cpu_cores", 2),
+        ram_gib=8.0,
+        gpus=gpus,
+        links=links,
+        **kw,
+    )
+
+
+def card(index: int, name: str = "NVIDIA L4", **kw: Any) -> Gpu:
+    return Gpu(index=index, name=name, compute_capability="8.9", multiprocessors=58, memory_gib=22.0, **kw)
+
+
+def test_unlike_gpus_are_not_scaled_over() -> None:
+    mixed = host(card(0), card(1, "NVIDIA L40S"))
+    assert machine.devices_here(mixed) == 1
+    assert any("the slowest would set the pace" in text and "L40S" in text for text in machine.warnings(mixed))
+    assert machine.devices_here(host(card(0), card(1))) == 2 and machine.warnings(host(card(0), card(1))) == []
+
+
+def test_machines_to_be_warned_of() -> None:
+    assert "in use by another process (4711)" in machine.warnings(host(card(0, other_processes=(4711,))))[0]
+    assert "NVML cannot be asked (no driver)" in machine.warnings(host(card(0), unknown={"NVML": "no driver"}))[0]
+    throttled = host(card(0, power_limit_w=72.0), card(1, power_limit_w=60.0))
+    assert machine.devices_here(throttled) == 2 and "may wait for the slower" in machine.warnings(throttled)[0]
+    assert "there is no GPU" in machine.warnings(host())[0]
+    assert machine.devices_here(host()) == 2 and machine.devices_here(host(cpu_cores=1)) == 1
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, packed: bool = False) -> Measurement:
+    return Measurement(
+        facts={"tokens per pack": 64 if packed else None},
+        when="2026-01-01T00:00:00+00:00",
+        per_device=per_device,
+        global_size=16,
+        seconds_per_micro_batch=step / (16 / per_device),
+        seconds_per_token=0.0,
+        backward_share=0.6,
+        data_seconds=0.0,
+        optimizer_seconds=0.0,
+        other_seconds=0.0,
+        start_up_seconds=10.0,
+        compute_seconds={str(world): step / world for world in (1, 2, 4, 8) if 16 % (world * per_device) == 0},
+        tokens_per_step=1000.0,
+        steps=100.0,
+        peak_memory_bytes=1e9,
+        memory_bytes=80e9,
+        parameters=1_000_000_000,
+        trainable_parameters=10_000_000,
+        gradient_bytes=[40_000_000],
+        gradient_dtype="float32",
+        as_bucket_view=full,
+        gradients_in_peak=True,
+        bucket_cap_bytes=25 * MIB,
+        first_bucket_bytes=MIB,
+    )
+
+
+class FakeBench(Bench):
+    """Dry runs by their extra arguments; what is not listed does not fit."""
+
+    def __init__(self, results: dict[str, Tried]) -> None:
+        super().__init__(arguments=[])
+        self.results, self.asked = results, []
+
+    def try_out(self, extra: Any, ranks: int = 1) -> Tried:
+        key = " ".join(extra)
+        self.asked.append(key)
+        full = Tried(measured=None, reason="CUDA ran out of memory", full=True)
+        return next((self.results[name] for name in self.results if name == key), full)
+
+
+def config(folder: Path, *extra: str):
+    return load(configuration(folder, *extra), verb="advise")
+
+
+OFF, SIZE = "--training.gradient_checkpointing false", "--training.per_device_train_batch_size"
+
+
+def test_better_settings_of_one_device_come_first(tmp_path: Path) -> None:
+    base = Tried(measured=measurement(), recommended=16)
+    bench = FakeBench(
+        {
+            "--data.packing true": Tried(measured=measurement(step=0.4, packed=True)),
+            OFF: Tried(measured=measurement(step=0.8)),
+            f"{SIZE} 16": Tried(measured=measurement(step=0.99, per_device=16)),  # 1 %: noise
+        }
+    )
+    found = candidates.improvements(config(tmp_path), bench, base)
+    assert [one.change.name for one in found] == ["packing", "no checkpointing"]
+    assert found[0].factor == pytest.approx(2.5) and not found[0].change.same_result
+    # Packing changes what a step is: it is told, and not put into the launch line.
+    assert candidates.applied(bench, found) == tuple(OFF.split())
+
+
+def test_fewer_rows_at_a_time_may_be_faster(tmp_path: Path) -> None:
+    """Else one device would be compared with two that have smaller micro-batches, and these would get the credit."""
+    sizes = {4: 0.5, 16: 0.9}
+    bench = FakeBench({f"{SIZE} {n}": Tried(measured=measurement(step=t, per_device=n)) for n, t in sizes.items()})
+    found = candidates.improvements(config(tmp_path), bench, Tried(measured=measurement()))
+    assert [one.change.name for one in found] == ["4 rows at a time"]  # of two sizes the better
+    assert candidates.applied(bench, found) == (SIZE, "4")
+    fixed = config(tmp_path, "--training.gradient_accumulation_steps", "2")
+    assert candidates.other_micro_batches(fixed, Tried(measured=measurement())) == []
+
+
+def test_faster_settings_are_taken_together_only_where_that_is_faster(tmp_path: Path) -> None:
+    base = Tried(measured=measurement(), recommended=16)
+    singles = {
+        OFF: Tried(measured=measurement(step=0.8)),
+        f"{SIZE} 16": Tried(measured=measurement(step=0.9, per_device=16)),
+    }
+    for together, expected in ((0.7, f"{OFF} {SIZE} 16"), (0.85, OFF)):
+        both = {f"{OFF} {SIZE} 16": Tried(measured=measurement(step=together, per_device=16))}
+        bench = FakeBench(singles | both)
+        found = candidates.improvements(config(tmp_path), bench, base)
+        assert " ".join(candidates.applied(bench, found)) == expected
+    full = FakeBench(singles)  # both together do not fit
+    assert " ".join(candidates.applied(full, candidates.improvements(config(tmp_path), full, base))) == OFF
+
+
+def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) -> None:
+    bench = FakeBench({f"{SIZE} {n}": Tried(measured=measurement(per_device=n)) for n in (1, 2, 4, 8)})
+    found = candidates.measured_for(config(tmp_path), bench, measurement(), (), [1, 2, 3, 4, 16])
+    assert [one if isinstance(one, str) else one.per_device for one in found.values()][:2] == [8, 8]
+    assert "3 devices do not hold the global batch" in str(found[3])
+    assert isinstance(found[4], Measurement) and found[4].per_device == 4
+    assert isinstance(found[16], Measurement) and found[16].per_device == 1
+    grown = config(tmp_path, "--training.gradient_accumulation_steps", "2")
+    assert "would be another" in str(candidates.measured_for(grown, bench, measurement(), (), [2])[2])
+
+
+def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes is missing, say: no reason to give no advice. The configuration as given has to be sound."""
+
+    def refused(*args: Any, **kw: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(args, 2, stdout="", stderr="error: model.load_in_4bit needs bitsandbytes\n")
+
+    monkeypatch.setattr(candidates.subprocess, "run", refused)
+    bench = Bench(arguments=[])
+    assert bench.try_out(["--model.load_in_4bit", "true"]) == Tried(
+        measured=None, reason="a dry run failed: model.load_in_4bit needs bitsandbytes"
+    )
+    with pytest.raises(UserError, match="needs bitsandbytes"):
+        bench.try_out([])
+
+
+def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
+    full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
+    assert [one.name for one in candidates.remedies(full, on_cpu=False)] == [
+        "one row at a time",
+        "checkpointing",
+        "LoRA in place of all weights",
+        "4 bit (QLoRA)",
+        "rows of at most 1024 tokens",
+    ]
+    fits = f"{SIZE} 1 --training.gradient_checkpointing unsloth --model.full_finetuning false"
+    taken, result = candidates.make_fit(full, FakeBench({fits: Tried(measured=measurement())}), on_cpu=False)
+    assert len(taken) == 3 and result and result.measured
+    taken, result = candidates.make_fit(full, FakeBench({}), on_cpu=False)
+    assert len(taken) == 5 and result is None
+
+
+def test_a_model_that_fits_no_gpu_gets_no_launch_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = FakeBench({f"{SIZE} 1": Tried(measured=measurement(per_device=1))})
+    monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
+    monkeypatch.setattr("finetune.hardware.survey", lambda: host(card(0), card(1)))
+    report = tmp_path / "advice.json"
+    assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NO: CUDA ran out of memory" in said and f"It fits with one row at a time (tried: 0.9 GiB): {SIZE} 1" in said
+    assert "accelerate launch" not in said
+    content = json.loads(report.read_text())
+    assert content["launch"] is None and content["fits_with"] == [SIZE, "1"]
+    bench.results.clear()
+    assert advise.main(configuration(tmp_path)) == 1
+    assert "More GPUs do not help" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_whole_story_on_two_like_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the options to the files, with dry runs and the all-reduce made up."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    bench = FakeBench({"": Tried(measured=measurement()), f"{SIZE} 8": Tried(measured=measurement())})
+    monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
+    monkeypatch.setattr("finetune.hardware.survey", lambda: host(card(0), card(1)))
+    monkeypatch.setattr(candidates.comm, "measure", all_reduce)
+    report, out = tmp_path / "advice.json", tmp_path / "advised"
+    arguments = configuration(tmp_path, "--json", str(report), "--out", str(out), "--as-given")
+    assert advise.main([*arguments, "--price-per-gpu-hour", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ADVICE: 2 devices" in said and "only those of the adapter travel" in said
+    assert "The rule set study2025 says: measure (1e+03 M parameters with a batch of 16" in said
+    advice = json.loads(report.read_text())
+    assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
+    assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
+    assert "# no pair of GPUs can read" in (out / "environment.sh").read_text()
+    assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
+    assert measurements.find_comm(2, "nccl", "NVIDIA L4")[0] is not None  # for the score of the real run
+    # `training.strategy: auto` finds it.
+    from finetune import strategy
+
+    found = strategy.find_advice(load(configuration(tmp_path)), 2)
+    assert found and found["world_size"] == 2 and found["environment"] == {"NCCL_P2P_DISABLE": "1"}
+    assert strategy.find_advice(load(configuration(tmp_path, "--lora.r", "8")), 2) is None
+    # A rank that dies while the all-reduce is measured leaves one device, and says so.
+    monkeypatch.setattr(candidates.comm, "measure", dies)
+    assert advise.main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "could not be measured: rank 1 of 2 died (SIGKILL)" in said and "ADVICE: one device" in said
+
+
+def all_reduce(world: int, sizes: Any = None, *args: Any, **kw: Any) -> dict[str, Any]:
+    rows = [{"bytes": size, "seconds": {"median": 1e-5 + size / 2e10}} for size in sizes]
+    return {"kind": "comm", "world_size": world, "backend": "nccl", "collectives": {"all_reduce": rows}}
+
+
+def dies(*args: Any, **kw: Any) -> dict[str, Any]:
+    raise RunError("rank 1 of 2 died (SIGKILL); the others were stopped")
+
+
+def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    runs = [all_reduce(2, [1024]), all_reduce(8, [1024, 4096]), all_reduce(2, [9]) | {"variant": "Tree"}]
+    path = tmp_path / "comm.json"
+    path.write_text(json.dumps({"kind": "comm", "runs": runs}))
+    found = measurements.read_comm(path)
+    assert set(found) == {2, 8} and found[2].points[0][0] == 1024  # of two settings the first: the advised ones
+    assert verb.numbers(verb.parse([])[0], 1, found) == [1, 2, 8]
+    path.write_text(json.dumps(all_reduce(4, [1024])))
+    assert set(measurements.read_comm(path)) == {4}
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="Measure again"):
+        measurements.read_comm(path)
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "on_cpu"), [(1, True), (2, True), (1, False), (4, False)])
+def test_profiles_are_what_accelerate_reads_them_as(tmp_path: Path, world: int, on_cpu: bool) -> None:
+    here = host() if on_cpu else host(*map(card, range(4)))
+    plan = launch.plan(world, here, ["--config", "my file.yaml"], tmp_path / "advised")
+    launch.write(tmp_path / "advised", plan, "because")
+    read = load_config_from_file(str(tmp_path / "advised" / "profile.yaml"))
+    assert read.num_processes == world and read.use_cpu is on_cpu
+    shipped = "single.yaml" if world == 1 else "cpu_2.yaml" if on_cpu else "ddp_4.yaml"
+    ours, theirs = (
+        yaml.safe_load(path.read_text())
+        for path in (tmp_path / "advised" / "profile.yaml", Path("accelerate_configs") / shipped)
+    )
+    assert ours == theirs | {"use_cpu": on_cpu}
+    script = tmp_path / "advised" / "launch.sh"
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    assert "--config 'my file.yaml'" in script.read_text() and script.stat().st_mode & 0o111
+
+
+def test_launch_lines_without_a_folder() -> None:
+    assert launch.plan(2, host(), ["--x", "1"], None).line.startswith("torchrun --standalone --nproc_per_node 2 -m ")
+    assert "--multi_gpu --num_processes 2" in launch.plan(2, host(card(0), card(1)), [], None).line
+    assert "launch --cpu --num_processes 1" in launch.plan(1, host(), [], None).line
+
+
+# --- the study's dense models ---------------------------------------------------------------------------------------
+
+
+def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = dense.chosen("dense-258k", 64)
+    assert sum(job.gradients.sizes) == 4 * job.model.parameters
+
+    def measure(models: Any, world: int, environment: Any, options: Any, machine: Any) -> dict:
+        assert world == 1 and models[0].batches == (64, 32)
+        seconds = {"forward": 1.0, "backward": 2.0, "optimiser": 0.5, "other": 0.5}
+        parts = {name: {"median": value} for name, value in seconds.items()}
+        ranks = [{"seconds": parts, "memory_gib": 0.5}]
+        return {("258K", batch): {"step_seconds": {"median": batch / 32}, "ranks": ranks} for batch in (64, 32)}
+
+    monkeypatch.setattr(dense.study, "measure", measure)
+    found = dense.candidates(job, [1, 2, 3], host(card(0), card(1)))
+    assert isinstance(found[3], str) and "do not hold" in found[3]
+    one, two = found[1], found[2]
+    assert isinstance(one, Candidate) and isinstance(two, Candidate)
+    # The step as a whole counts; the parts, which were measured in another run, share it out.
+    assert one.work.compute_seconds == pytest.approx(2 * 3 / 4) and two.work.compute_seconds == pytest.approx(3 / 4)
+    assert one.work.backward_share == pytest.approx(2 / 3)
+    assert replace(one.work, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
+    rows = verdict.rows(found, {2: (SLOW, "slow")}, here=2)
+    assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)

@@ -1,0 +1,331 @@
+"""Scripts of a user's own: their functions, what a mistake in one looks like, and the settings of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from finetune import job, model, script
+from finetune.bootstrap import Stack
+from finetune.config import Config, load
+from finetune.data.prepare import Data, prepare
+from finetune.errors import RunError, UserError
+from finetune.hooks import Hooks
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"text": f"the cat sees {word}"} for word in tiny.WORDS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny.make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Written:
+    """A script in a folder, its functions loaded as Python does it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "mine.py"
+
+    def hooks(self, source: str, **names: str) -> Hooks:
+        self.path.write_text(source)
+        module = ModuleType("mine")
+        exec(compile(source, str(self.path), "exec"), module.__dict__)
+        return Hooks(script=self.path, **{hook: getattr(module, name) for hook, name in names.items()})
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    return Written(tmp_path)
+
+
+def settings(tmp_path: Path, *extra: str) -> Config:
+    cache = ("--data.cache_dir", str(tmp_path / "cache"))
+    return load(["--model.model_name_or_path", "m", *cache, *extra], script="mine.py")
+
+
+def counted(path: Path, rows: Any) -> tuple[Callable[[Any], Any], list[Any]]:
+    """A function that returns `rows`, and the tokenizers that it was called with."""
+    calls: list[Any] = []
+
+    def build_dataset(tokenizer: Any) -> Any:
+        calls.append(tokenizer)
+        return rows() if callable(rows) else rows
+
+    return build_dataset, calls
+
+
+def made(tmp_path: Path, tokenizer: Any, rows: Any, *extra: str) -> Data:
+    (tmp_path / "mine.py").write_text("")
+    return prepare(
+        settings(tmp_path, *extra), tokenizer, Hooks(script=tmp_path / "mine.py", dataset=counted(tmp_path, rows)[0])
+    )
+
+
+# --- the rows of a function -------------------------------------------------------------------------------------------
+
+
+def test_rows_are_made_once_and_again_when_the_script_changes(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("VERSION = 1\n")
+    function, calls = counted(tmp_path, ROWS)
+    hooks = Hooks(script=path, dataset=function)
+    first = prepare(settings(tmp_path), tokenizer, hooks)
+    assert (first.cached, calls) == (False, [tokenizer])
+    assert [tokenizer.decode(ids) for ids, _ in map(first.train.__getitem__, range(2))] == [
+        "the cat sees the<|im_end|>",
+        "the cat sees cat<|im_end|>",
+    ]
+    again = prepare(settings(tmp_path, "--training.learning_rate", "1e-3"), tokenizer, hooks)
+    assert again.cached and len(calls) == 1 and again.fingerprint == first.fingerprint
+    path.write_text("VERSION = 2\n")
+    assert not prepare(settings(tmp_path), tokenizer, hooks).cached and len(calls) == 2
+    assert not prepare(settings(tmp_path, "--data.max_length", "8"), tokenizer, hooks).cached and len(calls) == 3
+
+
+def test_a_data_file_that_the_script_names_counts(tmp_path: Path, tokenizer: Any) -> None:
+    data, made_file = tmp_path / "rows.json", tmp_path / "made.json"
+    data.write_text("[]")
+    path = tmp_path / "mine.py"
+    texts = {"FILE": str(data), "MADE": str(made_file), "LONG": "x" * 900 + ".json", "ABSENT": "no/such.json"}
+    path.write_text("".join(f"{name} = {text!r}\n" for name, text in texts.items()))
+
+    def writes_a_file() -> list[dict]:
+        made_file.write_text("from " + data.read_text())
+        return ROWS
+
+    function, calls = counted(tmp_path, writes_a_file)
+    hooks = Hooks(script=path, dataset=function)
+    for count in (1, 1):  # the file that the function itself writes and the script names is no other input
+        prepare(settings(tmp_path), tokenizer, hooks)
+        assert len(calls) == count
+    data.write_text("[1]")
+    for count in (2, 2):
+        prepare(settings(tmp_path), tokenizer, hooks)
+        assert len(calls) == count
+
+
+def test_another_result_of_the_same_script_is_other_data(tmp_path: Path, tokenizer: Any) -> None:
+    """An unseeded shuffle, a changed file on the network: neither two machines nor a resumed run may mix the two."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+    one, other = made(tmp_path / "a", tokenizer, ROWS), made(tmp_path / "b", tokenizer, ROWS[::-1])
+    assert one.folder.name == other.folder.name and one.fingerprint != other.fingerprint
+
+
+def test_held_out_rows(tmp_path: Path, tokenizer: Any) -> None:
+    import datasets
+
+    pair = (datasets.Dataset.from_list(ROWS).with_format("torch"), iter(ROWS[:3]))
+    data = made(tmp_path, tokenizer, lambda: pair, "--training.eval_steps", "5")
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval), data.ledgers["eval"]["rows_read"]) == (len(ROWS), 3, 3)
+    tiny.make_rows(tmp_path / "eval.jsonl", 4)
+    other = made(tmp_path, tokenizer, lambda: (ROWS, ROWS), "--data.eval_file", str(tmp_path / "eval.jsonl"))
+    assert other.eval is not None and len(other.eval) == 4
+    part = made(tmp_path, tokenizer, ROWS, "--data.eval_fraction", "0.4")
+    assert part.eval is not None and len(part.eval) + len(part.train) == len(ROWS)
+    with pytest.raises(UserError, match="both choose the held-out rows"):
+        made(tmp_path, tokenizer, lambda: (ROWS, ROWS), "--data.eval_fraction", "0.5")
+    with pytest.raises(UserError, match="holds no rows out"):
+        made(tmp_path, tokenizer, ROWS, "--training.eval_steps", "5", "--data.max_length", "64")
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        (None, "returned a NoneType"),
+        ("train.jsonl", "returned a str"),
+        ({"train": ROWS, "test": ROWS}, "several sets of rows (train, test)"),
+        ((ROWS, ROWS, ROWS), "returned 3 values"),
+        ([["text"]], "build_dataset():row 1: a row is an object of named fields"),
+        ([{"words": "x"}], "no row format fits"),
+        ([{"text": ""}], "mine.py: none of the 1 rows"),
+        ([], "no row format fits"),
+    ],
+)
+def test_what_is_no_set_of_rows(tmp_path: Path, tokenizer: Any, rows: Any, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        made(tmp_path, tokenizer, lambda: rows)
+    assert what in str(caught.value)
+
+
+def test_a_file_on_the_command_line_replaces_the_function(tmp_path: Path, tokenizer: Any) -> None:
+    rows = tiny.make_rows(tmp_path / "train.jsonl", 5)
+    function, calls = counted(tmp_path, ROWS)
+    config = settings(tmp_path, "--data.train_file", str(rows))
+    data = prepare(config, tokenizer, Hooks(script=tmp_path / "mine.py", dataset=function))
+    assert len(data.train) == 5 and not calls and data.fingerprint == data.folder.name
+
+
+# --- a mistake in a function ------------------------------------------------------------------------------------------
+
+FAILING = """
+def form(row):
+    return {"text": row["no such column"]}
+
+def build_dataset(tokenizer):
+    import datasets
+    rows = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    return rows.map(form, num_proc=PROCESSES)
+
+def lazily(tokenizer):
+    yield {"text": "a"}
+    raise ValueError("the second row")
+
+def leaves(trainer):
+    import sys
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_the_scripts_own_lines_are_told(written: Written, tokenizer: Any, tmp_path: Path, processes: Any) -> None:
+    hooks = written.hooks(FAILING.replace("PROCESSES", str(processes)), dataset="build_dataset")
+    with pytest.raises(RunError) as caught:
+        prepare(settings(tmp_path), tokenizer, hooks)
+    text = str(caught.value)
+    first, *frames = text.splitlines()
+    assert first.startswith("build_dataset(), the script's `dataset` function, failed at mine.py:3: KeyError: ")
+    assert [frame.strip() for frame in frames] == [
+        "mine.py:8, in build_dataset",
+        f"return rows.map(form, num_proc={processes})",
+        "mine.py:3, in form",
+        'return {"text": row["no such column"]}',
+    ]
+
+
+def test_rows_that_fail_while_they_are_read_and_a_function_that_exits(
+    written: Written, tokenizer: Any, tmp_path: Path
+) -> None:
+    hooks = written.hooks(FAILING.replace("PROCESSES", "1"), dataset="lazily", trainer="leaves")
+    with pytest.raises(RunError, match=r"failed at mine.py:12: ValueError: the second row"):
+        prepare(settings(tmp_path), tokenizer, hooks)
+    with pytest.raises(
+        RunError, match=r"leaves\(\), the script's `trainer` function, failed at mine.py:16: SystemExit"
+    ):
+        hooks.call("trainer", None)
+
+
+def test_a_hook_may_return_nothing() -> None:
+    hooks = Hooks(tokenizer=lambda value: None, model=lambda value, tokenizer: [value, tokenizer])
+    assert hooks.replace("tokenizer", "t") == "t" and hooks.replace("model", "m", "t") == ["m", "t"]
+    assert Hooks().replace("model", "m", "t") == "m" and Hooks().call("save", "m", "t") is None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_missing_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "mine.py")
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
+    assert script.run(file) == 0
+    assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--dry-run]")
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    assert script.run(file) == 2
+    assert f"has its settings in {tmp_path / 'mine.yaml'}, which does not exist" in capsys.readouterr().err
+    (tmp_path / "mine.yaml").write_text("training: {seed: 1}\n")
+    assert script.run(file, dataset=len) == 2 and "names no model for mine.py" in capsys.readouterr().err
+    (tmp_path / "mine.yaml").write_text("model: {model_name_or_path: m}\n")
+    assert script.run(file) == 2 and "a model is named and no training data" in capsys.readouterr().err
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from finetune import script\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'numpy', 'unsloth'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- settings of the model --------------------------------------------------------------------------------------------
+
+PLAIN = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+
+
+def loaded(folder: Path, *extra: str) -> Any:
+    named = ["--model.model_name_or_path", str(folder), "--data.train_file", "t", "--model.backend", "transformers"]
+    return model.load(load([*named, *extra]), PLAIN, row_length=64)
+
+
+def adapters(found: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in found.named_parameters() if p.requires_grad}
+
+
+def test_adapter_settings_on_the_transformers_backend(tiny_model: Path) -> None:
+    one, same = adapters(loaded(tiny_model)), adapters(loaded(tiny_model, "--lora.random_state", "42"))
+    other = adapters(loaded(tiny_model, "--lora.random_state", "7"))
+    assert all(torch.equal(one[name], same[name]) for name in one)  # 42 is the default of training.seed
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    first_layer = adapters(loaded(tiny_model, "--lora.adapter_kwargs", "{layers_to_transform: [0]}"))
+    assert 0 < len(first_layer) < len(one) and all("layers.0." in name for name in first_layer)
+    assert loaded(tiny_model, "--lora.bias", "all").peft_config["default"].bias == "all"
+
+
+def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="`finetune_mlp_modules`, which PEFT's LoraConfig does not take"):
+        loaded(tiny_model, "--lora.adapter_kwargs", "{finetune_mlp_modules: false}")
+    named = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", "t", "--model.loader", "FastModel"]
+    with pytest.raises(UserError, match=r"model.loader is FastModel, .* the backend is transformers \(a test\)"):
+        model.check(load(named), PLAIN)
+
+
+UNSLOTH = """
+import json, sys
+from finetune import bootstrap
+from finetune.config import load
+stack = bootstrap.start("unsloth")
+from finetune import model
+answers = []
+for extra in json.loads(sys.argv[2]):
+    config = load(["--model.model_name_or_path", sys.argv[1], "--data.train_file", "t", *extra])
+    try:
+        found = model.load(config, stack, row_length=64)
+        names = [name for name, p in found.named_parameters() if p.requires_grad]
+        answers.append([len(names), sum("layers.1." in name for name in names), found.peft_config["default"].bias])
+    except Exception as error:
+        answers.append(f"{type(error).__name__}: {error}")
+print(json.dumps(answers))
+"""
+
+
+def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path) -> None:
+    cases = [
+        ["--lora.r", "8"],
+        ["--model.loader", "FastModel", "--lora.adapter_kwargs", "{layers_to_transform: [0]}"],
+        ["--model.loader_kwargs", "{offload_embedding: false}", "--lora.bias", "all"],
+        ["--model.loader_kwargs", "{unsloth_tiled_mlb: true}"],
+        ["--lora.adapter_kwargs", "{loftq: {}}"],
+        ["--model.load_in_8bit"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", UNSLOTH, str(tiny_model), json.dumps(cases)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    usual, first_layer, biased, misspelt, unknown, eight = json.loads(done.stdout.splitlines()[-1])
+    assert usual == [28, 14, "none"]  # two layers, seven projections, A and B
+    assert first_layer == [14, 0, "none"]
+    assert biased == [28, 14, "all"]  # a model without biases: that the argument arrives is all that can be seen
+    assert misspelt.startswith("UserError: model.loader_kwargs has `unsloth_tiled_mlb`, which nothing takes")
+    assert unknown.startswith("UserError: lora.adapter_kwargs has `loftq`, which nothing takes")
+    assert eight.startswith("UserError: model.load_in_8bit is set and the backend loaded 16-bit weights")
+
+
+def test_a_function_that_imports_unsloth_behind_the_transformers_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    job.check_backend(PLAIN)
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    with pytest.raises(UserError, match="Set model.backend to unsloth"):
+        job.check_backend(PLAIN)

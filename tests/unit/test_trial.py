@@ -1,0 +1,255 @@
+"""The search for the largest micro-batch, the parts of a step, and what a measurement is kept as."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune import measurements, scoring, trial
+from finetune.data.layout import Layout
+from finetune.data.plan import Plan
+from finetune.measurements import Measurement, slowest_rank_seconds
+from finetune.predict import MIB
+from finetune.trial import Attempt, recommended, search, try_size
+from tests.unit.test_advise import measurement
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]  # the divisors of a global batch of 48
+
+
+def attempts(limit: int, start: int) -> tuple[list[Attempt], list[int]]:
+    asked: list[int] = []
+
+    def attempt(size: int) -> Attempt:
+        asked.append(size)
+        return Attempt(per_device=size, fits=size <= limit, peak_bytes=size * 1e9, tokens_per_second=1000.0)
+
+    return search(SIZES, start, attempt), asked
+
+
+@pytest.mark.parametrize("start", SIZES)
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 7, 8, 11, 12, 20, 47, 48])
+def test_it_finds_the_largest_that_fits(limit: int, start: int) -> None:
+    found, asked = attempts(limit, start)
+    best = max((size for size in SIZES if size <= limit), default=None)
+    chosen = recommended(found)
+    assert (chosen.per_device if chosen else None) == best
+    assert len(asked) == len(set(asked)) <= 8  # each once
+    if best is not None and best != 48:  # the next larger one is known not to fit
+        assert any(not one.fits and one.per_device == SIZES[SIZES.index(best) + 1] for one in found)
+
+
+def test_it_doubles_and_then_bisects() -> None:
+    assert attempts(12, 2)[1] == [2, 4, 8, 16, 12]
+    assert attempts(3, 16)[1] == [16, 8, 4, 2, 3]
+    assert attempts(48, 48)[1] == [48]
+
+
+def test_a_smaller_size_is_recommended_only_where_it_is_faster() -> None:
+    def one(size: int, speed: float, fits: bool = True) -> Attempt:
+        return Attempt(per_device=size, fits=fits, peak_bytes=1.0, tokens_per_second=speed)
+
+    assert recommended([one(2, 100), one(4, 99), one(8, 500, fits=False)]).per_device == 4  # 1 % is noise
+    assert recommended([one(2, 120), one(4, 99)]).per_device == 2
+    assert recommended([one(2, 1, fits=False)]) is None
+
+
+class FakeMemory:
+    """A device on which each row of a micro-batch takes 1 GB."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit_bytes: float | None = limit
+        self.rows, self.resets = 0, 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def peak_bytes(self) -> float:
+        return self.rows * 1e9
+
+
+class FakeTrainer:
+    """As much of a trainer as `try_size` uses; the device is full above `most` rows."""
+
+    def __init__(self, memory: FakeMemory, most: int) -> None:
+        self.memory, self.most = memory, most
+        self.model = self.model_wrapped = torch.nn.Linear(2, 1)
+        self.args = types.SimpleNamespace(device=torch.device("cpu"))
+        self.step_losses, self._step_loss, self.steps = [torch.zeros(())], torch.zeros(()), []
+
+    def _collate(self, rows: list) -> dict[str, Any]:
+        self.memory.rows = len(rows)
+        return {"input_ids": torch.ones(len(rows), 2)}
+
+    def training_step(self, model: Any, inputs: dict[str, Any], count: Any) -> None:
+        inputs.pop("input_ids")  # as a trainer may do: the next step needs it again
+        if self.memory.rows > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.steps.append(int(count))
+        model(torch.ones(1, 2)).sum().backward()
+
+
+class FakeLayout:
+    tokens = np.array([5, 50, 20, 7])
+    label_tokens = np.array([1, 9, 4, 2])
+    padded_lengths = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def largest_first(self) -> np.ndarray:
+        return np.argsort(-self.tokens)
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return rows
+
+
+def test_a_size_is_tried_on_the_longest_rows_and_leaves_nothing() -> None:
+    memory = FakeMemory(limit=3e9)
+    trainer = FakeTrainer(memory, most=6)
+    layout: Any = FakeLayout()
+    found = try_size(trainer, layout, 2, memory)
+    assert found.fits and found.peak_bytes == 2e9 and (found.tokens_per_second or 0) > 0
+    assert trainer.steps == [13, 13, 13]  # the labels of the two longest rows, three times
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert trainer.step_losses == [] and trainer._step_loss is None and memory.resets == 1
+    assert not try_size(trainer, layout, 4, memory).fits  # it runs, above the limit
+    full = try_size(trainer, layout, 8, memory)  # and here the device is full: caught
+    assert not full.fits and full.peak_bytes is None and full.tokens_per_second is None
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    sizes = search([1, 2, 4, 8], 1, lambda size: try_size(trainer, layout, size, memory))
+    assert [one.per_device for one in sizes if one.fits] == [1, 2]
+
+
+def test_a_cpu_run_has_no_limit_to_search_below() -> None:
+    assert trial.HostMemory().limit_bytes is None and trial.HostMemory().peak_bytes() > 0
+
+
+def test_parts_of_steps_are_told_apart() -> None:
+    """Two steps of two micro-batches with a clock that is moved by hand."""
+    now = 0.0
+    parts = trial.Parts("cpu", stop_after=99)
+    parts._mark = lambda name: parts._marks.append((name, now))  # type: ignore[method-assign]
+
+    def spend(seconds: float) -> Any:
+        nonlocal now
+        now += seconds
+
+    class Accelerator:
+        def backward(self, loss: Any) -> None:
+            spend(2.0)
+
+    class Trainer:
+        accelerator = Accelerator()
+
+        def get_batch_samples(self) -> None:
+            spend(0.25)
+
+        def compute_loss(self) -> None:
+            spend(1.0)
+
+        def add_callback(self, callback: Any) -> None:
+            self.callback = callback
+
+    trainer: Any = Trainer()
+    parts.watch(trainer)
+    state, control = types.SimpleNamespace(global_step=1), types.SimpleNamespace()
+    parts.on_train_begin(None, state, control)  # type: ignore[arg-type]
+    for _ in range(2):
+        spend(0.5)
+        trainer.get_batch_samples()
+        for _ in range(2):
+            trainer.compute_loss()
+            trainer.accelerator.backward(None)
+        spend(0.125)
+        parts.on_step_end(None, state, control)  # type: ignore[arg-type]
+    with torch.no_grad():
+        trainer.compute_loss()  # an evaluation is no step
+    step = {"other": [0.5], "data": [0.25], "forward": [1.0] * 2, "backward": [2.0] * 2, "optimizer": [0.125]}
+    assert parts.steps() == [step, step]
+
+
+# --- shares of ranks, the cache, the score --------------------------------------------------------------------------
+
+
+def plan_of(lengths: list[int], batch: int) -> tuple[Plan, Layout]:
+    layout: Any = types.SimpleNamespace(padded_lengths=np.array(lengths), packs=types.SimpleNamespace(pack_length=None))
+    plan = Plan(
+        costs=np.array(lengths, dtype=float),
+        label_tokens=np.ones(len(lengths), dtype=int),
+        global_batch_size=batch,
+        seed=0,
+        fingerprint="",
+        lengths=np.array(lengths),
+    )
+    return plan, layout
+
+
+def test_the_slowest_rank_decides_a_step() -> None:
+    plan, layout = plan_of([8, 8, 16, 64], 4)
+    line = (1.0, 0.5)
+    alone = slowest_rank_seconds(plan, layout, world_size=1, per_device=1, line=line)
+    assert alone.tolist() == [4 * 1.0 + 0.5 * (8 + 8 + 16 + 64)]
+    # Two ranks, two micro-batches each: the plan gives 64 and 8 to one, 16 and 8 to the other.
+    two = slowest_rank_seconds(plan, layout, world_size=2, per_device=1, line=line)
+    assert two.tolist() == [2 * 1.0 + 0.5 * (64 + 8)]
+    # A micro-batch is padded to its longest row.
+    padded = slowest_rank_seconds(plan, layout, world_size=2, per_device=2, line=line)
+    assert padded.tolist() == [1.0 + 0.5 * 2 * 64]
+
+
+def test_a_measurement_is_found_by_its_facts_and_a_miss_is_explained(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    facts = {"model.model_name_or_path": "m", "device": "NVIDIA L4", "data": "1"}
+    assert "no dry run of this model" in measurements.find(facts)[1]
+    kept = Measurement(**{**measurement().__dict__, "facts": facts})
+    path = measurements.keep(kept)
+    assert measurements.find(facts) == (kept, str(path))
+    assert measurements.find(facts | {"data": "2"}) == (None, "the nearest dry run differs in: data")
+    assert "no dry run of this model" in measurements.find(facts | {"model.model_name_or_path": "other"})[1]
+    path.write_text("{}")  # of another version, or damaged
+    assert measurements.find(facts)[0] is None
+
+
+def test_buckets_follow_the_users_cap() -> None:
+    assert measurements.bucket_limits({}) == (25 * MIB, MIB)
+    assert measurements.bucket_limits({"ddp_bucket_cap_mb": 25}) == (25 * MIB, MIB)
+    assert measurements.bucket_limits({"ddp_bucket_cap_mb": 100}) == (100 * MIB, 100 * MIB)
+
+
+def test_a_prediction_is_scored_against_what_was_measured() -> None:
+    from finetune.predict import predict
+
+    one = measurement()
+    prediction = predict(one.work(1), one.gradients, 1, None)
+    results = {"step_seconds_median": 0.8, "peak_memory_gib": [0.5, 1.0], "tokens_per_second_per_gpu": 1250.0}
+    found = scoring.compare(prediction, prediction, results)
+    assert found["step_seconds"] == {"predicted": 1.0, "measured": 0.8, "error": pytest.approx(0.25)}
+    assert found["peak_memory_gib"]["measured"] == 1.0  # the fullest rank
+    assert found["tokens_per_second_per_gpu"]["error"] == pytest.approx(-0.2)
+    short = scoring.compare(prediction, prediction, results | {"step_seconds_median": None})
+    assert short["step_seconds"]["error"] is None  # one step: nothing but compilation was measured
+
+
+def test_a_score_in_tensorboard() -> None:
+    class Writer:
+        scalars, texts = {}, {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag] = value
+
+        def add_text(self, tag: str, text: str, step: int) -> None:
+            self.texts[tag] = text
+
+    writer = Writer()
+    one = {"predicted": 1.0, "measured": 0.8, "error": 0.25}
+    scoring.write(writer, {"source": "a file", "reason": None, **dict.fromkeys(scoring.FIELDS, one)}, 7)
+    assert writer.scalars["prediction/error of step_seconds (fraction)"] == 0.25 and len(writer.scalars) == 3
+    assert "| step_seconds | 1 | 0.8 | +25.0% |" in writer.texts["prediction"]
+    scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
+    assert writer.texts["prediction"] == "not scored: no dry run"
+    scoring.write(None, {"reason": None}, 7)  # a rank that does not write
