@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: help install demo test check format
+.PHONY: help install demo test check format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make test    install and run all CPU tests"
 	@echo "make check   install, lint and type-check"
 	@echo "make format  install and format the code"
+	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
 
 install: $(INSTALLED)
 
@@ -43,3 +44,6 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(INSTALLED)
+	@for notebook in examples/notebooks/*.ipynb; do $(BIN)/python -m finetune.convert $$notebook --out notebooks_converted --overwrite || exit 1; done

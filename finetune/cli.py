@@ -10,10 +10,13 @@ from finetune import __version__
 from finetune.verb import BAD_INPUT, DONE
 
 VERBS = {
-    "train": "train a model; --dry-run tries everything on one device first and keeps nothing",
+    "train": "train a model; --dry-run tries and measures everything on one device first",
     "prepare": "tokenise, mask and pack the data ahead of time; prints what happened to each row",
     "parity": "prove on your own configuration that the number of GPUs does not change what is computed",
+    "convert": "turn an Unsloth notebook into a script that is safe on any number of GPUs, or say why not",
     "doctor": "report on this machine and its software, and what would stop a run; text for a bug report",
+    "advise": "how many GPUs pay for your configuration, and which settings: measured, predicted, decided",
+    "bench": "measure this machine: communication, ceilings, the parts of a training step, a published study again",
 }
 
 

@@ -8,11 +8,25 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 # Each layer may import from itself and from those above it in this list.
 LAYERS = (
-    {"errors", "record", "keeping", "config", "distributed", "interrupt", "verb", "invariants"},
-    {"hardware"},
-    {"bootstrap", "data", "model", "metrics", "samples", "job"},
-    {"trainer", "callbacks"},
-    {"train", "demo", "dryrun", "prepare", "parity", "parity_run", "doctor"},
+    {"errors", "record", "keeping", "config", "distributed", "interrupt", "verb", "invariants", "hooks"},
+    {"hardware", "nccl", "statistics", "predict", "rules"},
+    {"bootstrap", "data", "model", "metrics", "communication", "samples", "job", "measurements"},
+    {"trainer", "callbacks", "scoring"},
+    {
+        "train",
+        "script",
+        "strategy",
+        "demo",
+        "dryrun",
+        "trial",
+        "advise",
+        "prepare",
+        "parity",
+        "parity_run",
+        "doctor",
+        "bench",
+        "convert",
+    },
     {"cli", "__main__"},
 )
 

@@ -1,0 +1,208 @@
+"""`python -m finetune.convert NOTEBOOK`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunError, UserError
+from finetune.verb import BAD_INPUT, DONE, FAILED
+
+REFUSED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one notebook: `result` is converted, refused, failed or bad input, with the exit code of it."""
+
+    notebook: str
+    result: str
+    exit_code: int
+    seconds: float
+    code: str = ""  # of a refusal, or of the verification that failed
+    cell: int | None = None
+    reason: str = ""
+    conversion: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {key: getattr(self, key) for key in ("notebook", "result", "exit_code", "code", "cell", "reason")}
+        return found | {"seconds": round(self.seconds, 3)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert a notebook, or look over a folder. Returns 0 when written, 1 when a verification failed, 2 for bad input,
+    3 when the notebook is refused."""
+    from finetune.verb import guarded
+
+    argv = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(argv)
+    return guarded(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m finetune.convert",
+        description="Turn an Unsloth notebook into a script that is safe on any number of devices: NAME.py,"
+        " NAME.yaml and "
+        "NAME.report.json. Exit codes: 0 written, 1 a verification failed, 2 bad input, 3 refused, with the reason.",
+    )
+    parser.add_argument("notebook", nargs="?", type=Path, help=".ipynb, or .py exported from one")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files; default: beside the notebook")
+    parser.add_argument(
+        "--check", type=Path, metavar="DIR", help="try every notebook of a folder, write none, print a table"
+    )
+    parser.add_argument(
+        "--keep-inference", action="store_true", help="also write NAME_infer.py with the notebook's generation"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace files that differ from what would be written")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the machine-readable result")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if (options.notebook is None) == (options.check is None):
+        raise UserError("give one notebook, or a folder with --check; see --help")
+    if options.check is not None:
+        return _check(options)
+    outcome = convert(options.notebook, keep_inference=options.keep_inference)
+    files: list[Path] = []
+    if outcome.conversion is not None:
+        files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
+    if options.json:
+        _write_json(options.json, outcome.to_dict() | {"files": [str(path) for path in files]})
+    _say(outcome, files)
+    return outcome.exit_code
+
+
+def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
+    """Convert one notebook in memory, and verify it. Raises nothing that the notebook can cause."""
+    from finetune.convert.read import Refusal
+    from finetune.convert.verify import NotVerified
+
+    start = time.perf_counter()
+
+    def outcome(result: str, exit_code: int, **more: Any) -> Outcome:
+        return Outcome(
+            notebook=str(path), result=result, exit_code=exit_code, seconds=time.perf_counter() - start, **more
+        )
+
+    try:
+        return outcome("converted", DONE, conversion=_verified(path, keep_inference))
+    except Refusal as refusal:
+        return outcome("refused", REFUSED, code=refusal.code, cell=refusal.cell, reason=refusal.reason)
+    except NotVerified as error:
+        return outcome("failed", FAILED, code=error.check, reason=error.reason)
+    except RunError as error:
+        return outcome("failed", FAILED, reason=str(error))
+    except UserError as error:
+        return outcome("bad input", BAD_INPUT, reason=str(error))
+
+
+def _verified(path: Path, keep_inference: bool) -> Any:
+    from finetune.convert.verify import NotVerified, verify
+
+    notebook, plan, traces, conversion = steps(path, keep_inference=keep_inference)
+    verify(notebook, plan, conversion, traces)
+    *_, again = steps(path, keep_inference=keep_inference, traces=traces)
+    if again != conversion:
+        raise NotVerified("V6", "a second conversion differs from the first")
+    conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
+    return conversion
+
+
+def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Read, refuse, trace, plan, emit: the notebook, its plan, its traces and the conversion, not yet verified."""
+    from finetune.convert.classify import refuse_by_kind
+    from finetune.convert.emit import emit
+    from finetune.convert.names import Program
+    from finetune.convert.plan import live_statements, make_plan
+    from finetune.convert.read import read
+    from finetune.convert.secrets import remove_secrets
+    from finetune.convert.settings import make_settings
+    from finetune.convert.trace import trace_notebook
+
+    notebook = read(path)
+    notes = remove_secrets(notebook)
+    program = Program(live_statements(notebook))
+    refuse_by_kind(notebook, program)
+    traces = traces or trace_notebook(program.statements)
+    plan = make_plan(notebook, program, traces)
+    settings = make_settings(plan, traces)
+    return notebook, plan, traces, emit(notebook, plan, settings, notes, keep_inference=keep_inference)
+
+
+def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
+    """Write the files of a conversion. Raises UserError where one exists that differs, and `overwrite` is not set."""
+    report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
+    texts = {
+        f"{conversion.name}.py": conversion.script,
+        f"{conversion.name}.yaml": conversion.config,
+        f"{conversion.name}.report.json": report,
+    }
+    if conversion.infer:
+        texts[f"{conversion.name}_infer.py"] = conversion.infer
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is no folder")
+    different = [
+        name
+        for name, text in texts.items()
+        if (folder / name).exists() and (folder / name).read_bytes() != text.encode()
+    ]
+    if different and not overwrite:
+        raise UserError(
+            f"{folder / different[0]} exists and differs from what would be written; give another --out, or"
+            " --overwrite to replace it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_bytes(text.encode())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; give another --out") from None
+    return [folder / name for name in texts]
+
+
+def _say(outcome: Outcome, files: list[Path]) -> None:
+    from rich.markup import escape
+
+    from finetune.verb import console
+
+    if outcome.result == "converted":
+        report = outcome.conversion.report
+        kept = sum(item["outcome"] == "kept" for item in report["statements"])
+        console().print(
+            f"{escape(outcome.notebook)}: converted, V1 to V6 passed; {kept} of {len(report['statements'])}"
+            " statements kept",
+            soft_wrap=True,
+        )
+        for path in files:
+            console().print(f"  {escape(str(path))}", soft_wrap=True, highlight=False)
+        for note in report["notes"]:
+            console().print(f"  note: {escape(note)}", soft_wrap=True, highlight=False)
+        return
+    where = "" if outcome.cell is None else f", cell {outcome.cell}"
+    code = f" ({outcome.code}{where})" if outcome.code else ""
+    what = {"refused": "refused", "failed": "not written, a verification failed", "bad input": "error"}[outcome.result]
+    sys.stderr.write(f"{what}{code}: {outcome.reason}\n")
+
+
+def _check(options: argparse.Namespace) -> int:
+    """The table over a folder: 0 unless a verification failed."""
+    from finetune.convert.check import check_folder
+
+    outcomes = check_folder(options.check)
+    if options.json:
+        _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
+    return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
+
+
+def _write_json(path: Path, value: Any) -> None:
+    from finetune.record import write_json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, value)

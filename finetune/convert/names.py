@@ -1,0 +1,378 @@
+"""What a statement reads, binds and changes; what of a program a name depends on, followed backwards."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from finetune.convert.read import Statement
+
+# Methods that change what they are called on, also where their value is taken.
+MUTATORS = frozenset(
+    "append extend insert remove pop clear sort reverse update setdefault add discard popitem add_tokens"
+    " add_special_tokens resize_token_embeddings add_callback remove_callback pop_callback set_format with_format_"
+    " seed shuffle_ mount enable_input_require_grads gradient_checkpointing_enable add_faiss_index".split()
+)
+# Calls that seed a generator which other code draws from.
+SEEDS = {
+    "set_seed": ("random", "numpy", "torch"),
+    "seed_everything": ("random", "numpy", "torch"),
+    "random.seed": ("random",),
+    "numpy.random.seed": ("numpy",),
+    "torch.manual_seed": ("torch",),
+}
+# Calls that only look at what they are given.
+_READERS = frozenset("print display pprint save_model len info debug warning plot hist generate".split())
+_LIBRARIES = ("torch", "transformers", "unsloth", "unsloth_zoo", "bitsandbytes")
+_SETTERS = re.compile(r"torch\.(set_float32_matmul_precision|use_deterministic_algorithms|_dynamo\.|backends\.)")
+_BUILTINS = frozenset(dir(builtins))
+
+
+@dataclass(kw_only=True)
+class Effects:
+    """Names at module scope. `late` names are read when a function of the statement is called, not where it stands."""
+
+    binds: set[str] = field(default_factory=set)
+    may_bind: set[str] = field(default_factory=set)
+    changes: set[str] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
+
+    @property
+    def all_reads(self) -> set[str]:
+        return self.reads | self.late
+
+
+def effects(node: ast.stmt) -> Effects:
+    found = _Visitor()
+    found.visit_statement(node, certain=True)
+    return found.effects
+
+
+def root(node: ast.AST) -> str | None:
+    """The name at the start of `name.a[0].b(...)`, or None."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def target_names(node: ast.AST) -> Iterator[str]:
+    """The plain names that an assignment to `node` binds."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Tuple | ast.List):
+        for item in node.elts:
+            yield from target_names(item)
+    elif isinstance(node, ast.Starred):
+        yield from target_names(node.value)
+
+
+class _Visitor:
+    def __init__(self) -> None:
+        self.effects = Effects()
+
+    def visit_statement(self, node: ast.stmt, certain: bool) -> None:
+        e = self.effects
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self._bind(node.name, certain)
+            reads, late = definition_reads(node)
+            e.reads |= reads
+            e.late |= late
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                self._bind((alias.asname or alias.name).split(".")[0], certain)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if isinstance(node, ast.AnnAssign):
+                self.expression(node.annotation)
+            if node.value is not None:
+                self.expression(node.value, late=isinstance(node.value, ast.Lambda))
+            for target in targets:
+                self._target(target, certain, isinstance(node, ast.AugAssign))
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                if (name := root(target)) and not isinstance(target, ast.Name):
+                    e.changes.add(name)
+        elif isinstance(node, ast.Expr):
+            self.expression(node.value)
+            self._bare(node.value)
+        else:
+            self._compound(node)
+
+    def _compound(self, node: ast.stmt) -> None:
+        for name, value in ast.iter_fields(node):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, ast.stmt):
+                    self.visit_statement(item, certain=isinstance(node, ast.With))
+                elif isinstance(item, ast.ExceptHandler | ast.match_case):
+                    for inner in item.body:
+                        self.visit_statement(inner, certain=False)
+                elif isinstance(item, ast.withitem):
+                    self.expression(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._target(item.optional_vars, True, False)
+                elif isinstance(item, ast.expr):
+                    if name == "target":
+                        self._target(item, False, False)
+                    else:
+                        self.expression(item)
+
+    def _bind(self, name: str, certain: bool) -> None:
+        (self.effects.binds if certain else self.effects.may_bind).add(name)
+
+    def _target(self, target: ast.expr, certain: bool, augmented: bool) -> None:
+        if isinstance(target, ast.Name):
+            if augmented:
+                self.effects.changes.add(target.id)
+                self.effects.reads.add(target.id)
+            else:
+                self._bind(target.id, certain)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for item in target.elts:
+                self._target(item, certain, augmented)
+        elif isinstance(target, ast.Starred):
+            self._target(target.value, certain, augmented)
+        else:
+            if name := root(target):
+                self.effects.changes.add(name)
+            self.expression(target)
+
+    def _bare(self, value: ast.expr) -> None:
+        """A call for its effect changes its receiver, or what it is given."""
+        if isinstance(value, ast.Await):
+            value = value.value
+        if not isinstance(value, ast.Call):
+            return
+        if isinstance(value.func, ast.Attribute) and (name := root(value.func)):
+            self.effects.changes.add(name)
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        if name in _READERS or name.startswith(("save_pretrained", "push_to_hub")):
+            return
+        for argument in [*value.args, *(item.value for item in value.keywords)]:
+            if isinstance(argument, ast.Name):
+                self.effects.changes.add(argument.id)
+
+    def expression(self, node: ast.expr, late: bool = False) -> None:
+        names = free_names(node)
+        (self.effects.late if late else self.effects.reads).update(names)
+        self._files(node)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.NamedExpr) and isinstance(inner.target, ast.Name):
+                self._bind(inner.target.id, False)
+            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+                if inner.func.attr in MUTATORS and (name := root(inner.func)) in names:
+                    self.effects.changes.add(str(name))
+
+    def _files(self, node: ast.expr) -> None:
+        """A file is a name, too: who writes it changes `file:NAME`, who mentions it reads that."""
+        written: set[ast.AST] = set()
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Call) and (path := written_path(inner)) is not None:
+                written.add(path)
+                if name := root(path):
+                    self.effects.changes.add(name)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and is_path(inner.value):
+                name = f"file:{str(inner.value).removeprefix('./')}"
+                (self.effects.changes if inner in written else self.effects.reads).add(name)
+
+
+_WRITERS = frozenset(
+    "to_csv to_json to_parquet to_pickle to_excel save_to_disk write_text write_bytes savez dump_jsonl".split()
+)
+
+
+def written_path(call: ast.Call) -> ast.expr | None:
+    """The file that a call writes, as an expression; None where it writes none that is known."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name == "open":
+        mode = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "mode"), None)
+        if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and set(mode.value) & set("wax+"):
+            return call.args[0] if call.args else None
+    if name in ("write_text", "write_bytes") and isinstance(call.func, ast.Attribute):
+        inside = call.func.value
+        return inside.args[0] if isinstance(inside, ast.Call) and inside.args else inside
+    if name in _WRITERS and call.args:
+        return call.args[0]
+    return None
+
+
+def is_path(value: object) -> bool:
+    """Whether a literal looks like the name of a file of data."""
+    return isinstance(value, str) and bool(
+        re.fullmatch(
+            r"[\w./~ -]{1,200}\.(jsonl?|csv|tsv|txt|parquet|arrow|xlsx?|pkl|ya?ml|gz|zip|db|xml|html|md|pdf)", value
+        )
+    )
+
+
+def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[set[str], set[str]]:
+    """Names read where the definition stands (decorators, defaults, bases), and those read when it is called."""
+    now: set[str] = set()
+    for item in node.decorator_list:
+        now |= free_names(item)
+    if isinstance(node, ast.ClassDef):
+        for item in [*node.bases, *(keyword.value for keyword in node.keywords)]:
+            now |= free_names(item)
+        own = {name for inner in node.body for name in effects(inner).binds}
+        inside = [effects(inner) for inner in node.body]
+        reads = {name for e in inside for name in e.reads} - own
+        return now | reads, {name for e in inside for name in e.late} - own
+    arguments = node.args
+    for item in [*arguments.defaults, *(d for d in arguments.kw_defaults if d is not None)]:
+        now |= free_names(item)
+    for item in _arguments(arguments):
+        if item.annotation is not None:
+            now |= free_names(item.annotation)
+    if node.returns is not None:
+        now |= free_names(node.returns)
+    local = {item.arg for item in _arguments(arguments)}
+    return now, body_reads(node.body, local)
+
+
+def body_reads(body: Sequence[ast.stmt], local: set[str]) -> set[str]:
+    """Names that a function's body takes from outside."""
+    outside: set[str] = set()
+    for node in body:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Global | ast.Nonlocal):
+                outside |= set(inner.names)
+    each = [effects(node) for node in body]
+    own = {name for e in each for name in (e.binds | e.may_bind)} | local
+    return ({name for e in each for name in e.all_reads} - own) | outside
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    extra = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *extra]
+
+
+def free_names(node: ast.AST) -> set[str]:
+    """Names that an expression takes from outside of it; builtins are left out."""
+    if isinstance(node, ast.Name):
+        return set() if node.id in _BUILTINS and node.id not in ("input",) else {node.id}
+    if isinstance(node, ast.Lambda):
+        defaults = [*node.args.defaults, *(item for item in node.args.kw_defaults if item is not None)]
+        names = free_names(node.body) - {item.arg for item in _arguments(node.args)}
+        return names.union(*(free_names(item) for item in defaults))
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        bound: set[str] = set()
+        names: set[str] = set()
+        for part in node.generators:
+            names |= free_names(part.iter) - bound
+            bound |= set(target_names(part.target))
+            for condition in part.ifs:
+                names |= free_names(condition) - bound
+        results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        return names.union(*(free_names(item) for item in results)) - (bound - names)
+    found: set[str] = set()
+    for inner in ast.iter_child_nodes(node):
+        found |= free_names(inner)
+    return found
+
+
+# --- following backwards ----------------------------------------------------------------------------------------------
+
+
+class Program:
+    """Statements in order, with their effects, and slices of them."""
+
+    def __init__(self, statements: Sequence[Statement]):
+        self.statements = list(statements)
+        self.effects = [effects(statement.node) for statement in self.statements]
+        self.imports = dotted_imports(statement.node for statement in self.statements)
+        for statement, found in zip(self.statements, self.effects, strict=True):
+            if self.sets_library(statement.node):
+                found.changes.clear()  # it holds for the process, and nothing is made from it
+
+    def position(self, identity: int) -> int:
+        """The place of a statement by its id."""
+        return next(n for n, statement in enumerate(self.statements) if statement.id == identity)
+
+    def slice(self, names: Iterable[str], before: int, stop: frozenset[str] = frozenset()) -> tuple[set[int], set[str]]:
+        """What the values of `names` depend on just before the place `before`.
+
+        Args:
+            stop: names that are not followed; they are given from outside.
+
+        Returns:
+            The places of the statements, and those of `stop` that they read.
+        """
+        wanted = [(name, before) for name in names]
+        seen: set[tuple[str, int]] = set()
+        places: set[int] = set()
+        given: set[str] = set()
+        while wanted:
+            name, limit = wanted.pop()
+            if name in stop:
+                given.add(name)
+                continue
+            if (name, limit) in seen:
+                continue
+            seen.add((name, limit))
+            for place in self._reaching(name, limit):
+                e = self.effects[place]
+                places.add(place)
+                wanted += [(read, place) for read in e.reads]
+                wanted += [(read, limit) for read in e.late]
+        return places, given
+
+    def _reaching(self, name: str, limit: int) -> Iterator[int]:
+        """Places before `limit` that bind or change `name`, back to the last that binds it for certain."""
+        module = self.imports.get(name, name)
+        imported = False  # from there on back only seeds of the module count
+        for place in range(limit - 1, -1, -1):
+            e = self.effects[place]
+            node = self.statements[place].node
+            if name in e.binds:
+                yield place
+                if not isinstance(node, ast.Import | ast.ImportFrom):
+                    return
+                imported = True
+            elif self._seeds(node, module) or (not imported and name in e.may_bind | e.changes):
+                yield place
+
+    def _seeds(self, node: ast.stmt, module: str) -> bool:
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            return False
+        name = self.dotted(node.value.func)
+        return any(
+            name == key or name.endswith("." + key) for key, roots in SEEDS.items() if module.split(".")[0] in roots
+        )
+
+    def sets_library(self, node: ast.stmt) -> bool:
+        """`torch._dynamo.config.x = ...`, `torch.set_float32_matmul_precision(...)`: a setting of a library."""
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            return self.dotted(node.targets[0]).split(".")[0] in _LIBRARIES
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            return bool(_SETTERS.match(self.dotted(node.value.func)))
+        return False
+
+    def dotted(self, node: ast.AST) -> str:
+        """The full dotted name of an expression by the notebook's imports, or ''."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
+
+
+def dotted_imports(nodes: Iterable[ast.stmt]) -> dict[str, str]:
+    """Local name -> full dotted name, of every import at any depth."""
+    found: dict[str, str] = {}
+    for outer in nodes:
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    found[alias.asname or alias.name.split(".")[0]] = (
+                        alias.name if alias.asname else alias.name.split(".")[0]
+                    )
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found

@@ -1,0 +1,1066 @@
+"""Where each statement of a notebook goes: into a function of the script, into the settings, or away with a reason.
+
+A statement is left out only if it is both outside of everything that the training depends on and of a known harmless
+kind; a notebook with any other one is refused (R4).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.convert.names import Program, effects, free_names, root, target_names
+from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
+from finetune.convert.trace import Trace
+
+HOOKS = ("environment", "module", "tokenizer", "dataset", "model", "trainer", "save")
+
+
+@dataclass(kw_only=True)
+class Fate:
+    """What became of a statement: `kept` in a function, `settings` in the YAML file, `dropped`, or `rewritten`."""
+
+    what: str
+    where: str = ""  # the function for kept ones
+    why: str = ""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """The decisions about a notebook, and the names that its functions take and give."""
+
+    program: Program
+    fates: dict[int, Fate] = field(default_factory=dict)
+    hooks: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in HOOKS})
+    replaced: dict[int, ast.stmt] = field(default_factory=dict)  # statement id -> what is kept of it
+    models: set[str] = field(default_factory=set)
+    tokenizers: list[str] = field(default_factory=list)  # in order; the first is what the loader gave
+    trainers: set[str] = field(default_factory=set)
+    train_expression: ast.expr | None = None
+    eval_expression: ast.expr | None = None
+    formatting: ast.expr | None = None
+    callbacks: ast.expr | None = None
+    notes: list[str] = field(default_factory=list)
+    environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
+    trace: Trace = field(default_factory=dict)
+    key: dict[str, int] = field(default_factory=dict)  # loader, adapter, trainer, responses, train -> place
+
+
+def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
+    """The last event of a kind: who makes a thing again replaces it."""
+    return next((item for item in reversed(trace["events"]) if item["kind"] == kind), None)
+
+
+def live_statements(notebook: Notebook) -> list[Statement]:
+    return [statement for statement in notebook.statements if not is_dead(statement.node)]
+
+
+def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan:
+    """Decide about every statement. Raises Refusal (R0, R2, R4)."""
+    plan = Plan(program=program, trace=traces[0])
+    _key_statements(plan, traces[0])
+    _names_of_roles(plan)
+    _trainer_call(plan)
+    _environment(plan, notebook)
+    _tokenizer_hook(plan)
+    _dataset_hook(plan)
+    _model_hook(plan)
+    _trainer_hook(plan)
+    _save_hook(plan)
+    _settings(plan)
+    _shared_constants(plan)
+    _dropped(plan, notebook)
+    _shells(plan, notebook)
+    _not_run(plan, traces)
+    return plan
+
+
+# --- the statements that make the training ----------------------------------------------------------------------------
+
+
+def _key_statements(plan: Plan, trace: Trace) -> None:
+    program = plan.program
+    for name, kind in (
+        ("loader", "load"),
+        ("tokenizer", "load_tokenizer"),
+        ("adapter", "adapt"),
+        ("trainer", "trainer"),
+        ("responses", "responses"),
+        ("train", "train"),
+        ("kbit", "kbit"),
+    ):
+        events = [item for item in trace["events"] if item["kind"] == kind]
+        if name in ("train", "adapter") and len(events) > 1:
+            raise Refusal("R2", f"it has {len(events)} calls of the kind `{name}`", _cell(plan, events[-1]))
+        if events:
+            place = program.position(events[-1]["statement"])  # a cell that does it again replaces the one before
+            plan.key[name] = place
+            node = program.statements[place].node
+            if isinstance(node, ast.FunctionDef | ast.For | ast.While) or _inside_function(plan, place, name):
+                raise Refusal(
+                    "R4",
+                    "the training is set up inside a function or loop; move it to the top level",
+                    program.statements[place].cell,
+                )
+    _same_tokenizer(plan, trace)
+    failed = trace["failed"]
+    for name, what in (
+        ("loader", "no model is loaded by Unsloth's or transformers' classes"),
+        ("trainer", "no SFTTrainer is made"),
+        ("train", "train() is never reached"),
+    ):
+        if name not in plan.key:
+            why = next(
+                (
+                    f" (its {_ordinal(program, key)} fails under the recording stubs: {text})"
+                    for key, text in failed.items()
+                ),
+                "",
+            )
+            raise Refusal("R4" if failed else "R0", what + why)
+
+
+def _same_tokenizer(plan: Plan, trace: Trace) -> None:
+    """`AutoTokenizer.from_pretrained` of the model itself; its arguments are noted."""
+    item, load = event_of(trace, "load_tokenizer"), event_of(trace, "load")
+    if item is None or load is None:
+        return
+    given, kwargs = item["detail"][0].get("tuple", []), dict(map(tuple, item["detail"][1].get("dict", [])))
+    name = given[0] if given else kwargs.pop("pretrained_model_name_or_path", None)
+    args = load["detail"][1].get("tuple", [])
+    model = args[0] if args else dict(map(tuple, load["detail"][2]["dict"])).get("pretrained_model_name_or_path")
+    if name != model:
+        raise Refusal("R4", f"the tokenizer is that of another model ({name}, not {model})", _cell(plan, item))
+    left_out = [
+        key for key in kwargs if key not in ("trust_remote_code", "use_fast", "padding_side", "token", "revision")
+    ]
+    if left_out:
+        plan.notes.append(
+            f"the tokenizer's arguments {', '.join(left_out)} are left out: the package adds end tokens, and pads"
+        )
+
+
+def _ordinal(program: Program, key: str) -> str:
+    statement = program.statements[program.position(int(key))]
+    return f"cell {statement.cell}, line {statement.line}"
+
+
+def _inside_function(plan: Plan, place: int, name: str) -> bool:
+    """Whether the call happens in a function that the statement calls, not in the statement itself."""
+    words = {
+        "loader": "from_pretrained",
+        "adapter": "get_peft_model",
+        "trainer": "Trainer",
+        "train": "train",
+        "responses": "train_on_responses_only",
+        "tokenizer": "from_pretrained",
+        "kbit": "prepare_model",
+    }
+    return not any(
+        isinstance(node, ast.Call) and words[name] in _last_name(plan, node.func)
+        for node in ast.walk(plan.program.statements[place].node)
+    )
+
+
+def _last_name(plan: Plan, node: ast.expr) -> str:
+    return plan.program.dotted(node).rsplit(".", 1)[-1] or getattr(node, "attr", "")
+
+
+def _cell(plan: Plan, item: dict[str, Any]) -> int:
+    return plan.program.statements[plan.program.position(item["statement"])].cell
+
+
+def _call(plan: Plan, place: int, word: str) -> ast.Call:
+    for node in ast.walk(plan.program.statements[place].node):
+        if isinstance(node, ast.Call) and word in _last_name(plan, node.func):
+            return node
+    raise Refusal("R4", f"the call of {word} is not found", plan.program.statements[place].cell)
+
+
+def _names_of_roles(plan: Plan) -> None:
+    """Names of the model, the tokenizer and the trainer, with those that they are given later."""
+    program = plan.program
+    loader = program.statements[plan.key["loader"]].node
+    targets = loader.targets[0] if isinstance(loader, ast.Assign) else None
+    if isinstance(targets, ast.Tuple) and len(targets.elts) == 2:
+        first, second = ([*target_names(item)][:1] for item in targets.elts)
+        plan.models.update(first)
+        plan.tokenizers += second
+    elif isinstance(targets, ast.Name):
+        plan.models.add(targets.id)
+    else:
+        raise Refusal("R4", "the loaded model has no name", program.statements[plan.key["loader"]].cell)
+    if "tokenizer" in plan.key:
+        node = program.statements[plan.key["tokenizer"]].node
+        plan.tokenizers += [name for target in getattr(node, "targets", []) for name in target_names(target)]
+    for place, statement in enumerate(program.statements):
+        node = statement.node
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1):
+            continue
+        names = [name for name in target_names(node.targets[0])]
+        if place in (plan.key.get("trainer"), plan.key.get("responses")):
+            plan.trainers.update(names)
+        elif place in (plan.key.get("adapter"), plan.key.get("kbit")):
+            plan.models.update(names)
+        elif place < plan.key["train"] and _is_alias(plan, node.value):
+            plan.tokenizers += [name for name in names if name not in plan.tokenizers]
+        elif place < plan.key["train"] and isinstance(node.value, ast.Name) and node.value.id in plan.models:
+            plan.models.update(names)
+        elif place < plan.key["train"] and _makes_tokenizer(plan, node.value):
+            plan.tokenizers += [name for name in names if name not in plan.tokenizers]
+
+
+def _is_alias(plan: Plan, value: ast.expr) -> bool:
+    """`processor.tokenizer`, `getattr(tokenizer, "tokenizer", tokenizer)`, or another name for the tokenizer."""
+    if isinstance(value, ast.Name):
+        return value.id in plan.tokenizers
+    if isinstance(value, ast.Attribute):
+        return value.attr == "tokenizer" and root(value) in plan.tokenizers
+    return (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id == "getattr"
+        and len(value.args) > 1
+        and root(value.args[0]) in plan.tokenizers
+        and getattr(value.args[1], "value", None) == "tokenizer"
+    )
+
+
+def _makes_tokenizer(plan: Plan, value: ast.expr) -> bool:
+    """`get_chat_template(tokenizer, ...)`, or a function of the notebook that takes the tokenizer and is named so."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = _last_name(plan, value.func)
+    takes = any(
+        isinstance(item, ast.Name) and item.id in plan.tokenizers
+        for item in [*value.args, *(k.value for k in value.keywords)]
+    )
+    return takes and (
+        name == "get_chat_template" or ("tokenizer" in name.lower() and not isinstance(value.func, ast.Attribute))
+    )
+
+
+def _trainer_call(plan: Plan) -> None:
+    call = _call(plan, plan.key["trainer"], "Trainer")
+    names = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+    given: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
+    given |= {item.arg: item.value for item in call.keywords if item.arg}
+    for item in call.keywords:
+        if item.arg is None:
+            given |= _spread(plan, item.value)
+    none = ast.dump(ast.Constant(None))
+    given = {key: value for key, value in given.items() if ast.dump(value) != none}
+    cell = plan.program.statements[plan.key["trainer"]].cell
+    if "train_dataset" not in given:
+        raise Refusal("R4", "SFTTrainer is given no train_dataset", cell)
+    plan.train_expression = given["train_dataset"]
+    plan.eval_expression = given.get("eval_dataset")
+    plan.formatting = given.get("formatting_func")
+    plan.callbacks = given.get("callbacks")
+
+
+def _spread(plan: Plan, value: ast.expr) -> dict[str, ast.expr]:
+    """The arguments in `**settings`, where settings is a dict display or `dict(...)`."""
+    if isinstance(value, ast.Name):
+        for place in range(plan.key["trainer"] - 1, -1, -1):
+            node = plan.program.statements[place].node
+            if isinstance(node, ast.Assign) and any(value.id in target_names(t) for t in node.targets):
+                return _spread(plan, node.value)
+    if isinstance(value, ast.Dict):
+        return {str(k.value): v for k, v in zip(value.keys, value.values, strict=True) if isinstance(k, ast.Constant)}
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
+        return {item.arg: item.value for item in value.keywords if item.arg}
+    raise Refusal("R4", "SFTTrainer's arguments cannot be read", plan.program.statements[plan.key["trainer"]].cell)
+
+
+# --- functions of the script ------------------------------------------------------------------------------------------
+
+
+def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
+    for place in sorted(places):
+        if place not in plan.hooks[hook]:
+            plan.hooks[hook].append(place)
+        plan.fates[place] = Fate(what="kept", where=hook)
+    plan.hooks[hook].sort()
+
+
+def _key_places(plan: Plan) -> set[int]:
+    return set(plan.key.values())
+
+
+def _environment(plan: Plan, notebook: Notebook) -> None:
+    """Assignments to os.environ stay, and stay first: libraries read them when they are imported."""
+    for place, statement in enumerate(plan.program.statements[: plan.key["train"]]):
+        node = statement.node
+        name = _environment_key(node)
+        if name is None:
+            if _installs(plan, notebook, statement) and "os.environ[" in ast.unparse(node):
+                lines = [
+                    ast.unparse(inner)
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.stmt) and _environment_key(inner)
+                ]
+                plan.notes += [
+                    f"cell {statement.cell}: `{line}` stands in a branch of the installation; it is a comment of"
+                    " the script"
+                    for line in lines
+                ]
+                plan.environment_comments += lines
+                plan.fates[place] = Fate(
+                    what="dropped", why="installation; what it sets in the environment is a comment of the script"
+                )
+            continue
+        if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
+            plan.fates[place] = Fate(
+                what="dropped",
+                why=NO_ENVIRONMENT.get(name, "logging goes to TensorBoard; accounts belong outside of a script"),
+            )
+            continue
+        wanted, _ = plan.program.slice(free_names_of(node) - {"os"}, place)
+        if any(not _pure(plan, item) for item in wanted):
+            raise Refusal("R4", f"the environment variable {name} is computed; set it to a literal", statement.cell)
+        _keep(plan, "environment", {*wanted, place})
+
+
+NO_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "the launcher chooses the devices",
+    "CUDA_DEVICE_ORDER": "the launcher chooses the devices",
+    "HF_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
+    "HUGGING_FACE_HUB_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
+    "HUGGINGFACE_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
+    **dict.fromkeys("RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split(), "the launcher sets it"),
+}
+
+
+def _environment_key(node: ast.stmt) -> str | None:
+    """The variable that `os.environ["X"] = ...` or `os.environ.setdefault("X", ...)` sets."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        target = node.targets[0]
+        if ast.unparse(target.value) in ("os.environ", "environ") and isinstance(target.slice, ast.Constant):
+            return str(target.slice.value)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        call = node.value
+        if ast.unparse(call.func) in ("os.environ.setdefault", "os.putenv", "environ.setdefault") and call.args:
+            return str(getattr(call.args[0], "value", "?"))
+        if ast.unparse(call.func) == "os.environ.update":
+            return ast.unparse(call.args[0]) if call.args else "?"
+    return None
+
+
+def free_names_of(node: ast.stmt) -> set[str]:
+    return effects(node).all_reads
+
+
+def _tokenizer_hook(plan: Plan) -> None:
+    """What changes the tokenizer before the training."""
+    program, names = plan.program, set(plan.tokenizers)
+    own: set[int] = set()
+    for place in range(plan.key["train"]):
+        node, e = program.statements[place].node, program.effects[place]
+        touched = (e.binds | e.may_bind | e.changes) & names
+        if not touched or place in _key_places(plan) or isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Assign) and _is_alias(plan, node.value):
+            plan.fates[place] = Fate(what="settings", why="the package gives the tokenizer itself")
+            continue
+        if place in plan.fates or _only_looks(plan, node):
+            continue
+        if (e.binds | e.may_bind | e.changes) & plan.models:
+            kept = _tokenizer_part(plan, node)
+            if kept is None:
+                raise Refusal(
+                    "R4",
+                    "one statement changes both the model and the tokenizer; separate them",
+                    program.statements[place].cell,
+                )
+            plan.replaced[place] = kept
+        own.add(place)
+    stop = frozenset(names | plan.models)
+    kept = set(own)
+    for place in sorted(own):
+        needed, given = program.slice(free_names_of(program.statements[place].node) - names, place, stop)
+        kept |= needed
+        if given & plan.models and place not in plan.replaced:
+            raise Refusal("R4", "the tokenizer is changed with the help of the model", program.statements[place].cell)
+    kept -= _key_places(plan)
+    _refuse_dependence(plan, kept, "the tokenizer's changes")
+    _keep(plan, "tokenizer", kept)
+
+
+def _tokenizer_part(plan: Plan, node: ast.stmt) -> ast.stmt | None:
+    """`if tokenizer.pad_token is None:` without `model.config.pad_token_id = ...`, which the trainer aligns itself."""
+    if not isinstance(node, ast.If) or node.orelse:
+        return None
+    body = [inner for inner in node.body if not _aligned_id(plan, inner)]
+    if not body or any(effects(inner).changes & plan.models for inner in body):
+        return None
+    return ast.copy_location(ast.If(test=node.test, body=body, orelse=[]), node)
+
+
+def _aligned_id(plan: Plan, node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr in ("pad_token_id", "eos_token_id", "bos_token_id")
+        and root(node.targets[0]) in plan.models
+    )
+
+
+def _dataset_hook(plan: Plan) -> None:
+    program = plan.program
+    stop = frozenset({*plan.tokenizers, *plan.models, *plan.trainers})
+    before = plan.key["trainer"]
+    names: set[str] = set()
+    for expression in (plan.train_expression, plan.eval_expression, plan.formatting):
+        names |= free_names(expression) if expression is not None else set()
+    places, given = program.slice(names, before, stop)
+    places -= _key_places(plan) | set(plan.hooks["environment"])
+    if given & plan.models:
+        cell = next(
+            (program.statements[p].cell for p in sorted(places) if program.effects[p].all_reads & plan.models), None
+        )
+        raise Refusal("R4", "the data are made with the help of the model", cell)
+    if given & plan.trainers:
+        raise Refusal("R4", "the data are made with the help of the trainer", program.statements[before].cell)
+    _refuse_dependence(plan, places, "the data")
+    _note_unseeded(plan, places)
+    _note_hosted_paths(plan, places)
+    _keep(plan, "dataset", {place for place in places if plan.fates.get(place, Fate(what="")).what != "settings"})
+
+
+def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
+    for place in sorted(places):
+        for node in ast.walk(plan.program.statements[place].node):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.startswith(("/content/", "/kaggle/"))
+            ):
+                where = f"cell {plan.program.statements[place].cell}: {node.value}"
+                plan.notes.append(
+                    f"{where} is a path of a hosted notebook; change it in build_dataset, or give --data.train_file"
+                )
+
+
+def _note_unseeded(plan: Plan, places: set[int]) -> None:
+    """Every machine makes the data itself: without a seed they would differ."""
+    for place in sorted(places):
+        for call in _calls(plan.program.statements[place].node):
+            name = getattr(call.func, "attr", "")
+            if root(call.func) in plan.program.imports:
+                continue  # random.shuffle, seeded by random.seed
+            if (
+                name in ("shuffle", "train_test_split")
+                and not {"seed", "random_state"} & {k.arg for k in call.keywords}
+                and not call.args[1:]
+            ):
+                cell = plan.program.statements[place].cell
+                plan.notes.append(
+                    f"cell {cell}: {name}() has no seed, so each machine would order the rows in its own way; give"
+                    " it one"
+                )
+
+
+def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
+    """Refuse what cannot run in a function that is called on its own: shell output and processes."""
+    for place in sorted(places):
+        statement = plan.program.statements[place]
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Call):
+                name = plan.program.dotted(node.func)
+                if name == "__shell__":
+                    raise Refusal("R4", f"{what} depend on the output of a shell command", statement.cell)
+                if name.split(".")[0] in ("subprocess", "multiprocessing") or name in (
+                    "os.system",
+                    "os.popen",
+                    "input",
+                ):
+                    raise Refusal("R4", f"{what} depend on {name}()", statement.cell)
+        if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
+            raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes outside of nested functions."""
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _own_nodes(inner)
+
+
+# Methods of a model before the training that the package does itself, or that change nothing that is trained.
+MODEL_BY_PACKAGE = {
+    "to": "each rank puts the model on its own device",
+    "cuda": "each rank puts the model on its own device",
+    "half": "model.dtype says it",
+    "bfloat16": "model.dtype says it",
+    "float": "model.dtype says it",
+    "train": "the trainer does it",
+    "eval": "the trainer sets the mode",
+    "for_training": "the trainer does it",
+    "for_inference": "inference",
+    "gradient_checkpointing_enable": "training.gradient_checkpointing says it",
+    "enable_input_require_grads": "the package does it",
+    "print_trainable_parameters": "display",
+}
+
+
+def _model_hook(plan: Plan) -> None:
+    """What changes the model before the training, beside the adapter, and settings of libraries for the training."""
+    program = plan.program
+    adapter = plan.key.get("adapter", plan.key["loader"])
+    own = {
+        place
+        for place, statement in enumerate(program.statements[: plan.key["train"]])
+        if place not in plan.fates and program.sets_library(statement.node)
+    }
+    for place in range(plan.key["loader"] + 1, plan.key["train"]):
+        statement, e = program.statements[place], program.effects[place]
+        node = statement.node
+        if place in plan.fates or place in _key_places(plan) or not (e.binds | e.may_bind | e.changes) & plan.models:
+            continue
+        if place in own:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom) or _only_looks(plan, node):
+            continue
+        if (why := _by_package(plan, node)) is not None:
+            plan.fates[place] = Fate(what="dropped", why=why)
+            continue
+        if e.binds & plan.models:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in plan.models:
+                plan.fates[place] = Fate(what="settings", why="another name for the model")
+                continue
+            raise Refusal("R4", "the model is replaced by another object before the training", statement.cell)
+        if place < adapter and not _sets_config(plan, node):
+            raise Refusal("R4", "the model is changed before the adapter is attached", statement.cell)
+        own.add(place)
+    stop = frozenset({*plan.tokenizers, *plan.models})
+    kept = set(own)
+    for place in own:
+        kept |= program.slice(free_names_of(program.statements[place].node) - stop, place, stop)[0]
+    _refuse_dependence(plan, kept, "the model's changes")
+    _keep(plan, "model", kept - _key_places(plan))
+
+
+def _by_package(plan: Plan, node: ast.stmt) -> str | None:
+    value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if root(value.func) in plan.models or any(root(item) in plan.models for item in value.args):
+            return MODEL_BY_PACKAGE.get(value.func.attr)
+    return None
+
+
+def _sets_config(plan: Plan, node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and ".config." in ast.unparse(node.targets[0]) + "."
+    )
+
+
+def _trainer_hook(plan: Plan) -> None:
+    """What changes the trainer between its making and train()."""
+    program = plan.program
+    stop = frozenset({*plan.tokenizers, *plan.models, *plan.trainers})
+    kept: set[int] = set()
+    for place in range(plan.key["trainer"] + 1, plan.key["train"]):
+        statement, e = program.statements[place], program.effects[place]
+        node = statement.node
+        touched = (e.binds | e.may_bind | e.changes) & plan.trainers
+        if not touched or place in _key_places(plan) or place in plan.fates or _only_looks(plan, node):
+            continue
+        text = ast.unparse(node)
+        if re.search(r"\.(train_dataset|eval_dataset|data_collator|compute_loss|optimizer|lr_scheduler)\s*=", text):
+            raise Refusal("R4", f"the trainer is changed after it was made ({statement.head[:80]})", statement.cell)
+        if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
+            plan.fates[place] = Fate(what="dropped", why="evaluation before the training is done by the package")
+            continue
+        kept.add(place)
+        kept |= program.slice(free_names_of(node) - stop, place, stop)[0]
+    if plan.callbacks is not None:
+        kept |= program.slice(free_names(plan.callbacks) - stop, plan.key["trainer"], stop)[0]
+    _refuse_dependence(plan, kept, "the trainer's changes")
+    _keep(plan, "trainer", kept - _key_places(plan))
+
+
+# --- after the training -----------------------------------------------------------------------------------------------
+
+EXPORTS = frozenset(
+    "save_pretrained_merged save_pretrained_gguf save_pretrained_torchao save_pretrained_ggml push_to_hub"
+    " push_to_hub_merged"
+    " push_to_hub_gguf push_to_hub_ggml push_to_hub_torchao merge_and_unload save_lora unsloth_save_model".split()
+)
+_ORDINARY = frozenset("save_pretrained save_model save_state".split())
+_PLACEHOLDER = re.compile(
+    r"YOUR_|your[-_]|hf_username|HF_USERNAME|HF_ACCOUNT|USERNAME|<.*>|repo_id/|^hf/", re.IGNORECASE
+)
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _save_hook(plan: Plan) -> None:
+    """Ordinary saves become training.output_dir; exports stay, and with them what they need."""
+    program = plan.program
+    exports: list[int] = []
+    for place in range(plan.key["train"] + 1, len(program.statements)):
+        statement = program.statements[place]
+        calls = [call for call in _calls(statement.node) if _method(call)]
+        if isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        roles = plan.models | plan.trainers | set(plan.tokenizers)
+        saving = [call for call in calls if root(call.func) in roles and _method(call) in EXPORTS | _ORDINARY]
+        if not saving or place in plan.fates:
+            continue
+        if all(_method(call) in _ORDINARY for call in saving):
+            plan.fates[place] = Fate(
+                what="settings",
+                why="the final model and tokenizer are saved into training.output_dir, by the main rank",
+            )
+        elif any(root(call.func) in plan.trainers for call in saving):
+            plan.fates[place] = Fate(what="dropped", why="publish the finished folder with `hf upload`")
+        elif any(
+            _PLACEHOLDER.search(str(n.value))
+            for call in saving
+            for n in ast.walk(call)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ):
+            plan.fates[place] = Fate(what="dropped", why="its account or token is a placeholder")
+        else:
+            exports.append(place)
+    if not exports:
+        return
+    stop = frozenset({*plan.tokenizers, *plan.models})
+    kept = set(exports)
+    for place in exports:
+        needed, given = program.slice(free_names_of(program.statements[place].node) - stop, place, stop | plan.trainers)
+        if given & plan.trainers or any(p in plan.hooks["dataset"] and not _pure(plan, p) for p in needed):
+            raise Refusal(
+                "R4", "an export after the training needs the trainer or the data", program.statements[place].cell
+            )
+        kept |= needed
+    for place in range(plan.key["train"] + 1, max(exports)):  # what changes the model on the way, such as quantize_
+        statement, e = program.statements[place], program.effects[place]
+        if (
+            place in plan.fates
+            or not e.changes & plan.models
+            or _only_looks(plan, statement.node)
+            or _by_package(plan, statement.node)
+        ):
+            continue
+        kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
+    _keep(plan, "save", kept - _key_places(plan))
+
+
+# --- settings, constants, the rest ------------------------------------------------------------------------------------
+
+
+def _settings(plan: Plan) -> None:
+    """The key statements themselves, and what only they need."""
+    program = plan.program
+    stop = frozenset({*plan.tokenizers, *plan.models, *plan.trainers})
+    for name, place in plan.key.items():
+        node = program.statements[place].node
+        names = free_names_of(node)
+        if name == "train":
+            names = set()
+        needed, _ = program.slice(names - stop, place, stop)
+        for item in sorted(needed):
+            if item not in plan.fates and not isinstance(program.statements[item].node, ast.Import | ast.ImportFrom):
+                plan.fates[item] = Fate(what="settings", why=f"read for the {name}")
+        plan.fates[place] = Fate(
+            what="settings",
+            why={
+                "loader": "model and data sections",
+                "adapter": "lora section",
+                "trainer": "training section",
+                "responses": "data.instruction_part and data.response_part",
+                "train": "script.run trains",
+                "tokenizer": "the package loads the tokenizer",
+                "kbit": "the package prepares quantized models",
+            }[name],
+        )
+
+
+def _shared_constants(plan: Plan) -> None:
+    """Constants and functions that two functions of the script need stand once, at its top level."""
+    hooks = [name for name in HOOKS if name not in ("environment", "module")]
+    places = [place for name in hooks for place in plan.hooks[name]]
+    shared = {place for place in places if places.count(place) > 1}
+    shared -= {
+        place for place in shared if isinstance(plan.program.statements[place].node, ast.Import | ast.ImportFrom)
+    }
+    lifted = set(shared)
+    for place in shared:
+        needed, _ = plan.program.slice(free_names_of(plan.program.statements[place].node), place)
+        lifted |= {
+            item for item in needed if not isinstance(plan.program.statements[item].node, ast.Import | ast.ImportFrom)
+        }
+    for place in sorted(lifted):
+        if not _pure(plan, place):
+            raise Refusal(
+                "R4", "two parts of the training depend on the same computed value", plan.program.statements[place].cell
+            )
+    for name in hooks:
+        plan.hooks[name] = [place for place in plan.hooks[name] if place not in lifted]
+    _keep(plan, "module", lifted)
+
+
+_DISPLAY = frozenset("print display HTML Audio Markdown Image pprint clear_output show_state".split())
+_LOOKS = frozenset(
+    "decode batch_decode apply_chat_template print_trainable_parameters head tail describe info show plot hist"
+    " items keys"
+    " values format join split strip replace lower upper startswith endswith get get_memory_footprint num_parameters"
+    " select shuffle map filter take skip unique train_test_split to_pandas removeprefix removesuffix splitlines encode"
+    " tokenize convert_ids_to_tokens convert_tokens_to_ids parameters named_parameters modules named_modules numel size"
+    " dim shape generate for_inference for_training eval to cuda cpu item tolist copy count index sum mean max min"
+    " std len"
+    " value_counts sample iloc loc groupby agg apply notnull isnull astype reset_index sort_values rename concat"
+    " remove_columns rename_column cast_column add_column flatten get_input_embeddings get_output_embeddings"
+    " named_children"
+    " get_vocab set_verbosity set_verbosity_error set_verbosity_info filterwarnings simplefilter basicConfig getLogger"
+    " setLevel strftime now time perf_counter total_seconds isoformat as_default current_device empty_cache collect"
+    " train_on_responses_only ipc_collect text text_generation parse_response raise_for_status json findall search"
+    " match"
+    " sub group evaluate state_dict device_count from_list from_dict from_pandas stack unsqueeze squeeze encode_plus"
+    " get_added_vocab get_nb_trainable_parameters features isoformat zfill title capitalize isdigit nunique dropna"
+    " fillna"
+    " drop merge idxmax to_dict to_list isin str len iterrows itertuples read readlines".split()
+)
+_PURE_ROOTS = frozenset(
+    "torch platform gc psutil time math os re json random collections itertools functools datetime copy string"
+    " numpy pandas"
+    " datasets transformers unsloth trl peft warnings logging textwrap typing sys matplotlib seaborn tqdm IPython"
+    " requests"
+    " huggingface_hub accelerate bitsandbytes importlib packaging xformers triton scipy sklearn plotly inspect"
+    " pprint locale dataclasses enum rich tabulate nvidia_smi pynvml GPUtil urllib google kaggle_secrets dotenv".split()
+)
+_NOT_PURE = re.compile(
+    r"^(os\.(system|popen|exec\w*|spawn\w*|kill|fork|remove|unlink|rename|replace|rmdir|removedirs)"
+    r"|sys\.(settrace|setprofile)|requests\.(post|put|delete|patch)|urllib\.request\.urlretrieve|datasets\..*push_to_hub"
+    r"|huggingface_hub\.(upload_\w+|create_repo|delete_\w+|HfApi.*)|unsloth\.dataprep\b.*|torch\.distributed\..*"
+    r"|torch\.set_default\w*|accelerate\..*launch\w*|.*\.SyntheticDataKit.*)$"
+)
+# Accounts and services: they leave nothing that is trained with.
+_ACCOUNTS = re.compile(
+    r"^(wandb\.(login|init|finish|log|config.*|Settings)|huggingface_hub\.(login|notebook_login|interpreter_login|HfFolder.*|get_token|whoami)"
+    r"|google\.colab\..*|kaggle_secrets\..*|dotenv\.load_dotenv|mlflow\..*|comet_ml\..*|trackio\..*|login|notebook_login"
+    r"|getpass\.getpass|neptune\..*|nltk\.download)$"
+)
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+def _harmless(plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether a call leaves nothing behind that something else could use."""
+    import builtins
+
+    name = plan.program.dotted(call.func)
+    last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
+    if _NOT_PURE.match(name):
+        return False
+    if last == "open" or last in ("write", "dump", "write_text", "save"):
+        return _reads_file(call)
+    if last in _DISPLAY or _ACCOUNTS.match(name) or last in _LOOKS:
+        return True
+    if name.split(".")[0] in ("unsloth", "peft", "trl") and last[:1].islower() and last != "pipeline":
+        if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):
+            return False  # such as add_new_tokens(model, ...)
+    if isinstance(call.func, ast.Name):
+        if call.func.id in plan.tokenizers or call.func.id in plan.models:
+            return True
+        definition = _definition(plan, call.func.id)
+        if definition is not None and call.func.id not in seen:
+            return isinstance(definition, ast.ClassDef) or all(
+                _harmless(plan, inner, seen | {call.func.id}) for inner in _calls(definition)
+            )
+        if call.func.id in plan.program.imports:
+            return name.split(".")[0] in _PURE_ROOTS
+        return hasattr(builtins, call.func.id) and call.func.id not in (
+            "exec",
+            "eval",
+            "compile",
+            "__import__",
+            "setattr",
+            "exit",
+            "quit",
+        )
+    if isinstance(call.func, ast.Lambda):
+        return True
+    return bool(name) and name.split(".")[0] in _PURE_ROOTS and root(call.func) in plan.program.imports
+
+
+def _reads_file(call: ast.Call) -> bool:
+    mode = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "mode"), None)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name == "open" and (
+        mode is None or (isinstance(mode, ast.Constant) and not set(str(mode.value)) & set("wax+"))
+    )
+
+
+def _definition(plan: Plan, name: str) -> ast.stmt | None:
+    found = [
+        s.node
+        for s in plan.program.statements
+        if isinstance(s.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and s.node.name == name
+    ]
+    return found[-1] if found else None
+
+
+def _only_looks(plan: Plan, node: ast.stmt) -> bool:
+    """A statement that shows or measures something, or generates: it changes nothing that is trained."""
+    if isinstance(node, ast.Expr):
+        calls = _calls(node)
+        return all(_harmless(plan, call) for call in calls) and not _changes_role(plan, node)
+    if isinstance(node, ast.For | ast.If | ast.With | ast.While | ast.Try | ast.AsyncFor | ast.AsyncWith):
+        inner = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.stmt)]
+        inner += [item for handler in getattr(node, "handlers", []) for item in handler.body]
+        heads = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.expr | ast.withitem)]
+        return all(_harmless(plan, call) for head in heads for call in _calls(head)) and all(
+            isinstance(item, ast.Pass | ast.Break | ast.Continue | ast.Raise | ast.Import | ast.ImportFrom)
+            or (isinstance(item, ast.Assign | ast.AugAssign | ast.AnnAssign) and _leaves_roles(plan, item))
+            or _only_looks(plan, item)
+            for item in inner
+        )
+    return isinstance(node, ast.Assert | ast.Delete | ast.Pass | ast.Raise)
+
+
+def _leaves_roles(plan: Plan, node: ast.stmt) -> bool:
+    e = effects(node)
+    roles = plan.models | plan.trainers | set(plan.tokenizers)
+    return not (e.binds | e.may_bind | e.changes) & roles and all(_harmless(plan, call) for call in _calls(node))
+
+
+_CHANGING = frozenset(
+    "add_tokens add_special_tokens resize_token_embeddings add_callback remove_callback append extend update".split()
+)
+
+
+def _changes_role(plan: Plan, node: ast.Expr) -> bool:
+    return any(isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING for call in _calls(node))
+
+
+def _pure(plan: Plan, place: int) -> bool:
+    """Whether a statement only makes a value from constants and other pure ones."""
+    node = plan.program.statements[place].node
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        reads = effects(node).all_reads
+        return not reads & (plan.models | plan.trainers | set(plan.tokenizers))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        import builtins
+
+        safe = all(
+            (
+                isinstance(call.func, ast.Name)
+                and (hasattr(builtins, call.func.id) or _definition(plan, call.func.id) is not None)
+            )
+            or (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in _LOOKS
+                and root(call.func) not in plan.program.imports
+            )
+            or plan.program.dotted(call.func).split(".")[0] in ("re", "os", "json", "textwrap", "string", "math")
+            for call in _calls(node)
+        )
+        return safe and not effects(node).all_reads & (plan.models | plan.trainers | set(plan.tokenizers))
+    return False
+
+
+def _dropped(plan: Plan, notebook: Notebook) -> None:
+    """Give every other statement its reason, or refuse the notebook."""
+    program = plan.program
+    for place, statement in enumerate(program.statements):
+        if place in plan.fates:
+            continue
+        after = place > plan.key["train"]
+        why = _why_dropped(plan, place, statement)
+        if why is None and _installs(plan, notebook, statement):
+            why = "installation"
+        if why is None and after:
+            why = "after the training: not part of it"
+        if why is None:
+            raise Refusal(
+                "R4",
+                f"it does something before the training that a script cannot take along: {statement.head[:120]}",
+                statement.cell,
+            )
+        plan.fates[place] = Fate(what="dropped", why=why)
+
+
+def _only_installs(plan: Plan, notebook: Notebook, cell: int) -> bool:
+    """A cell that installs packages, and makes nothing of the training."""
+    return cell in notebook.install and all(plan.program.statements[place].cell != cell for place in plan.key.values())
+
+
+def _installs(plan: Plan, notebook: Notebook, statement: Statement) -> bool:
+    """A branch in a cell for the installation, or one with shell lines in a cell that installs, too."""
+    node = statement.node
+    if not isinstance(node, ast.If | ast.Try) or statement.cell not in notebook.install:
+        return False
+    last = statement.line + (node.end_lineno or node.lineno) - node.lineno
+    return _only_installs(plan, notebook, statement.cell) or any(
+        shell.cell == statement.cell and statement.line <= shell.line <= last for shell in notebook.shells
+    )
+
+
+def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
+    node = statement.node
+    text = ast.unparse(node)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "import that nothing kept needs"
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return "definition that nothing kept needs"
+    calls = _calls(node)
+    if any(_ACCOUNTS.match(plan.program.dotted(call.func)) for call in calls):
+        return "account or service: a script logs in nowhere (set HF_TOKEN, or run `hf auth login`)"
+    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text) and isinstance(node, ast.Expr):
+        return "training.seed seeds every rank"
+    if re.search(r"torch\.(cuda|backends)|max_memory|gpu_stats|used_memory|trainer_stats|start_gpu", text) and _leaves(
+        plan, node
+    ):
+        return "memory and time statistics"
+    if place < plan.key["trainer"] and _makes(plan, node, "SFTTrainer", "get_peft_model", "from_pretrained"):
+        return "made again later"
+    if re.search(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|pipeline\(|_inference\(", text):
+        return "inference" if _leaves(plan, node) or place > plan.key["train"] else None
+    if isinstance(node, ast.Expr) and not calls:
+        return "display"
+    if _only_looks(plan, node):
+        return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):
+        return "value that nothing kept needs" if calls else "literal that nothing kept needs"
+    return None
+
+
+def _makes(plan: Plan, node: ast.stmt, *names: str) -> bool:
+    """An assignment of what one of these makes, such as a trainer that a later cell makes anew."""
+    return (
+        isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _last_name(plan, node.value.func) in names
+    )
+
+
+def _leaves(plan: Plan, node: ast.stmt) -> bool:
+    return all(_harmless(plan, call) for call in _calls(node))
+
+
+# --- lines that are no Python -----------------------------------------------------------------------------------------
+
+_INSTALLS = re.compile(
+    r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:\S*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
+)
+_NO_TRACE = re.compile(
+    r"^(?:sudo\s+)?(?:nvidia-smi|rocm-smi|rocminfo|amd-smi|ls|pwd|df|du|free|whoami|which|lscpu|nvcc|cat|head|tail|wc|uname|date|echo|export"
+    r"|huggingface-cli|hf|wandb|kill|pkill|sleep|env|printenv|clear|mkdir|chmod|set|tree|python3?\s+--?V|git\s+(?:config|--version|lfs)"
+    r"|ldconfig|export\s|source|unset|nproc|top|ps)\b"
+)
+_READS_LOCAL = re.compile(
+    r"data_files|read_csv|read_json|read_parquet|read_excel|from_csv|from_json|load_from_disk|data_dir|open\(|/content/|\.jsonl|\.csv|\.parquet"
+)
+
+
+def _shells(plan: Plan, notebook: Notebook) -> None:
+    """A shell line may go where nothing kept needs a file that it makes."""
+    kept = [plan.program.statements[place].source for name in HOOKS for place in plan.hooks[name]]
+    text = "\n".join(kept)
+    literals = _literals(plan)
+    trained = plan.program.statements[plan.key["train"]].cell
+    for shell in notebook.shells:
+        if shell.cell > trained:
+            continue
+        if shell.kind == "file":
+            if shell.writes and (
+                shell.writes.rsplit("/", 1)[-1] in text
+                or re.search(
+                    rf"\b(import|from) {re.escape(shell.writes.rsplit('/', 1)[-1].removesuffix('.py'))}\b", text
+                )
+            ):
+                raise Refusal("R4", f"the training uses {shell.writes}, which a cell writes", shell.cell)
+            continue
+        if _INSTALLS.search(shell.text) or (_NO_TRACE.match(shell.text) and ">" not in shell.text):
+            continue
+        if shell.kind == "magic" and not shell.text.startswith(
+            ("%run", "%cp", "%mv", "%rm", "%cd", "%writefile", "%store", "%bash", "%sx", "%system")
+        ):
+            continue
+        if (file := _made_file(shell)) is not None:
+            if file in text or any(file in literal for literal in literals):
+                raise Refusal(
+                    "R4", f"the training needs {file}, which a shell command makes ({shell.text[:80]})", shell.cell
+                )
+            continue
+        if _only_installs(plan, notebook, shell.cell):
+            continue
+        if _READS_LOCAL.search(text) or any(word in literal for word in _words(shell.text) for literal in literals):
+            raise Refusal(
+                "R4",
+                f"the training reads files, and a shell command may have made them ({shell.text[:80]})",
+                shell.cell,
+            )
+        if re.search(r"&\s*$|\b(serve|server|ollama|vllm|synthetic-data-kit|docker)\b", shell.text):
+            raise Refusal("R4", f"a shell command starts a service or makes data ({shell.text[:80]})", shell.cell)
+
+
+def _literals(plan: Plan) -> list[str]:
+    """Strings in what is kept and in the settings."""
+    places = [place for place, fate in plan.fates.items() if fate.what in ("kept", "settings")]
+    return [
+        node.value
+        for place in places
+        for node in ast.walk(plan.program.statements[place].node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 300
+    ]
+
+
+def _made_file(shell: Shell) -> str | None:
+    """The file that a download makes, by its name."""
+    if match := re.search(r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)", shell.text):
+        name = match.group(1).strip("'\"").rsplit("/", 1)[-1]
+        return None if match.group(1).startswith(("/dev/", "&")) else name or None
+    if match := re.match(r"(?:wget|curl|gdown)\b.*?(https?://\S+)", shell.text):
+        name = match.group(1).strip("'\"").split("?")[0].rstrip("/").rsplit("/", 1)[-1]
+        return name if "." in name else None
+    return None
+
+
+def _words(text: str) -> list[str]:
+    return [
+        word.strip("'\"").rstrip("/").rsplit("/", 1)[-1]
+        for word in text.split()[1:]
+        if len(word) > 5 and not word.startswith("-")
+    ]
+
+
+def _not_run(plan: Plan, traces: list[Trace]) -> None:
+    """What is kept must run under the stubs: what fails there cannot be compared."""
+    for trace in traces:
+        for key, why in trace["failed"].items():
+            place = plan.program.position(int(key))
+            fate = plan.fates.get(place)
+            statement = plan.program.statements[place]
+            before = place < plan.key["train"]
+            if why.startswith("endless") and before:
+                raise Refusal(
+                    "R4",
+                    f"it does not end under the recording stubs, so it cannot be verified ({why}):"
+                    f" {statement.head[:80]}",
+                    statement.cell,
+                )
+            if why.startswith("unsafe") and before and fate is not None and fate.what != "dropped":
+                raise Refusal(
+                    "R4",
+                    f"it cannot be run safely under the recording stubs ({why}): {statement.head[:80]}",
+                    statement.cell,
+                )
+            if fate is not None and (fate.what == "kept" or (fate.what == "settings" and before)):
+                raise Refusal(
+                    "R4",
+                    f"it does not run under the recording stubs, so it cannot be verified ({why}):"
+                    f" {statement.head[:80]}",
+                    statement.cell,
+                )

@@ -1,0 +1,427 @@
+"""A notebook as Python statements: .ipynb (format 3 and 4) and .py exports of Jupyter, jupytext and Colab.
+
+Shell lines and magics are taken out by a rule on lines, so that neither IPython nor nbformat is needed: a cell that is
+Python stays as it is; in any other, a line that starts with `!` or `%` becomes `pass` with its indentation.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+
+MAX_BYTES = 64 * 2**20  # notebooks with their pictures are below 20 MB; what is larger is something else
+
+
+class Refusal(Exception):
+    """The notebook is sound, and it is not converted. `code` is one of R0 to R6 or E-..., `cell` counts from 0."""
+
+    def __init__(self, code: str, reason: str, cell: int | None = None):
+        super().__init__(code, reason, cell)
+        self.code, self.reason, self.cell = code, reason, cell
+
+    def __str__(self) -> str:
+        where = "" if self.cell is None else f"cell {self.cell}: "
+        return f"{self.code}: {where}{self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shell:
+    """A line or cell that is no Python: `text` without its `!`, `%%file` cells with the file's name in `writes`."""
+
+    cell: int
+    line: int
+    text: str
+    kind: str  # shell, magic, file
+    writes: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One statement at the top level of a cell. `node` and `source` belong together; positions count in `source`."""
+
+    id: int
+    cell: int
+    line: int  # in its cell, from 1
+    node: ast.stmt
+    source: str
+
+    @property
+    def head(self) -> str:
+        """The first line, for reports."""
+        return self.source.strip().splitlines()[0]
+
+
+@dataclass(kw_only=True)
+class Notebook:
+    """What was read. `install` holds the indices of cells that install packages."""
+
+    name: str
+    sha256: str
+    statements: list[Statement] = field(default_factory=list)
+    shells: list[Shell] = field(default_factory=list)
+    headings: dict[int, str] = field(default_factory=dict)  # cell -> nearest markdown heading above
+    install: set[int] = field(default_factory=set)
+    unparsed: list[tuple[int, str, str]] = field(default_factory=list)  # cell, the parser's words, text
+    text: str = ""  # all code as it stood, for words that decide a refusal
+
+
+def read(path: Path) -> Notebook:
+    """Read a notebook.
+
+    Raises:
+        UserError: it is missing, a folder, empty, too large, binary, not JSON, or holds no code.
+        Refusal: another language (E-LANGUAGE), or a magic that this converter does not know (E-MAGIC).
+    """
+    raw = _bytes(path)
+    text = _decode(path, raw)
+    cells = _python_cells(text) if path.suffix == ".py" else _notebook_cells(path, text)
+    if not any(kind == "code" and source.strip() for kind, source in cells):
+        raise UserError(f"{path} holds no code; give a notebook that trains a model")
+    notebook = Notebook(name=path.name, sha256=hashlib.sha256(raw).hexdigest())
+    heading = ""
+    for index, (kind, source) in enumerate(cells):
+        source = source.replace("\r\n", "\n").replace("\r", "\n")
+        if kind == "markdown":
+            heading = _heading(source) or heading
+        elif kind == "code":
+            notebook.headings[index] = heading
+            notebook.text += source + "\n"
+            _read_cell(notebook, index, source)
+    return notebook
+
+
+def _bytes(path: Path) -> bytes:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a notebook, or look over a folder with --check {path}")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the path of a notebook (.ipynb, or .py exported from one)")
+    if path.suffix not in (".ipynb", ".py"):
+        raise UserError(
+            f"{path} ends in {path.suffix or 'nothing'}; give a notebook (.ipynb, or .py exported from one)"
+        )
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise UserError(
+            f"{path} has {size / 2**20:.0f} MB, more than {MAX_BYTES // 2**20}; clear its outputs and try again"
+        )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _decode(path: Path, raw: bytes) -> str:
+    if not raw.strip():
+        raise UserError(f"{path} is empty; give a notebook with code")
+    if b"\0" in raw:
+        raise UserError(f"{path} holds null bytes, so it is no text; give a notebook as Jupyter or Colab saves it")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again from Jupyter or Colab") from None
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _notebook_cells(path: Path, text: str) -> list[tuple[str, str]]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}); a notebook is a JSON file with `cells`") from None
+    cells = data.get("cells") if isinstance(data, dict) else None
+    if cells is None and isinstance(data, dict) and isinstance(data.get("worksheets"), list):  # format 3
+        cells = [cell for sheet in data["worksheets"] if isinstance(sheet, dict) for cell in sheet.get("cells", [])]
+    if not isinstance(cells, list):
+        raise UserError(f"{path} is JSON and no notebook: it has no list `cells`")
+    _check_language(data)
+    found = []
+    for index, cell in enumerate(cells):
+        if not isinstance(cell, dict):
+            raise UserError(f"{path}: cell {index} is no object; the file is damaged")
+        source = cell.get("source", cell.get("input", ""))
+        source = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        found.append((str(cell.get("cell_type", "code")), source))
+    return found
+
+
+def _check_language(data: dict[str, Any]) -> None:
+    metadata = data.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    for section, key in (("language_info", "name"), ("kernelspec", "language")):
+        names = metadata.get(section)
+        language = names.get(key) if isinstance(names, dict) else None
+        if isinstance(language, str) and language and not language.lower().startswith(("python", "ipython")):
+            raise Refusal("E-LANGUAGE", f"the notebook is in {language}; only Python is converted")
+
+
+_PERCENT = re.compile(r"^# ?%%(.*)$|^# In\[[\d ]*\]:\s*$", re.MULTILINE)
+
+
+def _python_cells(text: str) -> list[tuple[str, str]]:
+    """Cells of a .py export: at `# %%` or `# In[n]:` where it has them, else the whole file is one."""
+    text = text.replace("\r\n", "\n")
+    # Colab comments magics out and says so; they stay out.
+    text = re.sub(r"^# Commented out IPython magic.*\n", "", text, flags=re.MULTILINE)
+    marks = list(_PERCENT.finditer(text))
+    if not marks:
+        return [("code", text)]
+    cells = [("code", text[: marks[0].start()])]
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        body = text[mark.end() : following.start() if following else len(text)]
+        title = (mark.group(1) or "").strip()
+        if title.startswith("%"):  # `# %%bash`: a cell magic that the export commented out
+            cells.append(("raw", body))
+        elif "[markdown]" in title or "[raw]" in title:
+            cells.append(("markdown", re.sub(r"^# ?", "", body, flags=re.MULTILINE)))
+        else:
+            cells.append(("code", body))
+    return cells
+
+
+def _heading(markdown: str) -> str:
+    for line in markdown.splitlines():
+        if match := re.match(r"#{1,6}\s+(.*)", line.strip()):
+            title = re.sub(r"<[^>]*>|!?\[([^\]]*)\]\([^)]*\)|[*_`#]", r"\1", match.group(1)).strip()
+            if title:
+                return title[:100]
+    return ""
+
+
+# --- one cell ---------------------------------------------------------------------------------------------------------
+
+_HARMLESS_MAGICS = frozenset(
+    "matplotlib load_ext reload_ext autoreload config pip conda uv pwd ls who whos time timeit cd env set_env capture"
+    " tensorboard pylab precision xmode colors mkdir reset reset_selective history memit mprun lprun wandb".split()
+)
+_DISPLAY_CELLS = frozenset("html javascript js markdown latex svg".split())
+_SHELL_CELLS = frozenset("bash sh script system cmd !".split())
+_TRANSPARENT_CELLS = frozenset("capture time timeit prun memit".split())
+_INSTALL = re.compile(
+    r"\b(?:uv\s+)?(?:pip3?|conda|mamba|apt|apt-get)\s+(?:-\S+\s+)*(?:install|update|upgrade)\b|\buv pip\b"
+)
+
+
+def _read_cell(notebook: Notebook, index: int, source: str) -> None:
+    if not _parses(source):
+        source = _without_magics(notebook, index, source)
+    if any(shell.cell == index and _INSTALL.search(shell.text) for shell in notebook.shells):
+        notebook.install.add(index)
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        notebook.unparsed.append((index, str(error), source))
+        return
+    lines = source.split("\n")
+    ends = 0
+    for node in tree.body:
+        first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
+        for text, one in _with_comments(lines, node, first, ends):
+            _add(notebook, index, first, text, one)
+        ends = node.end_lineno or node.lineno
+
+
+def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> Iterator[tuple[str, ast.stmt]]:
+    """The text of a statement with the comments right above it and behind it, and the node parsed from that text."""
+    above = first - 1
+    while (
+        above > ends
+        and lines[above - 1].lstrip().startswith("#")
+        and not lines[above - 1].lstrip().startswith(("# @", "#@"))
+    ):
+        above -= 1
+    last = node.end_lineno or node.lineno
+    text = "\n".join(lines[above:last])
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        body = []
+    if len(body) == 1:
+        yield text, body[0]
+    else:  # several on one line
+        text = ast.unparse(node)
+        yield text, ast.parse(text).body[0]
+
+
+def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) -> None:
+    """Add a statement; what stands in `if True:` or under the guard is added piece by piece."""
+    if isinstance(node, ast.Pass):
+        return
+    if (shell := _ipython_call(node)) is not None:
+        _shell(notebook, cell, line, shell)
+        return
+    if isinstance(node, ast.If) and (
+        _constant(node.test) is True or ast.unparse(node.test) == "__name__ == '__main__'"
+    ):
+        for inner in node.body:
+            text = ast.unparse(inner)
+            _add(notebook, cell, line, text, ast.parse(text).body[0])
+        return
+    statement = Statement(id=len(notebook.statements), cell=cell, line=line, node=node, source=source)
+    notebook.statements.append(statement)
+
+
+def _constant(test: ast.expr) -> bool | None:
+    """What a condition of constants is: True, False, or None where it is decided at run time."""
+    try:
+        return bool(ast.literal_eval(test))
+    except (ValueError, TypeError, SyntaxError):
+        return None
+
+
+def is_dead(node: ast.stmt) -> bool:
+    """`if False:` and `if 0:` without an else."""
+    return isinstance(node, ast.If | ast.While) and _constant(node.test) is False and not node.orelse
+
+
+def _ipython_call(node: ast.stmt) -> str | None:
+    """The line behind `get_ipython().system("...")`, as exports by nbconvert have it."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "get_ipython()" in ast.unparse(call)
+    ):
+        return None
+    values = [item.value for item in call.args if isinstance(item, ast.Constant)]
+    words = " ".join(str(value) for value in values)
+    return words if call.func.attr in ("system", "getoutput") else f"%{words}"
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _without_magics(notebook: Notebook, index: int, source: str) -> str:
+    """The cell's Python, with `pass` where a shell line or a magic stood."""
+    lines = source.split("\n")
+    first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), None)
+    if first is not None and lines[first].lstrip().startswith("%%"):
+        rest = _cell_magic(notebook, index, lines, first)
+        if rest is None:
+            return ""
+        lines = rest
+    kept: list[str] = []
+    quotes: str | None = None
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        stripped = line.lstrip()
+        indent = line[: len(line) - len(stripped)]
+        if quotes is None and stripped.startswith(("!", "%")) and not _continues(kept):
+            text, number, blanks = _joined(lines, number)
+            kept.append(indent + (_line_magic(notebook, index, number, text) or "pass"))
+            kept += [""] * blanks
+        elif (
+            quotes is None
+            and (match := re.match(r"(\s*[\w.\[\]'\", ]+?=\s*)([!%])(.*)$", line))
+            and not _parses(stripped)
+        ):
+            _shell(notebook, index, number + 1, match.group(3))
+            kept.append(f"{match.group(1)}__shell__({match.group(3).strip()!r})")
+        elif quotes is None and re.match(r"\s*(\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$", line):
+            kept.append(indent + "pass")
+        else:
+            kept.append(line)
+            quotes = _open_quotes(line, quotes)
+        number += 1
+    return "\n".join(kept)
+
+
+def _continues(kept: list[str]) -> bool:
+    return bool(kept) and kept[-1].rstrip().endswith("\\")
+
+
+def _joined(lines: list[str], number: int) -> tuple[str, int, int]:
+    """A line with its `\\` continuations; the number of its last line; how many were joined to it."""
+    parts, start = [lines[number].strip()], number
+    while parts[-1].endswith("\\") and number + 1 < len(lines):
+        parts[-1] = parts[-1][:-1]
+        number += 1
+        parts.append(lines[number].strip())
+    return " ".join(parts), number, number - start
+
+
+def _open_quotes(line: str, quotes: str | None) -> str | None:
+    """Which triple quotes are open behind this line."""
+    position = 0
+    while position < len(line):
+        if quotes is not None:
+            end = line.find(quotes, position)
+            if end < 0:
+                return quotes
+            position, quotes = end + 3, None
+        elif line[position] == "#":
+            return None
+        elif line.startswith(('"""', "'''"), position):
+            quotes = line[position : position + 3]
+            position += 3
+        elif line[position] in "\"'":
+            end = re.compile(rf"(?:\\.|[^\\{line[position]}])*{line[position]}").match(line, position + 1)
+            position = end.end() if end else len(line)
+        else:
+            position += 1
+    return quotes
+
+
+def _cell_magic(notebook: Notebook, index: int, lines: list[str], first: int) -> list[str] | None:
+    """The lines of a cell without its cell magic; None where the whole cell is no Python."""
+    words = lines[first].strip()[2:].split()
+    name, body = (words[0] if words else ""), "\n".join(lines[first + 1 :])
+    if name in _TRANSPARENT_CELLS:
+        return [*lines[:first], "", *lines[first + 1 :]]
+    if name in ("writefile", "file"):
+        target = words[-1] if len(words) > 1 else ""
+        notebook.shells.append(
+            Shell(cell=index, line=first + 1, text=lines[first].strip() + "\n" + body, kind="file", writes=target)
+        )
+    elif name in _SHELL_CELLS:
+        for number, line in enumerate(lines[first + 1 :], first + 2):
+            if line.strip() and not line.lstrip().startswith("#"):
+                _shell(notebook, index, number, line.strip())
+    elif name not in _DISPLAY_CELLS:
+        raise Refusal("E-MAGIC", f"the cell magic %%{name} is not known to the converter", index)
+    return None
+
+
+def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str | None:
+    """Python in place of a `!` or `%` line, or None where nothing takes its place."""
+    if text.startswith("!"):
+        _shell(notebook, index, number + 1, text.lstrip("!").strip())
+        return None
+    words = text.lstrip("%").split(None, 1)
+    name, rest = (words[0] if words else ""), (words[1] if len(words) > 1 else "")
+    if name in ("env", "set_env") and (match := re.match(r"(\w+)\s*[= ]\s*(.*)$", rest)):
+        value = re.sub(r"\s+#.*$", "", match.group(2)).strip()
+        return f"os.environ[{match.group(1)!r}] = {value!r}"
+    if name in ("time", "timeit") and rest and _parses(rest):
+        return rest
+    if name not in _HARMLESS_MAGICS and name not in (
+        "run",
+        "writefile",
+        "store",
+        "rm",
+        "cp",
+        "mv",
+        "bash",
+        "sx",
+        "system",
+    ):
+        raise Refusal("E-MAGIC", f"the magic %{name} is not known to the converter", index)
+    _shell(notebook, index, number + 1, f"%{name} {rest}".strip())
+    return None
+
+
+def _shell(notebook: Notebook, cell: int, line: int, text: str) -> None:
+    kind = "magic" if text.startswith("%") else "shell"
+    notebook.shells.append(Shell(cell=cell, line=line, text=text, kind=kind))

@@ -1,0 +1,838 @@
+"""The notebook's arguments as a configuration of this project: loader, adapter, trainer, markers, saving.
+
+The values come from the trace, not from the text: variables, `**settings` and arithmetic are already resolved. What a
+notebook leaves to its library is written out where this project has another default.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from finetune.config.sft_fields import MANAGED, sft_fields
+from finetune.convert.plan import Plan, event_of
+from finetune.convert.read import Refusal
+from finetune.convert.trace import Trace
+
+LOADER_ARGUMENTS = (
+    "model_name",
+    "max_seq_length",
+    "dtype",
+    "load_in_4bit",
+    "load_in_8bit",
+    "load_in_16bit",
+    "full_finetuning",
+)
+ADAPTER_ARGUMENTS = {
+    "unsloth": ("r", "target_modules", "lora_alpha", "lora_dropout", "bias"),
+    "peft": (
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+    ),
+}
+
+# What a field is where nobody gives it. Unsloth's: unsloth 2026.10 models/rl.py (its SFTConfig); transformers': class
+# TrainingArguments of transformers 5.17; TRL's: class SFTConfig of trl 1.15.
+_HF = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "num_train_epochs": 3.0,
+    "weight_decay": 0.0,
+    "seed": 42,
+    "optim": "adamw_torch_fused",
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "max_grad_norm": 1.0,
+    "logging_steps": 500,
+}
+_TRL = _HF | {"learning_rate": 2e-5, "logging_steps": 10}
+_UNSLOTH = _HF | {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "weight_decay": 0.001,
+    "seed": 3407,
+    "optim": "adamw_8bit",
+    "warmup_steps": 0.1,
+    "logging_steps": 1,
+}
+# UNSLOTH's get_peft_model and PEFT's LoraConfig.
+_ADAPTERS = {
+    "unsloth": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
+    "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+}
+
+_RENAMED = {
+    "tokenizer": "processing_class",
+    "evaluation_strategy": "eval_strategy",
+    "max_seq_length": "max_length",
+    "no_cuda": "use_cpu",
+}
+# Arguments that have no place here, with the reason that the report gives.
+_LEFT_OUT = {
+    "model": "",
+    "args": "",
+    "train_dataset": "",
+    "eval_dataset": "",
+    "processing_class": "",
+    "peft_config": "",
+    "formatting_func": "the function of the data calls it",
+    "callbacks": "",
+    "data_collator": "batches are padded by the package; the tokens and labels are the same",
+    "compute_metrics": "evaluation gives the loss and the perplexity",
+    "preprocess_logits_for_metrics": "evaluation gives the loss and the perplexity",
+    "model_init_kwargs": "the model section says how the model is loaded",
+    "dataset_kwargs": "the package tokenises once, and drops other columns itself",
+    "bf16": "model.dtype says it",
+    "fp16": "model.dtype says it",
+    "tf32": "the package decides it by the device",
+    "bf16_full_eval": "model.dtype says it",
+    "fp16_full_eval": "model.dtype says it",
+    "report_to": "records go to TensorBoard",
+    "run_name": "records go to TensorBoard",
+    "logging_dir": "records go to TensorBoard",
+    "padding_free": "data.packing says how rows share a line",
+    "group_by_length": "training.seed alone decides the order of the data",
+    "gradient_checkpointing_kwargs": "training.gradient_checkpointing says the kind",
+    "eval_strategy": "training.eval_steps says it",
+    "save_strategy": "training.save_steps says it",
+    "logging_strategy": "logging.logging_steps says it",
+    "do_train": "script.run trains",
+    "do_eval": "evaluation runs where rows are held out",
+    "load_best_model_at_end": "the final model is the one of the last step",
+    "metric_for_best_model": "the final model is the one of the last step",
+    "greater_is_better": "the final model is the one of the last step",
+    "deepspeed": "the launcher chooses the strategy",
+    "fsdp": "the launcher chooses the strategy",
+    "fsdp_config": "the launcher chooses the strategy",
+    "local_rank": "the launcher sets it",
+    "use_cpu": "the launcher chooses the device",
+    "remove_unused_columns": "the package drops other columns itself",
+    "infinite_sampling": "",
+    "packing_strategy": "data.packing says how rows share a line",
+}
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Sections of the YAML file, comments by dotted name, and what the report says."""
+
+    sections: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {n: {} for n in ("model", "lora", "data", "training", "logging")}
+    )
+    comments: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, comment: str = "") -> None:
+        section, key = name.split(".", 1)
+        self.sections[section][key] = value
+        if comment:
+            self.comments[name] = comment
+
+
+class Unknown:
+    """A value that is only known at run time."""
+
+    def __init__(self, item: dict[str, Any]):
+        self.item = item
+        self.name = str(item.get("name") or "")
+
+    def __str__(self) -> str:
+        return str(self.item.get("sym") or self.item.get("text") or self.item.get("other") or self.item)
+
+    __repr__ = __str__
+
+
+def known(value: Any) -> Any:
+    """A traced value in Python, with Unknown where it is a symbol."""
+    if isinstance(value, list):
+        return [known(item) for item in value]
+    if isinstance(value, dict):
+        if "dict" in value and len(value) == 1:
+            return {known(key) if not isinstance(key, dict) else str(key): known(item) for key, item in value["dict"]}
+        if "tuple" in value and len(value) == 1:
+            return tuple(known(item) for item in value["tuple"])
+        if "set" in value and len(value) == 1:
+            return [known(item) for item in value["set"]]
+        return Unknown(value)
+    return value
+
+
+def has_unknown(value: Any) -> bool:
+    if isinstance(value, Unknown):
+        return True
+    if isinstance(value, dict):
+        return any(has_unknown(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(has_unknown(item) for item in value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a notebook says about its training, in its own vocabulary and with the defaults of its libraries."""
+
+    api: str  # unsloth or transformers
+    owner: str
+    loader: dict[str, Any]
+    adapter: dict[str, Any] | None
+    adapter_kind: str  # unsloth or peft
+    trainer: dict[str, Any]
+    config: dict[str, Any]
+    config_name: str
+    responses: dict[str, Any] | None
+    train: dict[str, Any]
+
+
+def described(trace: Trace) -> Described:
+    """Read the events of a notebook's trace."""
+    load = event_of(trace, "load")
+    trainer_event = event_of(trace, "trainer")
+    assert load is not None and trainer_event is not None
+    owner, args, kwargs = load["detail"]
+    names = (
+        "model_name",
+        "max_seq_length",
+        "dtype",
+        "load_in_4bit",
+        "load_in_8bit",
+        "load_in_16bit",
+        "full_finetuning",
+        "token",
+        "device_map",
+    )
+    api = load["api"]
+    if api == "transformers":
+        names = ("model_name",)
+    loader = dict(zip(names, known(args), strict=False)) | known(kwargs)
+    if "pretrained_model_name_or_path" in loader:
+        loader["model_name"] = loader.pop("pretrained_model_name_or_path")
+    trainer = {_RENAMED.get(str(key), str(key)): value for key, value in known(trainer_event["detail"]).items()}
+    config, config_name = _arguments(trainer.get("args"))
+    adapter, kind = _adapter(trace, trainer, api)
+    responses = event_of(trace, "responses")
+    train = event_of(trace, "train")
+    given = known(train["detail"][1]) if train and isinstance(train["detail"][1], dict) else {}
+    if train and isinstance(train["detail"][1], list):
+        given = {item[0]: item[1] for item in train["detail"][1][1:]}
+        if len(train["detail"][0]) > 1:
+            given["resume_from_checkpoint"] = train["detail"][0][1]
+    return Described(
+        api=api,
+        owner=owner,
+        loader=loader,
+        adapter=adapter,
+        adapter_kind=kind,
+        trainer=trainer,
+        config=config,
+        config_name=config_name,
+        responses=known(responses["detail"]) if responses else None,
+        train=given,
+    )
+
+
+def _arguments(given: Any) -> tuple[dict[str, Any], str]:
+    if given is None:
+        return {}, "SFTConfig"
+    if not isinstance(given, Unknown) or "kwargs" not in given.item:
+        raise Refusal("R4", f"the trainer's arguments are not known before it runs ({given})")
+    name = given.name.rsplit(".", 1)[-1]
+    if name not in ("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"):
+        raise Refusal("R4", f"the trainer's arguments are a {name}, not an SFTConfig")
+    kwargs = known(given.item["kwargs"])
+    args = known(given.item["args"])
+    if args:
+        kwargs["output_dir"] = args[0]
+    return {_RENAMED.get(str(key), str(key)): value for key, value in kwargs.items()}, name
+
+
+def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str, Any] | None, str]:
+    adapt = event_of(trace, "adapt")
+    if adapt is not None:
+        name, args, kwargs = adapt["detail"]
+        given = known(kwargs)
+        if str(name).startswith("unsloth."):
+            return dict(zip(ADAPTER_ARGUMENTS["unsloth"], known(args), strict=False)) | given, "unsloth"
+        config = (*known(args), given.get("peft_config"))[0]
+        return _lora_config(config), "peft"
+    if trainer.get("peft_config") is not None:
+        return _lora_config(trainer["peft_config"]), "peft"
+    return None, "unsloth" if api == "unsloth" else "peft"
+
+
+def _lora_config(value: Any) -> dict[str, Any]:
+    if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
+        return known(value.item["kwargs"])
+    raise Refusal("R4", f"the adapter is not a LoraConfig ({value})")
+
+
+def effective(what: Described) -> dict[str, Any]:
+    """The trainer's fields, with the defaults of the notebook's own classes."""
+    defaults = _UNSLOTH if what.api == "unsloth" else _TRL
+    if what.config_name == "TrainingArguments":
+        defaults = _HF
+    found = dict(defaults)
+    ratio = what.config.get("warmup_ratio")
+    if ratio is not None and "warmup_steps" not in what.config:
+        found["warmup_steps"] = ratio
+    given = {key: value for key, value in what.config.items() if value is not None and key != "warmup_ratio"}
+    return found | given
+
+
+def max_length(what: Described) -> int | Unknown:
+    """Unsloth: the trainer's own length if it has one, else the loader's; TRL: its default is 1024."""
+    for value in (what.config.get("max_length"), what.trainer.get("max_length")):
+        if value is not None:
+            return value
+    if what.api == "unsloth":
+        length = what.loader.get("max_seq_length")
+        return 2048 if length is None else length
+    return 1024
+
+
+# --- notebook -> settings ---------------------------------------------------------------------------------------------
+
+
+def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
+    """Raises Refusal (R4) for values that are only known at run time, and for what the package cannot train."""
+    what = described(traces[0])
+    settings = Settings()
+    _model(settings, what)
+    _lora(settings, what)
+    _data(settings, what, plan)
+    _training(settings, what, plan)
+    _responses(settings, what)
+    _output(settings, what, plan, traces[0])
+    _decided(settings, what, traces[1])
+    for name, value in [(f"{s}.{k}", v) for s, keys in settings.sections.items() for k, v in keys.items()]:
+        if has_unknown(value):
+            raise Refusal("R4", f"the setting {name} is only known at run time ({value}); write a number or a name")
+    return settings
+
+
+def _decided(settings: Settings, what: Described, other: Trace) -> None:
+    """Values that the notebook picks by the device: one of them is written down, and said."""
+    if event_of(other, "load") is None or event_of(other, "trainer") is None:
+        return
+    second = described(other)
+    one = {**what.loader, **(what.adapter or {}), **effective(what)}
+    two = {**second.loader, **(second.adapter or {}), **effective(second)}
+    for key, value in one.items():
+        if key in two and not has_unknown(value) and not has_unknown(two[key]) and value != two[key]:
+            settings.notes.append(
+                f"{key} is decided at run time in the notebook; {value!r} is written down, the other branch has"
+                f" {two[key]!r}"
+            )
+
+
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, Unknown):
+        raise Refusal("R4", f"{name} is only known at run time ({value}); write True or False")
+    return bool(value)
+
+
+def _model(settings: Settings, what: Described) -> None:
+    given = {key: value for key, value in what.loader.items() if value is not None}
+    name = given.pop("model_name", None)
+    if not isinstance(name, str):
+        raise Refusal("R4", f"the model's name is only known at run time ({name})")
+    settings.set("model.model_name_or_path", name)
+    if name.startswith(("/content/", "/kaggle/")):
+        settings.notes.append(
+            f"the model {name} is a path of a hosted notebook; give yours with --model.model_name_or_path"
+        )
+    unsloth = what.api == "unsloth"
+    settings.set("model.backend", "auto" if unsloth else "transformers")
+    settings.set("model.dtype", dtype_of(given.pop("dtype", None) or given.pop("torch_dtype", None), what))
+    four, eight, sixteen, full = bits(given, what)
+    settings.set("model.load_in_4bit", four)
+    if eight:
+        settings.set("model.load_in_8bit", True)
+    if full:
+        settings.set("model.full_finetuning", True)
+    if unsloth and what.owner != "FastLanguageModel":
+        if what.owner != "FastModel":
+            raise Refusal("R3", f"the model is loaded by {what.owner}; only text is converted")
+        settings.set("model.loader", "FastModel")
+    for key in ("revision", "attn_implementation", "trust_remote_code"):
+        if given.get(key):
+            settings.set(f"model.{key}", given[key])
+    if given.get("trust_remote_code"):
+        settings.notes.append(
+            "model.trust_remote_code is on, as in the notebook: Python code that ships with the model is run"
+        )
+    _loader_rest(settings, given, what, sixteen)
+
+
+def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, sixteen: bool) -> None:
+    from finetune.config.schema import _MANAGED_ARGUMENTS
+
+    managed = {key: why for keys, why in _MANAGED_ARGUMENTS["model.loader_kwargs"].items() for key in keys.split()}
+    if (place := given.get("device_map")) is not None:
+        warned = (
+            f"; {place!r} would spread one model over all devices, on every rank"
+            if place in ("balanced", "auto", "sequential")
+            else ""
+        )
+        settings.notes.append(f"device_map is left out: each rank loads the whole model onto its own device{warned}")
+    rest = {}
+    for key, value in given.items():
+        if key in (
+            "revision",
+            "attn_implementation",
+            "trust_remote_code",
+            "device_map",
+            "quantization_config",
+            "max_seq_length",
+        ):
+            continue
+        if key in managed or key in (
+            "token",
+            "use_auth_token",
+            "low_cpu_mem_usage",
+            "use_cache",
+            "cache_dir",
+            "load_in_16bit",
+        ):
+            if key not in ("load_in_4bit", "load_in_8bit", "full_finetuning", "load_in_16bit") and value not in (
+                False,
+                None,
+            ):
+                settings.notes.append(
+                    f"the loader's {key} is left out" + (f": {managed[key]}" if key in managed else "")
+                )
+            continue
+        rest[key] = value
+    if sixteen:
+        rest["load_in_16bit"] = True
+    if rest and what.api != "unsloth":
+        raise Refusal("R4", f"the loader's {', '.join(rest)} cannot be set on the transformers backend")
+    if rest:
+        settings.set("model.loader_kwargs", rest)
+
+
+def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool]:
+    """4 bits, 8 bits, 16 bits asked for, full fine-tuning. Unsloth loads in 4 bits unless it is told otherwise."""
+    full = _flag(given.get("full_finetuning", False), "full_finetuning")
+    four = _flag(given.get("load_in_4bit", what.api == "unsloth"), "load_in_4bit")
+    eight = _flag(given.get("load_in_8bit", False), "load_in_8bit")
+    sixteen = _flag(given.get("load_in_16bit", False), "load_in_16bit")
+    quantization = given.get("quantization_config")
+    if isinstance(quantization, Unknown):
+        kwargs = known(quantization.item.get("kwargs", {"dict": []}))
+        four, eight = bool(kwargs.get("load_in_4bit")), bool(kwargs.get("load_in_8bit"))
+        if quantization.name.rsplit(".", 1)[-1] != "BitsAndBytesConfig" or not (four or eight):
+            raise Refusal("R4", f"the quantization {quantization} is not one of bitsandbytes in 4 or 8 bits")
+    if what.api == "transformers" and what.adapter is None:
+        full = True
+    if full or sixteen or eight:
+        four = False
+    return four, eight and not full, sixteen and not full, full
+
+
+def dtype_of(value: Any, what: Described) -> str:
+    names = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "half": "float16", "float": "float32"}
+    if isinstance(value, str) and value.removeprefix("torch.") in names:
+        return names[value.removeprefix("torch.")]
+    if isinstance(value, Unknown) and value.name.removeprefix("torch.") in names:
+        return names[value.name.removeprefix("torch.")]
+    return "auto"
+
+
+def _lora(settings: Settings, what: Described) -> None:
+    if settings.sections["model"].get("full_finetuning"):
+        if what.adapter:
+            settings.notes.append("the adapter is left out: full fine-tuning trains every weight")
+        return
+    if what.adapter is None:
+        raise Refusal("R4", "no adapter is attached, and full_finetuning is not set: nothing would be trained")
+    given = {key: value for key, value in what.adapter.items() if value is not None}
+    defaults = _ADAPTERS[what.adapter_kind]
+    for key in ("r", "lora_alpha", "lora_dropout"):
+        value = given.pop(key, defaults[key])
+        settings.set(f"lora.{key}", float(value) if key == "lora_dropout" and isinstance(value, int) else value)
+    if (targets := given.pop("target_modules", None)) is not None:
+        settings.set("lora.target_modules", list(targets) if isinstance(targets, tuple) else targets)
+    elif what.adapter_kind == "peft":
+        settings.notes.append(
+            "the notebook leaves target_modules to PEFT, which chooses by the model; here it is the seven projections"
+        )
+    for key in ("modules_to_save", "use_rslora", "bias"):
+        if value := given.pop(key, None):
+            settings.set(f"lora.{key}", value)
+    seed = given.pop("random_state", 3407 if what.adapter_kind == "unsloth" else None)
+    if seed is not None:
+        settings.set("lora.random_state", seed)
+    checkpointing = given.pop("use_gradient_checkpointing", None)
+    del checkpointing  # in the training section
+    for key in ("max_seq_length", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision"):
+        given.pop(key, None)
+    if not given.get("loftq_config"):
+        given.pop("loftq_config", None)
+    if given:
+        settings.set("lora.adapter_kwargs", given)
+
+
+def _data(settings: Settings, what: Described, plan: Plan) -> None:
+    length = max_length(what)
+    own = what.config.get("max_length", what.trainer.get("max_length"))
+    settings.set(
+        "data.max_length",
+        length,
+        "" if own is not None else "the loader's max_seq_length" if what.api == "unsloth" else "TRL's default",
+    )
+    field_name = what.config.get("dataset_text_field", what.trainer.get("dataset_text_field"))
+    _format(settings, what, plan, field_name)
+    if _flag(what.config.get("packing", what.trainer.get("packing", False)), "packing"):
+        settings.set("data.packing", True)
+    workers = what.config.get("dataset_num_proc", what.trainer.get("dataset_num_proc"))
+    if isinstance(workers, int):
+        settings.set("data.num_proc", workers)
+    if template := what.config.get("chat_template_path"):
+        settings.set("model.chat_template", template)
+
+
+def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
+    """Which columns are learnt. TRL and Unsloth learn all of a text, and all of a conversation unless they are told."""
+    columns = _columns(plan)
+    if plan.formatting is not None:
+        settings.set("data.format", "text")
+        return
+    if isinstance(text_field, str) and (
+        text_field != "text" or not columns & {"messages", "prompt"} or "text" in columns
+    ):
+        conversational = what.config.get("assistant_only_loss") or (
+            columns and text_field not in columns and columns & {"messages"}
+        )
+        if not conversational:
+            settings.set("data.format", "text")
+            if text_field != "text":
+                settings.set("data.columns", {"text": text_field})
+            return
+    if "text" in columns:
+        settings.set("data.format", "text")
+        return
+    only = what.config.get("assistant_only_loss")
+    completion = what.config.get("completion_only_loss")
+    if {"prompt", "completion"} <= columns and not columns & {"messages", "text"}:
+        settings.set("data.format", "prompt_completion")
+        settings.set("data.assistant_only_loss", completion is not False)
+        return
+    settings.set("data.assistant_only_loss", bool(only))
+    if not columns:
+        settings.notes.append(
+            "the columns of the data set are not known before it is loaded: as TRL does with conversations, all of"
+            " a row is learnt; "
+            "set data.assistant_only_loss: true where rows are prompt and completion"
+        )
+
+
+def _columns(plan: Plan) -> set[str]:
+    """Columns that the kept data preparation makes: keys of returned and listed dicts, and renamed ones."""
+    found: set[str] = set()
+    for place in plan.hooks["dataset"] + plan.hooks["module"]:
+        for node in ast.walk(plan.program.statements[place].node):
+            if isinstance(node, ast.Dict):
+                found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr.startswith(("rename", "add_column", "select_columns"))
+            ):
+                found |= {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)}
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute):
+                target = node.targets[0]
+                if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+                    found.add(str(target.slice.value))
+                if isinstance(target, ast.Attribute) and target.attr == "name" and isinstance(node.value, ast.Constant):
+                    found.add(str(node.value.value))
+    return found & {"text", "messages", "conversations", "prompt", "completion", "instruction", "output"}
+
+
+def _training(settings: Settings, what: Described, plan: Plan) -> None:
+    given = effective(what)
+    per_device, steps = given.pop("per_device_train_batch_size"), given.pop("gradient_accumulation_steps")
+    if not (isinstance(per_device, int) and isinstance(steps, int)):
+        raise Refusal("R4", f"the batch size is only known at run time ({per_device} x {steps}); write numbers")
+    settings.set("training.output_dir", "outputs")
+    settings.set("training.global_batch_size", per_device * steps, f"{per_device} x {steps}, over all devices together")
+    settings.set("training.per_device_train_batch_size", per_device)
+    max_steps = given.pop("max_steps", -1)
+    epochs = given.pop("num_train_epochs")
+    if isinstance(max_steps, int) and max_steps > 0:
+        settings.set("training.max_steps", max_steps, "demo")
+    else:
+        settings.set("training.num_train_epochs", float(epochs) if isinstance(epochs, int) else epochs)
+    for key in ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm", "seed"):
+        value = given.pop(key)
+        if key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm") and isinstance(value, int):
+            value = float(value) if key != "warmup_steps" else value
+        if isinstance(value, Unknown) and key in ("optim", "lr_scheduler_type"):
+            value = value.name.rsplit(".", 1)[-1].lower()
+        if key != "max_grad_norm" or value != 1.0:
+            settings.set(f"training.{key}", value)
+    settings.set("training.gradient_checkpointing", checkpointing(what))
+    settings.set(
+        "logging.logging_steps",
+        max(1, int(given.pop("logging_steps"))) if not isinstance(given.get("logging_steps"), Unknown) else 1,
+    )
+    _evaluation(settings, given, plan)
+    resume = what.train.get("resume_from_checkpoint")
+    if isinstance(resume, str) or resume is True:
+        settings.set("training.resume_from_checkpoint", resume)
+    _other_fields(settings, given, what)
+
+
+def checkpointing(what: Described) -> Any:
+    if what.api == "unsloth":
+        given = (what.adapter or {}).get(
+            "use_gradient_checkpointing", what.loader.get("use_gradient_checkpointing", "unsloth")
+        )
+        return given if isinstance(given, bool) else "unsloth" if given == "unsloth" else str(given).lower() == "true"
+    value = what.config.get("gradient_checkpointing", what.config_name != "TrainingArguments")
+    return value is not False
+
+
+def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
+    strategy = str(given.pop("eval_strategy", "no")).lower().rsplit(".", 1)[-1]
+    steps = given.pop("eval_steps", None)
+    if plan.eval_expression is not None and strategy == "steps":
+        settings.set(
+            "training.eval_steps",
+            int(steps) if isinstance(steps, int) else settings.sections["logging"]["logging_steps"],
+        )
+    elif strategy == "epoch":
+        settings.notes.append(
+            "eval_strategy 'epoch': evaluated before and after the training; set training.eval_steps for more"
+        )
+    stops_early = any("EarlyStopping" in plan.program.statements[place].source for place in plan.hooks["trainer"])
+    if (
+        stops_early or "EarlyStopping" in str(plan.callbacks and ast.unparse(plan.callbacks))
+    ) and not settings.sections["training"].get("eval_steps"):
+        raise Refusal(
+            "R4", "EarlyStoppingCallback needs evaluations by steps; set eval_strategy='steps' and eval_steps"
+        )
+    saving = str(given.pop("save_strategy", "steps")).lower().rsplit(".", 1)[-1]
+    every = given.pop("save_steps", 500)
+    if saving == "no":
+        settings.set("training.save_steps", 0)
+    elif saving == "epoch":
+        settings.notes.append(
+            "save_strategy 'epoch': checkpoints come every training.save_steps steps (500), and at the end"
+        )
+    elif isinstance(every, int) and every != 500:
+        settings.set("training.save_steps", every)
+    limit = given.pop("save_total_limit", None)
+    if isinstance(limit, int) and limit > 0:
+        settings.set("training.save_total_limit", limit)
+    size = given.pop("per_device_eval_batch_size", None)
+    if isinstance(size, int):
+        settings.set("training.per_device_eval_batch_size", size)
+
+
+# Values of fields that change nothing here.
+_NEUTRAL = {
+    "loss_type": ("nll", "chunked_nll"),
+    "label_smoothing_factor": (0, 0.0),
+    "shuffle_dataset": (False,),
+    "push_to_hub": (False,),
+    "neftune_noise_alpha": (0,),
+    "use_liger_kernel": (False,),
+    "completion_only_loss": (True, False),
+    "assistant_only_loss": (True, False),
+    "dataset_text_field": None,
+    "dataset_num_proc": None,
+    "max_length": None,
+    "packing": None,
+    "gradient_checkpointing": None,
+    "output_dir": None,
+    "overwrite_output_dir": None,
+    "chat_template_path": None,
+    "data_seed": None,
+}
+
+
+def _other_fields(settings: Settings, given: dict[str, Any], what: Described) -> None:
+    """Fields that SFTConfig knows go on as they are; what the package decides is reported; another loss is refused."""
+    fields = sft_fields()
+    for key, value in given.items():
+        neutral = _NEUTRAL.get(key, ())
+        if neutral is None or value in neutral or value is None:
+            continue
+        if key in ("loss_type", "label_smoothing_factor", "completion_only_loss"):
+            raise Refusal(
+                "R4", f"{key}={value!r} is another objective; here the loss is the mean over the label tokens"
+            )
+        if key in MANAGED or key in _LEFT_OUT or key not in fields:
+            why = _LEFT_OUT.get(key) or MANAGED.get(key) or "the installed TRL has no such field"
+            settings.notes.append(f"{what.config_name}: {key}={_short(value)} is left out: {why}")
+        elif has_unknown(value):
+            raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a number or a name")
+        else:
+            settings.set(f"training.{key}", value)
+    for key, value in what.trainer.items():
+        if (
+            key in ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "optimizers")
+            and value is not None
+        ):
+            _trainer_argument(settings, key, value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:60] + "..."
+
+
+_COLLATORS = (
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorWithPadding",
+    "DataCollatorWithFlattening",
+    "default_data_collator",
+)
+
+
+def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
+    name = value.name.rsplit(".", 1)[-1] if isinstance(value, Unknown) else ""
+    if key == "optimizers":
+        raise Refusal("R4", "SFTTrainer is given an optimiser of the notebook's own; use training.optim")
+    if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
+        return  # in `_responses`
+    if key == "data_collator" and name not in _COLLATORS:
+        raise Refusal(
+            "R4",
+            f"SFTTrainer is given a data collator of the notebook's own ({_short(value)}), which decides what is"
+            " learnt",
+        )
+    settings.notes.append(f"SFTTrainer: {key} is left out: {_LEFT_OUT[key]}")
+
+
+# --- what is learnt of a text -----------------------------------------------------------------------------------------
+
+_CHATML = ("<|im_start|>user\n", "<|im_start|>assistant\n")
+_LLAMA = ("<|start_header_id|>user<|end_header_id|>\n\n", "<|start_header_id|>assistant<|end_header_id|>\n\n")
+_GEMMA = ("<start_of_turn>user\n", "<start_of_turn>model\n")
+# Markers by chat template or model family, for notebooks that leave it to Unsloth to find them. First match counts.
+_MARKERS: tuple[tuple[str, tuple[str, str]], ...] = (
+    (r"gemma-?4", ("<|turn>user\n", "<|turn>model\n")),
+    (r"gemma", _GEMMA),
+    (r"llama-?(3|4)[.\d]*\b|llama-3", _LLAMA),
+    (r"phi-?4", ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>")),
+    (r"phi-?3", ("<|user|>\n", "<|assistant|>\n")),
+    (r"gpt-oss", ("<|start|>user<|message|>", "<|start|>assistant<|channel|>final<|message|>")),
+    (r"zephyr", ("<|user|>\n", "<|assistant|>\n")),
+    (r"glm-?4", ("<|user|>", "<|assistant|>")),
+    (r"mistral|magistral|ministral", ("[INST]", "[/INST]")),
+    (r"granite", ("<|start_of_role|>user<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>")),
+    (r"chatml|qwen|lfm|smollm|nemotron|hermes|yi-|olmo-?3", _CHATML),
+)
+
+
+def _responses(settings: Settings, what: Described) -> None:
+    given = what.responses
+    collator = what.trainer.get("data_collator")
+    if given is None and isinstance(collator, Unknown) and collator.name.endswith("DataCollatorForCompletionOnlyLM"):
+        kwargs = known(collator.item["kwargs"])
+        args = known(collator.item["args"])
+        given = {
+            "response_part": kwargs.get("response_template", args[0] if args else None),
+            "instruction_part": kwargs.get(
+                "instruction_template", args[1] if len(args) > 1 and isinstance(args[1], str) else None
+            ),
+        }
+    if given is None:
+        return
+    extra = [key for key in ("mask_out_tokens",) if given.get(key)]
+    if extra:
+        raise Refusal("R4", f"train_on_responses_only: {extra[0]} cannot be set here")
+    if given.get("last_response_only"):
+        settings.set("data.last_turn_only", True)
+    instruction, response = given.get("instruction_part"), given.get("response_part")
+    if response is None:
+        instruction, response = _family_markers(settings, what)
+    if settings.sections["data"].get("format") not in (None, "text"):
+        raise Refusal("R4", "train_on_responses_only on rows that are no text")
+    settings.set("data.format", "text")
+    settings.sections["data"].pop("assistant_only_loss", None)
+    if instruction is not None:
+        settings.set("data.instruction_part", instruction)
+    settings.set("data.response_part", response)
+
+
+def _family_markers(settings: Settings, what: Described) -> tuple[str, str]:
+    name = str(what.loader.get("model_name", "")).lower()
+    template = what.trainer.get("processing_class")
+    words = f"{template}".lower() if isinstance(template, Unknown) and "chat_template" in str(template) else ""
+    chosen = re.search(r"chat_template='([^']+)'", words)
+    for text in (chosen.group(1) if chosen else "", name):
+        for pattern, markers in _MARKERS:
+            if text and re.search(pattern, text):
+                settings.comments["data.response_part"] = "by the model's family; the notebook lets Unsloth find it"
+                settings.notes.append(
+                    f"the notebook leaves the markers of turns to Unsloth; {markers[1]!r} opens a response in"
+                    f" templates like {text}'s"
+                )
+                return markers
+    raise Refusal(
+        "R4",
+        "train_on_responses_only finds its markers at run time, and they are not known for this model; give"
+        " instruction_part and response_part",
+    )
+
+
+# --- where the result goes --------------------------------------------------------------------------------------------
+
+
+def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> None:
+    """The folder of the first ordinary save, or that of the trainer."""
+    folder = what.config.get("output_dir")
+    folder = folder if isinstance(folder, str) else "outputs"
+    saved = [name for name in _saved(plan, trace)]
+    chosen = saved[0] if saved else folder
+    if saved and len(set(saved)) > 1:
+        settings.notes.append(
+            f"the notebook saves the same model to {', '.join(dict.fromkeys(saved))}; here it is once, in {chosen}"
+        )
+    local = _local(chosen)
+    if local != chosen:
+        settings.notes.append(f"{chosen} is a path of a hosted notebook; the result goes to {local}")
+    settings.set("training.output_dir", local)
+
+
+def _saved(plan: Plan, trace: Trace) -> list[str]:
+    found = []
+    for item in trace["events"]:
+        if (
+            item["kind"] == "call"
+            and item.get("method") in ("save_pretrained", "save_model")
+            and item.get("role") in ("model", "trainer")
+        ):
+            place = plan.program.position(item["statement"])
+            args = item["detail"][1][1:]
+            kwargs = {key: value for key, value in item["detail"][2][1:]}
+            name = args[0] if args else kwargs.get("save_directory", kwargs.get("output_dir"))
+            if place > plan.key["train"] and isinstance(name, str) and name and "<<" not in name:
+                found.append(name)
+    return found
+
+
+def _local(path: str) -> str:
+    """A path on Colab, Google Drive or Kaggle as one below the working folder."""
+    for prefix in (
+        "/content/drive/MyDrive/",
+        "/content/drive/My Drive/",
+        "/content/gdrive/MyDrive/",
+        "/content/",
+        "/kaggle/working/",
+        "/workspace/",
+    ):
+        if path.startswith(prefix):
+            return str(PurePosixPath(path.removeprefix(prefix))) or "outputs"
+    return path

@@ -1,0 +1,1141 @@
+"""The recording stubs: run by `trace.py` as a program of its own, in a process that can open nothing.
+
+A notebook's statements, or a converted script, are executed with every library replaced by symbols. A symbol knows how
+it came about (`load_dataset("x").map(f)`), and calls on it make further symbols, so that two programs can be compared
+by what they would have trained with. Nothing real is imported but a few pure modules of the standard library.
+
+What keeps a hostile notebook in: only names of `_PURE_MODULES` are real; attributes that lead into the interpreter
+(`__subclasses__`, `gi_frame`, ...) are refused before anything runs; an audit hook refuses files, processes, sockets
+and everything else that Python reports; and there are limits on steps, seconds and memory. Uses the standard library
+only.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import hashlib
+import importlib
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SECONDS, STEPS, EVENTS, MEMORY = 2, 200_000, 2_000, 2 * 2**30  # steps and events of one statement
+
+
+class Unsafe(BaseException):
+    """The code reached for something that is not let in. Not an Exception, so that the code cannot catch it."""
+
+
+class Endless(BaseException):
+    """The statement took more steps than allowed."""
+
+
+class Leave(BaseException):
+    """sys.exit, exit or quit."""
+
+
+# --- symbols ----------------------------------------------------------------------------------------------------------
+
+# How each hash came about, in short words: the explanation of a difference.
+WORDS: dict[str, str] = {}
+
+
+def digest(form: Any) -> str:
+    return hashlib.sha1(json.dumps(form, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class Symbol:
+    """A value that is not known. `form` says how it came about, in hashes; `name` is its dotted name if it has one."""
+
+    def __init__(self, form: Any, words: str, name: str | None = None):
+        d = self.__dict__
+        d["_form"], d["_name"], d["_known"] = digest(form), name, {}
+        d["_words"] = words if len(words) < 400 else words[:400] + "..."
+        WORDS[d["_form"]] = d["_words"]
+
+    def __getattr__(self, key: str) -> Any:
+        return attribute(self, key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        set_attribute(self, key, value)
+
+    def __delattr__(self, key: str) -> None:
+        changed(self, ["del", key], f"del .{key}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call(self, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        known = self._known
+        try:
+            if ("item", key) in known:
+                return known[("item", key)]
+        except TypeError:
+            pass
+        return Symbol(["item", form(self), form(key)], f"{self._words}[{words(key)}]")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._name == "os.environ":
+            ENVIRONMENT[plain(key)] = value
+            event("env", [form(key), form(value)], f"os.environ[{words(key)}] = {words(value)}")
+            return
+        changed(self, ["setitem", form(key), form(value)], f"[{words(key)}] = {words(value)}")
+
+    def __delitem__(self, key: Any) -> None:
+        changed(self, ["delitem", form(key)], f"del [{words(key)}]")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(elements(self, 2))
+
+    def __contains__(self, item: Any) -> bool:
+        if self._name == "os.environ":
+            return item in ENVIRONMENT
+        return RUN.world
+
+    def __bool__(self) -> bool:
+        return RUN.world
+
+    def __format__(self, spec: str) -> str:
+        return f"<<{self._form}{':' + spec if spec else ''}>>"
+
+    def __str__(self) -> str:
+        return f"<<{self._form}>>"
+
+    __repr__ = __str__
+
+    def __hash__(self) -> int:
+        return hash(self._form)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> bool:
+        return False
+
+    def __await__(self) -> Any:
+        return self
+        yield
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (type(f"Of{self._form}", (Base,), {"_stub": self}),)
+
+    def __instancecheck__(self, _: Any) -> bool:
+        return RUN.world
+
+
+def _binary(sign: str, reverse: bool = False) -> Callable[[Symbol, Any], Any]:
+    def operator(self: Symbol, other: Any) -> Any:
+        one, two = (other, self) if reverse else (self, other)
+        return Symbol(["op", sign, form(one), form(two)], f"({words(one)} {sign} {words(two)})")
+
+    return operator
+
+
+for _name, _sign in [
+    pair.split() for pair in "add +;sub -;mul *;truediv /;floordiv //;mod %;pow **;and &;or |;xor ^".split(";")
+]:
+    setattr(Symbol, f"__{_name}__", _binary(_sign))
+    setattr(Symbol, f"__r{_name}__", _binary(_sign, reverse=True))
+for _name, _sign in [pair.split() for pair in "lt <;le <=;gt >;ge >=;eq ==;ne !=".split(";")]:
+    setattr(Symbol, f"__{_name}__", _binary(_sign))
+for _name in ("neg", "pos", "invert"):
+    setattr(Symbol, f"__{_name}__", lambda self, sign=_name: Symbol([sign, form(self)], f"{sign}({self._words})"))
+
+
+class Base:
+    """What a class of the notebook inherits from where its base is a symbol."""
+
+    _stub: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._given = [form(args), form(kwargs)]
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):
+            raise AttributeError(key)
+        return attribute(type(self)._stub, key)
+
+
+# --- normal form ------------------------------------------------------------------------------------------------------
+
+_SIMPLE = (type(None), bool, int, float, str)
+
+
+def form(value: Any, depth: int = 0) -> Any:
+    """A value in JSON: plain values as they are, symbols by their hash, functions by their code and result."""
+    if isinstance(value, bool | int | str | type(None)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else ["float", repr(value)]
+    if depth > 40:
+        return ["deep"]
+    if isinstance(value, Symbol):
+        return ["sym", value._form]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *(form(item, depth + 1) for item in value)]
+    if isinstance(value, dict):
+        return ["dict", *([form(key, depth + 1), form(item, depth + 1)] for key, item in value.items())]
+    if isinstance(value, set | frozenset):
+        return ["set", *sorted((form(item, depth + 1) for item in value), key=str)]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, types.FunctionType | types.MethodType) and _of_notebook(value):
+        return function_form(value, depth)
+    if isinstance(value, type):
+        return ["class", value.__name__, value.__dict__.get("_source_", "")]
+    if dataclasses.is_dataclass(value) or "_source_" in type(value).__dict__:
+        own = {key: item for key, item in vars(value).items()}
+        return ["object", form(type(value)), form(own, depth + 1)]
+    return ["other", type(value).__name__, str(value) if not callable(value) else getattr(value, "__name__", "")]
+
+
+def function_form(value: Any, depth: int) -> Any:
+    """Code, and the result of one call with symbols for the arguments that have no default."""
+    function = value.__func__ if isinstance(value, types.MethodType) else value
+    code = getattr(function, "_source_", function.__name__)
+    if id(function) in RUN.inside or depth > 12:
+        return ["function", code]
+    RUN.inside.add(id(function))
+    try:
+        spec = function.__code__
+        count = spec.co_argcount - len(function.__defaults__ or ())
+        given = [Symbol(["argument", n], f"argument {n}") for n in range(count)]
+        if isinstance(value, types.MethodType):
+            given = given[1:]
+        only = {name: Symbol(["argument", name], name) for name in _keyword_only(function)}
+        if spec.co_flags & 0x20:  # a generator: its first two values
+            produced = value(*given, **only)
+            result = [item for item, _ in zip(produced, range(2), strict=False)]
+        else:
+            result = value(*given, **only)
+        return ["function", code, form(result, depth + 1)]
+    except Exception as error:
+        return ["function", code, ["raises", type(error).__name__]]
+    finally:
+        RUN.inside.discard(id(function))
+
+
+def _keyword_only(function: Any) -> list[str]:
+    spec = function.__code__
+    names = spec.co_varnames[spec.co_argcount : spec.co_argcount + spec.co_kwonlyargcount]
+    return [name for name in names if name not in (function.__kwdefaults__ or {})]
+
+
+def words(value: Any) -> str:
+    if isinstance(value, Symbol):
+        return value._words
+    text = getattr(value, "__name__", "function") if callable(value) else repr(value)
+    return text if len(text) < 120 else text[:120] + "..."
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def holds_symbol(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Symbol):
+        return True
+    if isinstance(value, str):
+        return "<<" in value
+    if depth < 4 and isinstance(value, list | tuple | set):
+        return any(holds_symbol(item, depth + 1) for item in list(value)[:50])
+    if depth < 4 and isinstance(value, dict):
+        return any(holds_symbol(item, depth + 1) for item in list(value.values())[:50])
+    return False
+
+
+# --- what a run records -----------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One execution: its world (what unknown conditions are), its events, and its roles."""
+
+    def __init__(self, world: bool, rank: int):
+        self.world, self.rank = world, rank
+        self.events: list[dict[str, Any]] = []
+        self.statement: int | None = None
+        self.steps, self.noted = 0, 0
+        self.inside: set[int] = set()
+        self.model: Symbol | None = None
+        self.tokenizer: Symbol | None = None
+        self.trainer: Symbol | None = None
+
+
+RUN = Run(True, 0)
+ENVIRONMENT: dict[str, Any] = {}
+
+
+def event(kind: str, detail: Any, text: str, **more: Any) -> None:
+    RUN.noted += 1
+    if RUN.noted > EVENTS:
+        raise Endless(f"more than {EVENTS} calls")
+    RUN.events.append({"kind": kind, "detail": detail, "words": text[:500], "statement": RUN.statement, **more})
+
+
+# Attributes that say how batches are padded or cut: they change no text that a template renders.
+_NO_TEXT = frozenset("padding_side pad_token pad_token_id truncation_side model_max_length".split())
+
+
+def role(value: Any) -> str | None:
+    if value is None:
+        return None
+    for name in ("tokenizer", "model", "trainer"):
+        if value is getattr(RUN, name):
+            return name
+    return None
+
+
+def changed(symbol: Symbol, how: list[Any], text: str) -> None:
+    """Record that a symbol was changed in place: whatever is made of it from now on says so."""
+    owner = symbol.__dict__.get("_owner", symbol)
+    key = how[1] if len(how) > 1 else None
+    event(
+        "change",
+        [role(owner) or owner._form, symbol.__dict__.get("_path", ""), *how],
+        f"{symbol._words}{text}",
+        role=role(owner),
+        name=symbol._name,
+    )
+    if not (role(owner) == "tokenizer" and how[0] == "setattr" and key in _NO_TEXT) and role(owner) not in (
+        "model",
+        "trainer",
+    ):
+        _advance(owner, [symbol.__dict__.get("_path", ""), *how])
+        if owner is not symbol:
+            _advance(symbol, how)
+
+
+def _advance(symbol: Symbol, how: list[Any]) -> None:
+    symbol.__dict__["_form"] = digest(["changed", symbol._form, how])
+    WORDS[symbol._form] = symbol._words + " (changed)"
+
+
+def attribute(symbol: Symbol, key: str) -> Any:
+    if key.startswith("__") and key.endswith("__") and key not in ("__name__", "__version__", "__doc__", "__file__"):
+        raise AttributeError(key)
+    if key in symbol._known:
+        return symbol._known[key]
+    if symbol is RUN.tokenizer and key == "tokenizer":
+        return symbol  # of a processor
+    if symbol is RUN.trainer and key in ("model", "processing_class", "tokenizer"):
+        return RUN.model if key == "model" else RUN.tokenizer
+    name = f"{symbol._name}.{key}" if symbol._name else None
+    if name in _REAL_VALUES:
+        return _REAL_VALUES[name]
+    made = Symbol(["attr", form(symbol), key], f"{symbol._words}.{key}", name)
+    if symbol._name is None and role(symbol.__dict__.get("_owner", symbol)):
+        made.__dict__["_owner"] = symbol.__dict__.get("_owner", symbol)
+        made.__dict__["_path"] = f"{symbol.__dict__.get('_path', '')}.{key}"
+    if name is None:
+        made.__dict__["_method"] = (symbol, key)
+    return made
+
+
+def set_attribute(symbol: Symbol, key: str, value: Any) -> None:
+    changed(symbol, ["setattr", key, form(value)], f".{key} = {words(value)}")
+    symbol.__dict__.setdefault("_set", {})[key] = value
+    if not holds_symbol(value):
+        symbol._known[key] = value
+
+
+def elements(symbol: Symbol, count: int) -> list[Symbol]:
+    return [Symbol(["element", form(symbol), n], f"{symbol._words}[element {n}]") for n in range(count)]
+
+
+# Methods that read, and leave what they are called on as it was.
+_READS = frozenset(
+    "generate decode batch_decode encode apply_chat_template print_trainable_parameters eval train parameters"
+    " named_parameters modules named_modules get_memory_footprint get_nb_trainable_parameters save_pretrained to"
+    " cuda cpu"
+    " half float head info describe show display convert_tokens_to_ids tokenize for_inference for_training get_vocab"
+    " get evaluate predict keys values items get_input_embeddings get_output_embeddings state_dict num_parameters"
+    " get_chat_template log_metrics save_metrics save_state parse_response".split()
+)
+
+
+def call(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = function._name
+    handler = _HANDLERS.get((name or "").rsplit(".", 1)[-1]) if name else None
+    if name and name in _BY_NAME:
+        handler = _BY_NAME[name]
+    if handler is not None:
+        result = handler(function, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    text = f"{function._words}({', '.join([*map(words, args), *(f'{k}={words(v)}' for k, v in kwargs.items())])})"
+    detail = [form(function), form(args), form(kwargs)]
+    method = function.__dict__.get("_method")
+    if method and method[0] is RUN.model and method[1] in ("to", "cuda", "half", "float", "bfloat16", "train", "eval"):
+        return RUN.model
+    owner = method[0].__dict__.get("_owner", method[0]) if method else None
+    if method and role(owner) == "trainer" and method[1] == "train":
+        event("train", detail[1:], text)
+        return Symbol(["trained"], "trainer.train()")
+    event(
+        "call",
+        detail,
+        text,
+        name=name,
+        method=method[1] if method else None,
+        role=role(owner),
+        args=_roles(args, kwargs),
+    )
+    if method and method[1].startswith("add_") and owner is not None and role(owner) == "tokenizer":
+        changed(owner, ["call", method[1], *detail[1:]], f".{method[1]}(...)")
+    result = Symbol(["call", *detail], text)
+    result.__dict__["_made_by"] = (function, args, kwargs)
+    return result
+
+
+def _roles(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    return [name for value in (*args, *kwargs.values()) if (name := role(value))]
+
+
+# --- the calls that make a training -----------------------------------------------------------------------------------
+
+
+def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`X.from_pretrained`: the first model and its tokenizer get their roles, all others are symbols like any other."""
+    owner = (function._name or "").split(".")[-2]
+    root = (function._name or "").split(".")[0]
+    again = RUN.model is None or not any(item["kind"] in ("adapt", "trainer") for item in RUN.events)
+    if root == "unsloth" and owner.startswith("Fast") and again:
+        RUN.model, RUN.tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
+        event("load", [owner, values(args), values(kwargs)], f"{owner}.from_pretrained", api="unsloth")
+        return RUN.model, RUN.tokenizer
+    if root == "transformers" and owner.startswith("AutoModel") and again:
+        RUN.model = Symbol(["model"], "model")
+        event("load", [owner, values(args), values(kwargs)], f"{owner}.from_pretrained", api="transformers")
+        return RUN.model
+    if root == "transformers" and owner in ("AutoTokenizer", "AutoProcessor") and RUN.tokenizer is None:
+        RUN.tokenizer = Symbol(["tokenizer"], "tokenizer")
+        event("load_tokenizer", [values(args), values(kwargs)], f"{owner}.from_pretrained")
+        return RUN.tokenizer
+    return NotImplemented
+
+
+def _adapt(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (args and args[0] is RUN.model) or kwargs.get("model") is RUN.model:
+        event(
+            "adapt",
+            [function._name, values(args[1:]), values({k: v for k, v in kwargs.items() if k != "model"})],
+            "get_peft_model",
+        )
+        return RUN.model
+    return NotImplemented
+
+
+def _trainer(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not (function._name or "").startswith(("trl.", "unsloth.")):
+        return NotImplemented
+    names = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    RUN.trainer = Symbol(["trainer"], "trainer")
+    if given.get("formatting_func") is not None:
+        for key in ("train_dataset", "eval_dataset"):
+            given[key] = _formatted(given.get(key), given["formatting_func"])
+    for name in ("processing_class", "tokenizer"):
+        if isinstance(given.get(name), Symbol):
+            RUN.trainer._known["processing_class"] = RUN.trainer._known["tokenizer"] = given[name]
+    if "tokenizer" in given:
+        given.setdefault("processing_class", given["tokenizer"])
+    event("trainer", values(given), function._name or "", forms={key: form(value) for key, value in given.items()})
+    for key in ("train_dataset", "eval_dataset"):
+        event("dataset", [key, form(given.get(key))], words(given.get(key)))
+    for callback in given.get("callbacks") or ():
+        call(attribute(RUN.trainer, "add_callback"), (callback,), {})
+    return RUN.trainer
+
+
+def _formatted(dataset: Any, function: Any) -> Any:
+    """The data with the column `text`, as `formatting_func` makes it: of many rows at once where it returns a list."""
+    if not isinstance(dataset, Symbol):
+        return dataset
+    made = function(Symbol(["argument", 0], "argument 0"))
+    scope = {"f": function, "__builtins__": {}}
+    if isinstance(made, list):
+        convert = eval(compile("lambda rows: {'text': f(rows)}", "notebook", "eval"), scope)
+        return call(attribute(dataset, "map"), (convert,), {"batched": True})
+    convert = eval(compile("lambda row: {'text': f(row)}", "notebook", "eval"), scope)
+    return call(attribute(dataset, "map"), (convert,), {})
+
+
+def _responses(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trainer = args[0] if args else kwargs.get("trainer")
+    if trainer is not RUN.trainer:
+        return NotImplemented
+    names = ("trainer", "instruction_part", "response_part", "force_match", "tokenizer", "return_function", "num_proc")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    given.pop("trainer", None)
+    event("responses", values(given), "train_on_responses_only")
+    return trainer
+
+
+def _prepared(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args and args[0] is RUN.model:
+        event("kbit", [], "prepare_model_for_kbit_training")
+        return args[0]
+    return NotImplemented
+
+
+def _leave(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise Leave
+
+
+def _get_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    key = plain(args[0]) if args else ""
+    default = args[1] if len(args) > 1 else kwargs.get("default", kwargs.get("d"))
+    if (function._name or "").endswith("setdefault"):
+        if key not in ENVIRONMENT:
+            ENVIRONMENT[key] = default
+        event("env", [key, form(default)], f"os.environ.setdefault({key!r})")
+    return ENVIRONMENT.get(key, default)
+
+
+def _update_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for key, value in {**(args[0] if args and isinstance(args[0], dict) else {}), **kwargs}.items():
+        ENVIRONMENT[key] = value
+        event("env", [key, form(value)], f"os.environ[{key!r}]")
+
+
+def _shuffle(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args and isinstance(args[0], list):
+        state = form(RANDOM)
+        args[0][:] = [Symbol(["shuffled", state, form(args[0])], "shuffled")]
+        return None
+    return NotImplemented
+
+
+def _seed(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    RANDOM.append([function._name, form(args)])
+    event("seed", [function._name, form(args), form(kwargs)], f"{function._name}{args}")
+    return None
+
+
+def _random(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (function._name or "").count(".") and (function._name or "").split(".")[0] in ("random", "numpy"):
+        RANDOM.append(["drawn"])
+        return Symbol([function._name, form(RANDOM), form(args), form(kwargs)], f"{function._name}(...)")
+    return NotImplemented
+
+
+RANDOM: list[Any] = []
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "from_pretrained": _load,
+    "get_peft_model": _adapt,
+    "SFTTrainer": _trainer,
+    "train_on_responses_only": _responses,
+    "prepare_model_for_kbit_training": _prepared,
+    "seed": _seed,
+    "set_seed": _seed,
+    "seed_everything": _seed,
+    "manual_seed": _seed,
+}
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "sys.exit": _leave,
+    "os._exit": _leave,
+    "os.environ.get": _get_environment,
+    "os.getenv": _get_environment,
+    "os.environ.setdefault": _get_environment,
+    "os.environ.update": _update_environment,
+    "random.shuffle": _shuffle,
+    "numpy.random.shuffle": _shuffle,
+    **{f"random.{n}": _random for n in "random randint choice choices sample uniform randrange gauss".split()},
+    **{f"numpy.random.{n}": _random for n in "rand randn randint choice permutation random uniform normal".split()},
+}
+
+
+def values(value: Any) -> Any:
+    """Plain values as they are; anything else as {"sym": words, "form": ...}, for whoever derives settings from it."""
+    if isinstance(value, Symbol):
+        made = value.__dict__.get("_made_by")
+        if made is not None:
+            kwargs = made[2] | value.__dict__.get("_set", {})  # also what was assigned to its attributes later
+            return {"sym": value._words, "name": made[0]._name, "args": values(made[1]), "kwargs": values(kwargs)}
+        return {"sym": value._words, "name": value._name, "form": value._form}
+    if isinstance(value, dict):
+        return {"dict": [[values(key), values(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [values(item) for item in value]}
+    if isinstance(value, list):
+        return [values(item) for item in value]
+    if isinstance(value, str):
+        return {"text": value} if "<<" in value and ">>" in value else value
+    if isinstance(value, bool | int | type(None)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else {"other": repr(value)}
+    if isinstance(value, set | frozenset):
+        return {"set": sorted((values(item) for item in value), key=str)}
+    return {"other": words(value), "form": form(value)}
+
+
+# --- builtins and modules ---------------------------------------------------------------------------------------------
+
+# Real code of the standard library, by name: pure functions and types that know no files and no interpreter.
+_PURE_MODULES: dict[str, str] = {
+    "json": "dumps loads JSONDecodeError",
+    "re": "compile match fullmatch search sub subn split findall finditer escape I IGNORECASE M MULTILINE S DOTALL"
+    " X VERBOSE A",
+    "math": "*",
+    "itertools": "*",
+    "functools": "partial reduce lru_cache cache wraps cmp_to_key",
+    "collections": "defaultdict Counter OrderedDict deque namedtuple ChainMap",
+    "dataclasses": "dataclass field asdict astuple replace",
+    "typing": "Any List Dict Tuple Set Optional Union Callable Iterable Iterator Literal Sequence Mapping"
+    " TypedDict NamedTuple"
+    " Generator TypeVar Type Final cast Protocol",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation whitespace printable hexdigits"
+    " capwords",
+    "textwrap": "dedent indent wrap fill shorten",
+    "copy": "copy deepcopy",
+    "enum": "Enum IntEnum auto Flag",
+    "operator": "itemgetter add mul sub eq lt gt",
+    "statistics": "mean median stdev pstdev mode",
+    "hashlib": "md5 sha1 sha256",
+    "base64": "b64encode b64decode",
+    "html": "escape unescape",
+    "unicodedata": "normalize category name",
+    "abc": "ABC abstractmethod",
+    "contextlib": "contextmanager nullcontext suppress",
+    "__future__": "annotations",
+    "fractions": "Fraction",
+    "decimal": "Decimal",
+    "difflib": "get_close_matches",
+    "heapq": "heappush heappop nlargest nsmallest",
+    "bisect": "bisect bisect_left bisect_right",
+    "ast": "literal_eval",
+    "argparse": "ArgumentParser Namespace",
+    "os.path": "join basename dirname splitext normpath",
+}
+_REAL_VALUES: dict[str, Any] = {
+    "os.sep": "/",
+    "sys.argv": ["script.py"],
+    "sys.version_info": sys.version_info,
+    "os.linesep": "\n",
+}
+
+
+def _fill_real_values() -> None:
+    for module, names in _PURE_MODULES.items():
+        real = importlib.import_module(module)
+        chosen = [n for n in dir(real) if not n.startswith("_")] if names == "*" else names.split()
+        for name in chosen:
+            item = getattr(real, name)
+            if not isinstance(item, types.ModuleType):
+                _REAL_VALUES[f"{module}.{name}"] = item
+
+
+MODULES: dict[str, Symbol] = {}
+
+
+def module(name: str) -> Symbol:
+    if name not in MODULES:
+        MODULES[name] = Symbol(["module", name], name, name)
+    return MODULES[name]
+
+
+def _import(name: str, *_: Any, **__: Any) -> Any:
+    return module(name)
+
+
+_FORBIDDEN = frozenset(
+    "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code f_back f_globals f_builtins f_locals"
+    " f_code"
+    " tb_frame tb_next tb_lasti func_globals func_code co_code co_consts mro".split()
+)
+_DUNDERS = frozenset(
+    "__init__ __name__ __file__ __doc__ __class__ __len__ __getitem__ __setitem__ __iter__ __next__ __call__ __enter__"
+    " __exit__ __repr__ __str__ __eq__ __hash__ __post_init__ __version__ __all__ __main__ __contains__ __lt__ __gt__"
+    " __add__ __bool__ __shell__ __qualname__ __ne__ __le__ __ge__ __annotations__ __future__".split()
+)
+
+
+def check_name(name: str) -> None:
+    """Raise Unsafe for a name that leads into the interpreter. A subclass of str could lie about what it is."""
+    if type(name) is not str:
+        raise Unsafe("a name that is no plain text")
+    if name in _FORBIDDEN or (name.startswith("__") and name.endswith("__") and name not in _DUNDERS):
+        raise Unsafe(f"the name {name} leads into the interpreter")
+
+
+def _getattr(value: Any, name: str, *default: Any) -> Any:
+    check_name(plain(name))
+    if isinstance(value, Symbol) and default and value is RUN.tokenizer and name == "tokenizer":
+        return value
+    return getattr(value, plain(name), *default)
+
+
+def _setattr(value: Any, name: str, new: Any) -> None:
+    check_name(plain(name))
+    setattr(value, plain(name), new)
+
+
+def _hasattr(value: Any, name: str) -> bool:
+    check_name(plain(name))
+    return RUN.world if isinstance(value, Symbol) else hasattr(value, plain(name))
+
+
+def _type(value: Any, *more: Any) -> Any:
+    if more:
+        raise Unsafe("classes made by type() are not run")
+    return Symbol(["type", form(value)], "type") if isinstance(value, Symbol) else type(value)
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    if isinstance(value, Symbol) or holds_symbol(kinds) or isinstance(value, Base):
+        return RUN.world
+    return isinstance(value, kinds)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Unsafe(f"{name}() is not run")
+
+    return refuse
+
+
+_BUILTINS = (
+    "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format"
+    " frozenset"
+    " hash hex id int iter len list map max min next object oct ord pow property range repr reversed round set"
+    " slice sorted"
+    " staticmethod classmethod str sum super tuple zip ArithmeticError AssertionError AttributeError BaseException"
+    " Exception FileNotFoundError FileExistsError ImportError ModuleNotFoundError IndexError KeyError KeyboardInterrupt"
+    " LookupError MemoryError NameError NotImplementedError OSError IOError OverflowError PermissionError RuntimeError"
+    " StopIteration SyntaxError SystemExit TimeoutError TypeError UnicodeDecodeError UnicodeError ValueError Warning"
+    " UserWarning DeprecationWarning FutureWarning ZeroDivisionError ConnectionError EOFError NotImplemented Ellipsis"
+    " True False None __build_class__ __debug__"
+).split()
+
+
+def namespace(program: str) -> dict[str, Any]:
+    """The globals of one program."""
+    allowed = {name: getattr(builtins, name) for name in _BUILTINS}
+    allowed |= {
+        name: _refused(name)
+        for name in ("eval", "exec", "compile", "globals", "locals", "vars", "breakpoint", "memoryview")
+    }
+    allowed |= {
+        "__import__": _import_statement,
+        "getattr": _getattr,
+        "setattr": _setattr,
+        "hasattr": _hasattr,
+        "isinstance": _isinstance,
+        "issubclass": lambda *_: RUN.world,
+        "type": _type,
+        "dir": lambda *_: [],
+        "print": lambda *_, **__: None,
+        "display": lambda *_, **__: None,
+        "input": lambda *_: Symbol(["input"], "input()"),
+        "open": lambda *args, **kwargs: call(Symbol(["open"], "open", "open"), args, kwargs),
+        "exit": lambda *_: _leave(None, (), {}),  # type: ignore[arg-type]
+        "quit": lambda *_: _leave(None, (), {}),  # type: ignore[arg-type]
+        "get_ipython": lambda: Symbol(["ipython"], "get_ipython()", "get_ipython()"),
+        "__shell__": lambda line: Symbol(["shell", line], f"!{line}"),
+        "__tick__": _tick,
+        "__do__": _do,
+        "__is__": _is,
+        "__not__": lambda value: (
+            Symbol(["not", form(value)], f"not {value._words}") if isinstance(value, Symbol) else not value
+        ),
+        "__unpack__": _unpack,
+        "__each__": _each,
+        "__bare__": _bare,
+        "__spread__": lambda value: {"**": value} if isinstance(value, Symbol) else value,
+        "__mark__": _mark,
+    }
+    return {"__builtins__": allowed, "__name__": "__main__", "__file__": program, "__doc__": None, "os": module("os")}
+
+
+def _import_statement(name: str, _globals: Any = None, _locals: Any = None, names: Any = (), level: int = 0) -> Any:
+    if level:
+        raise Unsafe("relative imports are not run")
+    if names:
+        return module(name)
+    return module(name.split(".")[0])
+
+
+def _tick() -> None:
+    RUN.steps += 1
+    if RUN.steps > STEPS:
+        raise Endless(f"more than {STEPS} steps")
+
+
+_IN_PLACE = (list, dict, set, collections.deque)
+
+
+def _do(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """One call. Real code that does not take symbols gives way to a symbol of the call."""
+    _tick()
+    if isinstance(function, Symbol) or _of_notebook(function):
+        return function(*args, **kwargs)
+    if isinstance(function, type) and ("_source_" in function.__dict__ or issubclass(function, BaseException)):
+        return function(*args, **kwargs)
+    if function in _DEEP:  # these would take a symbol for what it is not
+        if any(holds_symbol(value) for value in args):
+            return _symbol_of(function, args, kwargs)
+        return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        receiver = getattr(function, "__self__", None)
+        involved = (*args, *kwargs.values(), *([receiver] if not isinstance(receiver, types.ModuleType) else []))
+        if any(holds_symbol(value) for value in involved):
+            return _symbol_of(function, args, kwargs)
+        raise error from None
+
+
+def _of_notebook(function: Any) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and code.co_filename == "notebook"
+
+
+def _symbol_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    receiver = getattr(function, "__self__", None)
+    inside = form(receiver) if isinstance(receiver, str | list | dict | tuple) else None
+    return Symbol(["real", name, inside, form(args), form(kwargs)], f"{name}({', '.join(map(words, args))})")
+
+
+_DEEP: set[Any] = set()
+
+
+def _is(one: Any, other: Any, same: bool) -> Any:
+    """`x is y`. Whether a symbol is None is not known."""
+    if isinstance(one, Symbol) and other is None:
+        return not RUN.world if same else RUN.world
+    return (one is other) if same else (one is not other)
+
+
+def _unpack(value: Any, count: int, star: bool) -> Any:
+    if isinstance(value, Symbol):
+        return elements(value, count)
+    return value
+
+
+def _each(value: Any, count: int, star: bool) -> Iterator[Any]:
+    for item in value:
+        yield elements(item, count) if isinstance(item, Symbol) else item
+
+
+def _bare(value: Any) -> None:
+    """A call whose value nobody took: it was made for what it does to its receiver, or to its first argument."""
+    if not isinstance(value, Symbol) or "_made_by" not in value.__dict__:
+        return
+    function, args, kwargs = value.__dict__["_made_by"]
+    method = function.__dict__.get("_method")
+    how = ["called", function._name or (method[1] if method else "?"), form(args), form(kwargs)]
+    if method is not None:
+        owner = method[0]
+        if method[1] not in _READS and role(owner.__dict__.get("_owner", owner)) != "tokenizer":
+            changed(owner, how, f".{method[1]}(...)")
+    elif (
+        args
+        and isinstance(args[0], Symbol)
+        and (function._name or "").split(".")[-1] not in _READS | {"display", "len"}
+    ):
+        changed(args[0], how, f" by {function._name}")
+    elif args and isinstance(args[0], list):
+        args[0].append(Symbol(how, "changed"))
+
+
+def _mark(source: str) -> Callable[[Any], Any]:
+    def mark(made: Any) -> Any:
+        try:
+            made._source_ = source
+        except (AttributeError, TypeError):
+            pass
+        return made
+
+    return mark
+
+
+# --- instrumenting ----------------------------------------------------------------------------------------------------
+
+
+class Instrument(ast.NodeTransformer):
+    """Send calls, `is`, unpacking and bare expressions through the functions above, and count steps."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "globals", "vars"):
+            return node
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                keyword.value = _helper("__spread__", [keyword.value])
+        return _helper("__do__", [node.func, *node.args], node.keywords)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            same = ast.Constant(isinstance(node.ops[0], ast.Is))
+            return _helper("__is__", [node.left, node.comparators[0], same])
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return _helper("__not__", [node.operand]) if isinstance(node.op, ast.Not) else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Tuple | ast.List):
+            node.value = _unpacking("__unpack__", node.value, node.targets[0])
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Tuple | ast.List):
+            node.iter = _unpacking("__each__", node.iter, node.target)
+        node.body.insert(0, ast.Expr(_helper("__tick__", [])))
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Tuple | ast.List):
+            node.iter = _unpacking("__each__", node.iter, node.target)
+        node.ifs.insert(0, ast.BoolOp(ast.Or(), [_helper("__tick__", []), ast.Constant(True)]))
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        self.generic_visit(node)
+        node.body.insert(0, ast.Expr(_helper("__tick__", [])))
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Expr(_helper("__bare__", [node.value]))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._marked(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._marked(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._marked(node)
+
+    def _marked(self, node: Any) -> ast.AST:
+        source = digest(_code(node))
+        self.generic_visit(node)
+        body = node.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body.insert(0, ast.Expr(_helper("__tick__", [])))
+        node.decorator_list.append(_helper("__mark__", [ast.Constant(source)]))
+        return node
+
+
+def _code(node: ast.AST) -> str:
+    """A definition without docstrings and prints: what it computes."""
+    return ast.dump(node)
+
+
+def _helper(name: str, args: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), args, keywords or [])
+
+
+def _unpacking(name: str, value: ast.expr, target: Any) -> ast.Call:
+    star = any(isinstance(item, ast.Starred) for item in target.elts)
+    return _helper(name, [value, ast.Constant(len(target.elts)), ast.Constant(star)])
+
+
+def prepared(source: str) -> Any:
+    """Compiled code of one statement or program. Raises Unsafe for names that are not let in."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            check_name(node.attr)
+        elif isinstance(node, ast.Name):
+            check_name(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            check_name(node.name)
+        elif isinstance(node, ast.alias):
+            for part in node.name.split("."):
+                check_name(part)
+        elif isinstance(node, ast.keyword) and node.arg:
+            check_name(node.arg)
+    tree = ast.fix_missing_locations(Instrument().visit(tree))
+    return compile(tree, "notebook", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+def execute(code: Any, scope: dict[str, Any]) -> None:
+    if code.co_flags & 0x80:  # top-level await
+        routine = types.FunctionType(code, scope)()
+        try:
+            while True:
+                routine.send(None)
+        except StopIteration:
+            return
+    exec(code, scope)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_notebook(statements: list[tuple[int, str]], world: bool) -> dict[str, Any]:
+    """Execute the statements one after the other; one that fails is noted, and the next one follows."""
+    reset(world, 0)
+    scope = namespace("notebook.py")
+    failed: dict[str, str] = {}
+    for identity, source in statements:
+        RUN.statement, RUN.steps, RUN.noted = identity, 0, 0
+        try:
+            execute(prepared(source), scope)
+        except Unsafe as error:
+            failed[str(identity)] = f"unsafe: {error}"
+        except Endless as error:
+            failed[str(identity)] = f"endless: {error}"
+        except Leave:
+            failed[str(identity)] = "leaves: sys.exit()"
+        except Exception as error:
+            failed[str(identity)] = f"{type(error).__name__}: {error}"
+    return result(failed)
+
+
+def run_script(source: str, world: bool, rank: int) -> dict[str, Any]:
+    """Execute a converted script with a `finetune.script.run` that calls the hooks in the order of the real one."""
+    reset(world, rank)
+    ENVIRONMENT.update(zip("RANK LOCAL_RANK WORLD_SIZE".split(), (str(rank), str(rank), "2"), strict=True))
+    failed: dict[str, str] = {}
+    _BY_NAME["finetune.script.run"] = _replay
+    try:
+        execute(prepared(source), namespace("script.py"))
+    except (Unsafe, Endless) as error:
+        failed["0"] = f"{type(error).__name__}: {error}"
+    except SystemExit as error:
+        if error.code not in (0, None) and not isinstance(error.code, Symbol):
+            failed["0"] = f"SystemExit: {error.code}"
+    except (Exception, Leave) as error:
+        failed["0"] = f"{type(error).__name__}: {error}"
+    return result(failed)
+
+
+def _replay(function: Symbol, args: tuple[Any, ...], hooks: dict[str, Any]) -> Any:
+    unknown = set(hooks) - {"dataset", "tokenizer", "model", "trainer", "save"}
+    if unknown or len(args) != 1:
+        raise TypeError(f"script.run takes a file and hooks, not {sorted(unknown)}")
+    RUN.model, RUN.tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
+    event("load", None, "script.run")
+    tokenizer = RUN.tokenizer
+    if "tokenizer" in hooks:
+        tokenizer = (
+            hooks["tokenizer"](tokenizer) or tokenizer if RUN.world else _or(hooks["tokenizer"](tokenizer), tokenizer)
+        )
+    event("adapt", None, "script.run")
+    data = hooks["dataset"](tokenizer) if "dataset" in hooks else None
+    train, held_out = data if isinstance(data, tuple) else (data, None)
+    if "model" in hooks:
+        hooks["model"](RUN.model, tokenizer)
+    RUN.trainer = Symbol(["trainer"], "trainer")
+    RUN.trainer._known["processing_class"] = RUN.trainer._known["tokenizer"] = tokenizer
+    event("trainer", None, "script.run", forms={"processing_class": form(tokenizer)})
+    event("dataset", ["train_dataset", form(train)], words(train))
+    event("dataset", ["eval_dataset", form(held_out)], words(held_out))
+    if "trainer" in hooks:
+        hooks["trainer"](RUN.trainer)
+    event("train", None, "script.run")
+    if "save" in hooks and RUN.rank == 0:
+        hooks["save"](RUN.model, tokenizer)
+    return 0
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def reset(world: bool, rank: int) -> None:
+    global RUN
+    RUN = Run(world, rank)
+    ENVIRONMENT.clear()
+    RANDOM.clear()
+    MODULES.clear()
+    environ = Symbol(["attr", "os", "environ"], "os.environ", "os.environ")
+    module("os")._known["environ"] = environ
+    _BY_NAME.pop("finetune.script.run", None)
+
+
+def result(failed: dict[str, str]) -> dict[str, Any]:
+    used = {item for e in RUN.events for item in _hashes(e["detail"])}
+    return {"events": RUN.events, "failed": failed, "words": {key: WORDS[key] for key in used if key in WORDS}}
+
+
+def _hashes(detail: Any) -> Iterator[str]:
+    if isinstance(detail, list):
+        if len(detail) == 2 and detail[0] == "sym" and isinstance(detail[1], str):
+            yield detail[1]
+        for item in detail:
+            yield from _hashes(item)
+
+
+# --- the cage ---------------------------------------------------------------------------------------------------------
+
+
+def _limit() -> None:
+    """Limits on seconds and memory, and modules that would be imported later, when nothing can be."""
+    import encodings.idna  # noqa: F401  (imported now: later nothing can be)
+    import locale  # noqa: F401  (for argparse, as the next)
+    import shutil  # noqa: F401
+
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    for name, limit in (("AS", MEMORY), ("CPU", SECONDS), ("FSIZE", 0), ("CORE", 0)):
+        try:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        except (ValueError, OSError, AttributeError):
+            pass  # not on this system, or lower already
+
+
+def _lock() -> None:
+    """From here on nothing outside this process can be reached."""
+    harmless = {
+        "compile",
+        "exec",
+        "object.__getattr__",
+        "object.__setattr__",
+        "object.__delattr__",
+        "builtins.id",
+        "code.__new__",
+        "function.__new__",
+        "sys._getframe",
+        "marshal.loads",
+        "import",
+        "gc.get_objects",
+    }
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        if name not in harmless:
+            raise Unsafe(f"{name} {args!r:.80}")
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    """Read a list of jobs as JSON from standard input, write the list of results to standard output."""
+    jobs = json.loads(sys.stdin.buffer.read())
+    _fill_real_values()
+    _DEEP.update([json.dumps, json.loads, hashlib.sha256, hashlib.md5, str.join])
+    out = sys.stdout.buffer
+    _limit()
+    _lock()
+    sys.setrecursionlimit(600)
+    results = []
+    for job in jobs:
+        if job["kind"] == "notebook":
+            results.append(run_notebook([tuple(item) for item in job["statements"]], job["world"]))
+        else:
+            results.append(run_script(job["source"], job["world"], job["rank"]))
+    out.write(json.dumps(results).encode())
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

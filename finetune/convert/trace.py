@@ -1,0 +1,59 @@
+"""The parent's side of the recording stubs: one caged process per question."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.convert.read import Refusal, Statement
+
+_STUBS = Path(__file__).with_name("stubs.py")
+_SECONDS = 10  # the stubs limit steps themselves; this ends what one single operation takes for ever
+WORLDS = (True, False)
+
+Trace = dict[str, Any]
+
+
+def trace_notebook(statements: Sequence[Statement]) -> list[Trace]:
+    """One trace per world: `events`, `failed` (statement id as text -> why) and `words` of hashes."""
+    items = [(statement.id, statement.source) for statement in statements]
+    return _run([{"kind": "notebook", "statements": items, "world": world} for world in WORLDS])
+
+
+def trace_script(source: str, ranks: Iterable[int] = (0, 1)) -> dict[tuple[bool, int], Trace]:
+    """Traces of a converted script by world and rank."""
+    keys = [(world, rank) for world in WORLDS for rank in ranks]
+    jobs = [{"kind": "script", "source": source, "world": world, "rank": rank} for world, rank in keys]
+    return dict(zip(keys, _run(jobs), strict=True))
+
+
+def _run(jobs: list[dict[str, Any]]) -> list[Trace]:
+    """Raises Refusal (R4) where the process ends itself or does not end."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(_STUBS)],
+            input=json.dumps(jobs).encode(),
+            capture_output=True,
+            timeout=_SECONDS,
+            env={
+                name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ
+            },  # Windows starts nothing without
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Refusal(
+            "R4", "its code does not end under the recording stubs, so the conversion cannot be verified"
+        ) from None
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        why = words[-1][:200] if words else f"exit code {done.returncode}"
+        raise Refusal(
+            "R4", f"its code cannot be run under the recording stubs ({why}), so nothing can be verified"
+        ) from None

@@ -1,0 +1,497 @@
+"""The verifications that every conversion passes before it is written.
+
+V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or doubled name; V3 it holds nothing
+that misbehaves on several ranks; V4 each kept statement is the notebook's, and kept and left out are all; V5 run under
+the recording stubs, script and notebook train with the same; V6 a second conversion gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config, ConfigError, load
+from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
+from finetune.convert.names import dotted_imports
+from finetune.convert.plan import EXPORTS, MODEL_BY_PACKAGE, NO_ENVIRONMENT, Plan
+from finetune.convert.read import Notebook
+from finetune.convert.settings import (
+    Described,
+    Unknown,
+    bits,
+    checkpointing,
+    described,
+    dtype_of,
+    effective,
+    max_length,
+)
+from finetune.convert.trace import WORLDS, Trace, trace_script
+
+OLDEST = (3, 11)
+
+
+class NotVerified(Exception):
+    """`check` (V1 to V6) failed; `reason` says where."""
+
+    def __init__(self, check: str, reason: str):
+        super().__init__(check, reason)
+        self.check, self.reason = check, reason
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.reason}"
+
+
+def verify(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V1 to V5. Raises NotVerified at the first that fails."""
+    for check in CHECKS.values():
+        check(notebook, plan, conversion, traces)
+
+
+def parses(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V1."""
+    for text in (conversion.script, conversion.infer):
+        try:
+            ast.parse(text, feature_version=OLDEST)
+        except SyntaxError as error:
+            raise NotVerified("V1", f"line {error.lineno}: {error.msg}") from None
+
+
+def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V2."""
+    done = subprocess.run(
+        [
+            ruff(),
+            "check",
+            "--isolated",
+            "--no-cache",
+            "--select",
+            "F,E9",
+            "--ignore",
+            "F541",
+            "--target-version",
+            "py311",
+            "--output-format",
+            "concise",
+            "--stdin-filename",
+            "script.py",
+            "-",
+        ],
+        input=conversion.script.encode(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, plan)]
+        found = [line for line in found if line.startswith("script.py")]
+        if found or done.returncode > 1:
+            raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
+
+
+def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
+    """An unused local name in a function of the notebook is the author's."""
+    return " F841 " in line or " F601 " in line or " F811 " in line and "def " in line
+
+
+# --- V3 ---------------------------------------------------------------------------------------------------------------
+
+
+def safe_on_ranks(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V3."""
+    tree = ast.parse(conversion.script)
+    export = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == FUNCTIONS["save"]), None)
+    inside = set(ast.walk(export)) if export is not None else set()
+    runs = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
+            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic is left")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
+            raise NotVerified("V3", f"line {node.lineno}: one device is named ({node.value})")
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        last = name.rsplit(".", 1)[-1]
+        runs += name == "script.run"
+        if last in EXPORTS | {"save_pretrained", "save_model"} and node not in inside:
+            raise NotVerified("V3", f"line {node.lineno}: {last} is called on every rank")
+        if last == "train" and isinstance(node.func, ast.Attribute) and not node.args:
+            raise NotVerified("V3", f"line {node.lineno}: train() is called beside script.run")
+        if last == "from_pretrained" and any(
+            word in name for word in ("FastLanguageModel", "FastModel", "AutoModelFor")
+        ):
+            raise NotVerified("V3", f"line {node.lineno}: a model is loaded beside script.run")
+    if runs != 1:
+        raise NotVerified("V3", f"script.run is called {runs} times")
+    if "if __name__ == '__main__':" not in {
+        ast.unparse(node).splitlines()[0] for node in tree.body if isinstance(node, ast.If)
+    }:
+        raise NotVerified("V3", "there is no __main__ guard")
+
+
+# --- V4 ---------------------------------------------------------------------------------------------------------------
+
+
+def statements_are_the_notebooks(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V4."""
+    tree = ast.parse(conversion.script)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for hook, name in FUNCTIONS.items():
+        wanted = [_dump(kept_node(plan, place)) for place in plan.hooks[hook] if not is_import(kept_node(plan, place))]
+        body = functions[name].body if name in functions else []
+        _in_order(name, wanted, [_dump(node) for node in body], plan, hook)
+        if len(body) > len(wanted) and hook in ("model", "save"):
+            extra = [node for node in body if _dump(node) not in wanted and not _glue(node)]
+            if extra:
+                raise NotVerified("V4", f"{name} has a statement of its own: {ast.unparse(extra[0])[:80]}")
+    top = [_dump(node) for node in tree.body]
+    for hook in ("environment", "module"):
+        _in_order(
+            "top of the script",
+            [_dump(kept_node(plan, p)) for p in plan.hooks[hook] if not is_import(kept_node(plan, p))],
+            top,
+            plan,
+            hook,
+        )
+    known, found = plan.program.imports, dotted_imports(tree.body)
+    wrong = [
+        name
+        for name, dotted in found.items()
+        if dotted != "finetune.script"
+        and known.get(name, name) != dotted
+        and not dotted.startswith(known.get(name, name) + ".")
+    ]
+    if wrong:
+        raise NotVerified("V4", f"`{wrong[0]}` is imported from elsewhere than in the notebook")
+    missing = [s for s in plan.program.statements if plan.program.position(s.id) not in plan.fates]
+    if missing or len(conversion.report["statements"]) != len(notebook.statements):
+        raise NotVerified("V4", "a statement of the notebook is neither kept nor in the report")
+
+
+def _in_order(name: str, wanted: list[str], found: list[str], plan: Plan, hook: str) -> None:
+    place = 0
+    for number, item in enumerate(wanted):
+        try:
+            place = found.index(item, place) + 1
+        except ValueError:
+            kept = [p for p in plan.hooks[hook] if not is_import(kept_node(plan, p))]
+            statement = plan.program.statements[kept[number]]
+            raise NotVerified(
+                "V4",
+                f"{name}: the statement of cell {statement.cell}, line {statement.line} is changed or gone:"
+                f" {statement.head[:80]}",
+            ) from None
+
+
+def _glue(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.Return) or (
+        isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute)
+    )
+
+
+class _NoDocstrings(ast.NodeTransformer):
+    """Layout of a docstring belongs to the formatter."""
+
+    def _strip(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return node
+
+    visit_FunctionDef = visit_ClassDef = visit_AsyncFunctionDef = _strip  # noqa: N815
+
+
+def _dump(node: ast.stmt) -> str:
+    return ast.dump(_NoDocstrings().visit(ast.parse(ast.unparse(node)).body[0]))
+
+
+# --- V5 ---------------------------------------------------------------------------------------------------------------
+
+
+def trains_with_the_same(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V5."""
+    config = load_config(conversion)
+    settings_agree(described(traces[0]), config, plan, traces[0])
+    scripts = trace_script(conversion.script)
+    for world, trace in zip(WORLDS, traces, strict=True):
+        for rank in (0, 1):
+            found = scripts[world, rank]
+            if found["failed"]:
+                raise NotVerified("V5", f"the script fails under the stubs: {next(iter(found['failed'].values()))}")
+            _same(
+                "notebook",
+                normal(plan, trace, notebook_side=True),
+                normal(plan, found, notebook_side=False),
+                trace,
+                found,
+                rank,
+            )
+
+
+def load_config(conversion: Conversion) -> Config:
+    """The YAML through the loader that the script uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{conversion.name}.yaml"
+        path.write_text(conversion.config, encoding="utf-8")
+        try:
+            return load(["--config", str(path)], script=f"{conversion.name}.py")
+        except ConfigError as error:
+            raise NotVerified("V5", f"the settings are not accepted: {'; '.join(error.problems)}") from None
+
+
+def _same(name: str, one: dict[str, Any], two: dict[str, Any], trace: Trace, other: Trace, rank: int) -> None:
+    for key in one:
+        mine, theirs = one[key], two[key]
+        if key == "saves" and rank:
+            mine = []
+        if key == "tokenizer" and mine is None:
+            continue  # the notebook leaves it to the trainer
+        if mine != theirs:
+            words = trace["words"] | other["words"]
+            raise NotVerified(
+                "V5", f"rank {rank}: {key} differ: notebook {_readable(mine, words)}; script {_readable(theirs, words)}"
+            )
+
+
+def _readable(form: Any, words: dict[str, str]) -> str:
+    if isinstance(form, list) and len(form) == 2 and form[0] == "sym":
+        return words.get(form[1], str(form[1]))[:300]
+    if isinstance(form, list):
+        return "[" + ", ".join(_readable(item, words) for item in form)[:300] + "]"
+    return repr(form)[:300]
+
+
+_IGNORED_TRAINER = frozenset(
+    "train evaluate predict save_model save_state log log_metrics save_metrics push_to_hub get_train_dataloader".split()
+)
+
+
+def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
+    """What a trace would train with, in one form for notebooks and scripts."""
+    found: dict[str, Any] = {
+        "environment": [],
+        "tokenizer": None,
+        "changes of the tokenizer": [],
+        "training data": None,
+        "held-out data": None,
+        "changes of the model": [],
+        "changes of the trainer": [],
+        "saves": [],
+    }
+    trained = False
+    for item in trace["events"]:
+        kind, detail, role = item["kind"], item["detail"], item.get("role")
+        if kind == "train":
+            trained = True
+        elif (
+            kind == "env"
+            and not trained
+            and not _left_out(detail[0])
+            and not (notebook_side and _in_installation(plan, item))
+        ):
+            found["environment"].append(detail)
+        elif kind == "trainer":
+            found["tokenizer"] = item["forms"].get("processing_class")
+        elif kind == "dataset":
+            found["training data" if detail[0] == "train_dataset" else "held-out data"] = detail[1]
+        elif kind == "change":
+            _note_change(found, item, trained)
+        elif kind == "call" and not trained and role == "trainer" and item["method"] not in _IGNORED_TRAINER:
+            found["changes of the trainer"].append([item["method"], *detail[1:]])
+        elif (
+            kind == "call"
+            and trained
+            and role in ("model", "tokenizer")
+            and item["method"] in EXPORTS
+            and _is_kept(plan, item, notebook_side)
+        ):
+            found["saves"].append([role, item["method"], *detail[1:]])
+    found["changes of the tokenizer"].sort(key=str)
+    found["environment"] = [list(pair) for pair in dict((str(k), v) for k, v in found["environment"]).items()]
+    return found
+
+
+def _in_installation(plan: Plan, item: dict[str, Any]) -> bool:
+    """In a branch of the installation: the script has it as a comment."""
+    fate = plan.fates[plan.program.position(item["statement"])]
+    return fate.what == "dropped" and fate.why.startswith("installation")
+
+
+def _left_out(key: Any) -> bool:
+    return str(key) in NO_ENVIRONMENT or str(key).startswith(("WANDB_", "KAGGLE_", "COMET_"))
+
+
+def _is_kept(plan: Plan, item: dict[str, Any], notebook_side: bool) -> bool:
+    if not notebook_side:
+        return True
+    return plan.fates[plan.program.position(item["statement"])].what == "kept"
+
+
+def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> None:
+    detail, role = item["detail"], item.get("role")
+    attribute = detail[3] if len(detail) > 3 and detail[2] == "setattr" else None
+    if role == "tokenizer" and not trained:
+        found["changes of the tokenizer"].append(detail)
+    elif role == "model" and trained and detail[2] == "called":
+        found["saves"].append(["change", *detail[3:]])
+    elif role == "model" and not trained:
+        if detail[2] == "called" and str(detail[3]).rsplit(".", 1)[-1] in MODEL_BY_PACKAGE:
+            return
+        if attribute in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            return
+        found["changes of the model"].append(detail)
+    elif (
+        role == "trainer"
+        and not trained
+        and attribute not in ("metric_for_best_model", "greater_is_better")
+        and detail[2] != "called"
+    ):
+        found["changes of the trainer"].append(detail)
+    elif (
+        role is None
+        and not trained
+        and str(item.get("name") or "").startswith(("torch.", "transformers.", "unsloth", "bitsandbytes."))
+        and detail[2] == "setattr"
+    ):
+        found["changes of the model"].append([item["name"], *detail[2:]])
+
+
+# --- V5, the settings -------------------------------------------------------------------------------------------------
+
+
+def settings_agree(what: Described, config: Config, plan: Plan, trace: Trace) -> None:
+    """The configuration, read back, says for every argument of the notebook what the notebook says."""
+    wanted, found = notebook_says(what), configuration_says(config)
+    for key, value in wanted.items():
+        if value is _ANY or isinstance(value, Unknown):
+            continue
+        if found.get(key) != value and not _alike(found.get(key), value):
+            raise NotVerified("V5", f"{key}: the notebook has {value!r}, the settings {found.get(key)!r}")
+
+
+_ANY = object()
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if isinstance(one, tuple | list) and isinstance(two, tuple | list):
+        return list(one) == list(two)
+    return (
+        isinstance(one, int | float)
+        and isinstance(two, int | float)
+        and not isinstance(one, bool)
+        and not isinstance(two, bool)
+        and float(one) == float(two)
+    )
+
+
+def notebook_says(what: Described) -> dict[str, Any]:
+    given = effective(what)
+    four, eight, sixteen, full = bits(what.loader, what)
+    steps = given.get("max_steps", -1)
+    steps = steps if isinstance(steps, int) and steps > 0 else -1
+    said: dict[str, Any] = {
+        "model": what.loader.get("model_name"),
+        "class": "FastModel" if what.owner == "FastModel" else None,
+        "backend": "auto" if what.api == "unsloth" else "transformers",
+        "dtype": dtype_of(what.loader.get("dtype") or what.loader.get("torch_dtype"), what),
+        "load_in_4bit": four,
+        "load_in_8bit": eight,
+        "load_in_16bit": sixteen,
+        "full_finetuning": full,
+        "revision": what.loader.get("revision"),
+        "attn_implementation": what.loader.get("attn_implementation"),
+        "trust_remote_code": bool(what.loader.get("trust_remote_code")),
+        "max_length": max_length(what),
+        "packing": bool(what.config.get("packing", what.trainer.get("packing", False))),
+        "global batch": given["per_device_train_batch_size"] * given["gradient_accumulation_steps"],
+        "per_device_train_batch_size": given["per_device_train_batch_size"],
+        "max_steps": steps,
+        "num_train_epochs": given["num_train_epochs"] if steps < 0 else _ANY,
+        "gradient_checkpointing": checkpointing(what),
+        "logging_steps": given["logging_steps"]
+        if isinstance(given["logging_steps"], int) and given["logging_steps"] > 0
+        else _ANY,
+    }
+    for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "optim", "lr_scheduler_type"):
+        said[key] = given[key]
+    for key in (
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "neftune_noise_alpha",
+        "lr_scheduler_kwargs",
+        "dataloader_num_workers",
+    ):
+        said[key] = what.config.get(key, _ANY) or _ANY
+    if not full and what.adapter is not None:
+        said |= _adapter_says(what)
+    if what.responses is not None and what.responses.get("response_part") is not None:
+        said |= {
+            "response_part": what.responses["response_part"],
+            "instruction_part": what.responses.get("instruction_part"),
+        }
+    elif what.responses is not None:
+        said["learns responses only"] = True
+    text_field = what.config.get("dataset_text_field", what.trainer.get("dataset_text_field"))
+    if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
+        said["text column"] = text_field
+    return said
+
+
+def _adapter_says(what: Described) -> dict[str, Any]:
+    assert what.adapter is not None
+    unsloth = what.adapter_kind == "unsloth"
+    default = 16 if unsloth else 8
+    targets = what.adapter.get("target_modules")
+    said = {
+        "r": what.adapter.get("r", default),
+        "lora_alpha": what.adapter.get("lora_alpha", default),
+        "lora_dropout": what.adapter.get("lora_dropout") or 0.0,
+        "target_modules": _ANY if targets is None else targets,
+        "modules_to_save": what.adapter.get("modules_to_save"),
+        "use_rslora": bool(what.adapter.get("use_rslora")),
+        "bias": what.adapter.get("bias") or "none",
+        "random_state": what.adapter.get("random_state", 3407) if unsloth else _ANY,
+    }
+    plain = {
+        *said,
+        "use_gradient_checkpointing",
+        "max_seq_length",
+        "task_type",
+        "inference_mode",
+        "peft_type",
+        "base_model_name_or_path",
+        "revision",
+        "loftq_config",
+    }
+    rest = {key: value for key, value in what.adapter.items() if key not in plain and value is not None}
+    return said | {f"adapter's {key}": value for key, value in rest.items()}
+
+
+def configuration_says(config: Config) -> dict[str, Any]:
+    model, lora, data, training = config.model, config.lora, config.data, config.training
+    said = {
+        "model": model.model_name_or_path,
+        "class": model.loader,
+        "load_in_16bit": bool(model.loader_kwargs.get("load_in_16bit")),
+        "global batch": training.global_batch_size,
+        "learns responses only": data.response_part is not None,
+        "text column": data.columns.get("text"),
+        "logging_steps": config.logging.logging_steps,
+        **{f"adapter's {key}": value for key, value in lora.adapter_kwargs.items()},
+    }
+    for section in (model, lora, data, training):
+        said |= {key: value for key, value in asdict(section).items() if key not in said}
+    return said | training.extra
+
+
+CHECKS: dict[str, Callable[[Notebook, Plan, Conversion, list[Trace]], None]] = {
+    "V1": parses,
+    "V2": names_are_defined,
+    "V3": safe_on_ranks,
+    "V4": statements_are_the_notebooks,
+    "V5": trains_with_the_same,
+}

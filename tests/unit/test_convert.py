@@ -1,0 +1,590 @@
+"""`finetune convert` on notebooks as people write them: what is written, what is refused, and what is never run."""
+# ruff: noqa: E501  (cells stand as they do in notebooks)
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.convert_mutations import mutants
+from finetune.config import load
+from finetune.convert import main
+from finetune.convert.command import Outcome, convert, steps
+from finetune.convert.emit import formatted, ruff
+from finetune.convert.read import Refusal, read
+from finetune.convert.trace import trace_notebook, trace_script
+from finetune.convert.verify import CHECKS, NotVerified, verify
+
+INSTALL = '%%capture\nimport os\nif "COLAB_" not in "".join(os.environ.keys()):\n    !pip install unsloth\nelse:\n    !pip install "trl==0.22.2" \\\n        "peft>=0.17"'
+LOADER = """from unsloth import FastLanguageModel
+import torch
+max_seq_length = 1024  # any length
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name = "acme/tiny", max_seq_length = max_seq_length, load_in_4bit = True,
+)"""
+ADAPTER = """model = FastLanguageModel.get_peft_model(
+    model, r = 8, lora_alpha = 16, target_modules = ["q_proj", "v_proj"], bias = "none", random_state = 7,
+)"""
+DATA = '''prompt = """### Question:
+{}
+
+### Answer:
+{}"""
+
+def to_text(rows):
+    # the end token, or it never stops
+    return {"text": [prompt.format(q, a) + tokenizer.eos_token for q, a in zip(rows["q"], rows["a"])]}
+
+from datasets import load_dataset
+dataset = load_dataset("acme/questions", split = "train")
+dataset = dataset.map(to_text, batched = True)'''
+PEEK = 'dataset[0]["text"]\nprint(dataset)'
+TRAINER = """from trl import SFTConfig, SFTTrainer
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, train_dataset = dataset, dataset_text_field = "text",
+    max_seq_length = max_seq_length,
+    args = SFTConfig(
+        per_device_train_batch_size = 2, gradient_accumulation_steps = 4, warmup_steps = 5, max_steps = 60,
+        learning_rate = 2e-4, optim = "adamw_8bit", seed = 3407, output_dir = "outputs", report_to = "none",
+    ),
+)"""
+STATS = "gpu_stats = torch.cuda.get_device_properties(0)\nprint(gpu_stats.name)"
+TRAIN = "trainer_stats = trainer.train()"
+INFERENCE = """FastLanguageModel.for_inference(model)
+inputs = tokenizer(["Hello"], return_tensors = "pt").to("cuda")
+outputs = model.generate(**inputs, max_new_tokens = 64)
+tokenizer.batch_decode(outputs)"""
+SAVE = 'model.save_pretrained("my_lora")\ntokenizer.save_pretrained("my_lora")'
+DEAD = 'if False:\n    from unsloth import FastLanguageModel\n    model.push_to_hub("me/x", token = "YOUR_HF_TOKEN")'
+ALL = [INSTALL, LOADER, ADAPTER, DATA, PEEK, TRAINER, STATS, TRAIN, INFERENCE, SAVE, DEAD]
+
+
+def document(*cells: str) -> dict[str, Any]:
+    code = [
+        {"cell_type": "code", "source": cell.splitlines(keepends=True), "outputs": [], "metadata": {}} for cell in cells
+    ]
+    heading = {"cell_type": "markdown", "source": ["## The data\n", "text"], "metadata": {}}
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [heading, *code]}
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Callable[..., Path]:
+    def write(*cells: str, name: str = "mine.ipynb") -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps(document(*cells)), encoding="utf-8")
+        return path
+
+    return write
+
+
+def with_cells(**changed: str) -> list[str]:
+    """A short notebook, with some cells replaced; `extra` stands before the trainer."""
+    parts = {
+        "loader": LOADER,
+        "adapter": ADAPTER,
+        "data": DATA,
+        "extra": "",
+        "trainer": TRAINER,
+        "train": TRAIN,
+        "after": "",
+    }
+    return [cell for cell in (parts | changed).values() if cell]
+
+
+def converted(path: Path) -> Any:
+    outcome = convert(path)
+    assert outcome.result == "converted", outcome
+    return outcome.conversion
+
+
+def settings(conversion: Any, tmp_path: Path) -> Any:
+    path = tmp_path / "settings.yaml"
+    path.write_text(conversion.config, encoding="utf-8")
+    return load(["--config", str(path)], script="script.py")
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_becomes_a_short_script_with_settings(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    conversion = converted(notebook(*ALL))
+    functions = {node.name for node in ast.parse(conversion.script).body if isinstance(node, ast.FunctionDef)}
+    assert functions == {"build_dataset", "main"}
+    for word in (
+        "pip",
+        "print",
+        "generate",
+        "get_device_properties",
+        "save_pretrained",
+        "push_to_hub",
+        "SFTTrainer",
+        "cuda",
+    ):
+        assert word not in conversion.script, word
+    assert "# the end token, or it never stops" in conversion.script
+    assert "### Question:\n{}\n\n### Answer:\n{}" in conversion.script  # a text over several lines is not indented
+    config = settings(conversion, tmp_path)
+    assert (config.model.model_name_or_path, config.model.load_in_4bit) == ("acme/tiny", True)
+    assert (config.lora.r, config.lora.lora_alpha, config.lora.random_state) == (8, 16, 7)
+    assert (config.data.max_length, config.data.format) == (1024, "text")
+    assert (config.training.global_batch_size, config.training.per_device_train_batch_size) == (8, 2)
+    assert (config.training.max_steps, config.training.output_dir, config.training.seed) == (60, "my_lora", 3407)
+    assert "# demo" in conversion.config and "# num_train_epochs: 1" in conversion.config
+
+
+def test_what_the_notebook_leaves_to_unsloth_is_written_out(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    bare = TRAINER[: TRAINER.index("    args")] + "    args = SFTConfig(),\n)"
+    cells = with_cells(
+        loader=LOADER.replace(", load_in_4bit = True", ""),
+        adapter="model = FastLanguageModel.get_peft_model(model)",
+        trainer=bare,
+    )
+    config = settings(converted(notebook(*cells)), tmp_path)
+    assert config.model.load_in_4bit  # Unsloth's default
+    assert (config.lora.r, config.lora.lora_alpha, config.lora.random_state) == (16, 16, 3407)
+    assert (config.training.learning_rate, config.training.num_train_epochs, config.training.global_batch_size) == (
+        5e-5,
+        3.0,
+        8,
+    )
+    assert (config.training.lr_scheduler_type, config.training.optim, config.training.warmup_steps) == (
+        "linear",
+        "adamw_8bit",
+        0.1,
+    )
+
+
+def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[..., Path]) -> None:
+    path = notebook(*ALL)
+    report = converted(path).report
+    assert len(report["statements"]) == len(read(path).statements)
+    assert all(item["outcome"] == "kept" or item["reason"] for item in report["statements"])
+    assert {item["outcome"] for item in report["statements"]} == {"kept", "rewritten", "dropped"}
+    assert report["requirements"] == ["peft>=0.17", "trl==0.22.2"]
+    assert report["verification"] == {f"V{number}": "passed" for number in range(1, 7)}
+
+
+def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> None:
+    script = converted(notebook(*ALL)).script
+    assert formatted(script) == script
+    done = subprocess.run(
+        [ruff(), "check", "--isolated", "--select", "F,E9", "-"],
+        input=script.encode(),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_hooks_are_made_where_they_are_needed(notebook: Callable[..., Path]) -> None:
+    cells = with_cells(
+        loader='import os\nos.environ["UNSLOTH_X"] = "1"\n' + LOADER,
+        adapter=ADAPTER
+        + "\nmodel.config.use_cache = False\ntorch._dynamo.config.recompile_limit = 64\nmodel = model.to('cuda')",
+        data='tokenizer.chat_template = "{{ messages }}"\nif tokenizer.pad_token is None:\n    tokenizer.pad_token = tokenizer.eos_token\n    model.config.pad_token_id = tokenizer.pad_token_id\n'
+        + DATA,
+        train="from transformers import TrainerCallback\nclass Quiet(TrainerCallback):\n    pass\ntrainer.add_callback(Quiet())\n"
+        + TRAIN,
+        after='from torchao.quantization import quantize_\nquantize_(model)\nmodel.save_pretrained_gguf("gguf", tokenizer, quantization_method = "q8_0")\nmodel.push_to_hub("me/mine")',
+    )
+    tree = ast.parse(converted(notebook(*cells)).script)
+    bodies = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert list(bodies) == ["prepare_tokenizer", "build_dataset", "prepare_model", "prepare_trainer", "export", "main"]
+    assert "chat_template" in bodies["prepare_tokenizer"] and "pad_token_id" not in bodies["prepare_tokenizer"]
+    assert "use_cache" in bodies["prepare_model"] and "recompile_limit" in bodies["prepare_model"]
+    assert "'cuda'" not in bodies["prepare_model"]
+    assert "Quiet()" in bodies["prepare_trainer"]
+    assert all(word in bodies["export"] for word in ("quantize_(model)", "save_pretrained_gguf", "push_to_hub"))
+    places = {ast.unparse(node): number for number, node in enumerate(tree.body)}
+    assert places["os.environ['UNSLOTH_X'] = '1'"] < places["from finetune import script"]
+
+
+STYLES = {
+    "positional": (
+        {"trainer": 'from trl import SFTTrainer\nfrom transformers import TrainingArguments\nargs = TrainingArguments("out", per_device_train_batch_size=2)\ntrainer = SFTTrainer(model, args, train_dataset=dataset)'},
+        {"training.per_device_train_batch_size": 2, "training.learning_rate": 5e-5, "training.output_dir": "out"},
+    ),
+    "splatted": (
+        {"adapter": 'rank = 4\nkw = dict(r=rank, lora_alpha=2 * rank)\nkw["use_rslora"] = True\nmodel = FastLanguageModel.get_peft_model(model, **kw)'},
+        {"lora.r": 4, "lora.lora_alpha": 8, "lora.use_rslora": True},
+    ),
+    "dataclass": (
+        {"loader": "from dataclasses import dataclass\n@dataclass\nclass C:\n    lr: float = 3e-4\n" + LOADER, "trainer": TRAINER.replace("2e-4", "C().lr")},
+        {"training.learning_rate": 3e-4},
+    ),
+    "resumed": ({"train": "trainer.train(resume_from_checkpoint = True)"}, {"training.resume_from_checkpoint": True}),
+    "packed": ({"trainer": TRAINER.replace("    max_seq", "    packing = True, max_seq")}, {"data.packing": True}),
+    "responses": (
+        {"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, instruction_part="Q:", response_part="A:")\n' + TRAIN},
+        {"data.instruction_part": "Q:", "data.response_part": "A:"},
+    ),
+    "another column": ({"trainer": TRAINER.replace('= "text"', '= "body"')}, {"data.columns": {"text": "body"}}),
+    "made twice": ({"trainer": TRAINER.replace("60", "10") + "\n" + TRAINER}, {"training.max_steps": 60}),
+    "drive": ({"after": 'model.save_pretrained("/content/drive/MyDrive/lora")'}, {"training.output_dir": "lora"}),
+    "fast model": (
+        {"loader": LOADER.replace("FastLanguageModel", "FastModel"), "adapter": "model = FastModel.get_peft_model(model, finetune_vision_layers = False, r = 8)"},
+        {"model.loader": "FastModel", "lora.adapter_kwargs": {"finetune_vision_layers": False}, "lora.target_modules": None},
+    ),
+    "set later": (
+        {"trainer": "from trl import SFTConfig, SFTTrainer\nta = SFTConfig(max_steps = 1)\nta.max_steps = 9\ntrainer = SFTTrainer(model = model, train_dataset = dataset, args = ta)"},
+        {"training.max_steps": 9},
+    ),
+    "under the guard": ({"train": "if __name__ == '__main__':\n    trainer.train()\n    model.save_pretrained('there')"}, {"training.output_dir": "there"}),
+    "full": ({"loader": LOADER.replace("load_in_4bit = True", "full_finetuning = True"), "adapter": ""}, {"model.full_finetuning": True, "model.load_in_4bit": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_settings_in_each_style(style: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
+    changed, wanted = STYLES[style]
+    config = settings(converted(notebook(*with_cells(**changed))), tmp_path)
+    for name, value in wanted.items():
+        section, key = name.split(".")
+        assert getattr(getattr(config, section), key) == value, name
+
+
+def test_a_notebook_of_peft_and_trl_alone(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    cells = with_cells(
+        loader="""import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained("acme/tiny", quantization_config=bnb, device_map="auto", torch_dtype=torch.bfloat16)
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny")""",
+        adapter='from peft import LoraConfig\npeft_config = LoraConfig(r=4, lora_dropout=0.1, task_type="CAUSAL_LM")',
+        trainer='from trl import SFTConfig, SFTTrainer\ntrainer = SFTTrainer(model=model, train_dataset=dataset, peft_config=peft_config, args=SFTConfig(max_length=256, output_dir="o"))',
+    )
+    config = settings(converted(notebook(*cells)), tmp_path)
+    assert (config.model.backend, config.model.load_in_4bit, config.model.dtype) == ("transformers", True, "bfloat16")
+    assert (config.lora.r, config.lora.lora_alpha, config.lora.lora_dropout) == (4, 8, 0.1)
+    assert config.training.learning_rate == 2e-5  # TRL's default
+
+
+def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
+    one = "def show(row):\n    return row['q'] + row['a']\n"
+    many = "def show(rows):\n    return [q + a for q, a in zip(rows['q'], rows['a'])]\n"
+    plain = 'from datasets import load_dataset\ndataset = load_dataset("acme/questions", split = "train")'
+    trainer = TRAINER.replace('dataset_text_field = "text"', "formatting_func = show")
+    single = converted(notebook(*with_cells(data=plain, trainer=one + trainer))).script
+    batched = converted(notebook(*with_cells(data=plain, trainer=many + trainer))).script
+    assert 'return dataset.map(lambda row: {"text": show(row)})' in single
+    assert 'return dataset.map(lambda rows: {"text": show(rows)}, batched=True)' in batched
+
+
+def test_generation_is_written_on_request(notebook: Callable[..., Path]) -> None:
+    infer = convert(notebook(*ALL), keep_inference=True).conversion.infer
+    assert "model.generate" in infer and 'from_pretrained("my_lora"' in infer
+    ast.parse(infer)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+HF, WANDB, OPENAI = "hf_" + "aB3" * 10, "0123456789abcdef" * 2 + "01234567", "sk-proj-" + "x1Y" * 10
+
+
+def test_tokens_are_never_copied(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    cells = with_cells(
+        loader=f'!huggingface-cli login --token {HF}\nimport wandb, os\nwandb.login(key="{WANDB}")\nos.environ["HF_TOKEN"] = "{HF}"\nfrom huggingface_hub import login\nlogin("{HF}")\n'
+        + LOADER,
+        data=DATA.replace('split = "train"', f'split = "train", token = "{HF}"  # {HF}\n')
+        + f'\nOPENAI_KEY = "{OPENAI}"',
+        after=f'model.push_to_hub("me/mine", token = "{HF}")',
+    )
+    path = notebook(*cells)
+    assert main([str(path), "--out", str(tmp_path / "out"), "--keep-inference"]) == 0
+    texts = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
+    assert not any(token in texts for token in (HF, WANDB, OPENAI))
+    assert texts.count('token=os.environ["HF_TOKEN"]') == 2
+    assert any("HF_TOKEN" in note for note in json.loads((tmp_path / "out/mine.report.json").read_text())["notes"])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no trainer": ({"trainer": "", "train": ""}, "R0"),
+    "never trained": ({"train": ""}, "R0"),
+    "another trainer": ({"trainer": TRAINER.replace("SFT", "DPO")}, "R1"),
+    "a trainer of its own": ({"trainer": "from trl import SFTTrainer\nclass Mine(SFTTrainer):\n    pass\n" + TRAINER.replace("= SFTTrainer(", "= Mine(")}, "R1"),
+    "two trainings": ({"after": TRAIN}, "R2"),
+    "images": ({"loader": LOADER.replace("FastLanguageModel", "FastVisionModel")}, "R3"),
+    "sound": ({"extra": "import torchaudio"}, "R3"),
+    "a process": ({"extra": 'import subprocess\nsubprocess.run(["make", "data"])'}, "R4"),
+    "a shell": ({"extra": 'import os\nos.system("make data")'}, "R4"),
+    "a file from the shell": ({"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')}, "R4"),
+    "a module from a cell": ({"data": "from helper import f\n" + DATA.replace("prompt.format", "f")}, "R4"),
+    "data from the model": ({"data": DATA + "\ndataset = dataset.map(lambda row: {'text': model.generate(row)})"}, "R4"),
+    "a collator of its own": ({"trainer": "def collate(rows):\n    return rows\n" + TRAINER.replace("args =", "data_collator = collate, args =")}, "R4"),
+    "another loss": ({"trainer": TRAINER.replace("seed", 'loss_type = "dft", seed')}, "R4"),
+    "unknown at run time": ({"trainer": TRAINER.replace("2e-4", "float(input())")}, "R4"),
+    "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
+    "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
+    "new tokens": ({"loader": LOADER + "\nfrom unsloth import add_new_tokens\nadd_new_tokens(model, tokenizer, new_tokens = ['<a>'])"}, "R4"),
+    "in a function": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
+    "nothing is trained": ({"adapter": ""}, "R4"),
+    "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
+    "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
+    "unknown magic": ({"data": "%%cython\nint x\n"}, "E-MAGIC"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_code_and_reason_and_write_nothing(
+    case: str, notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, code = REFUSED[case]
+    cells = with_cells(**changed)
+    if case == "a module from a cell":
+        cells.insert(0, "%%writefile helper.py\ndef f(*a):\n    return a\n")
+    path = notebook(*cells)
+    out, result = tmp_path / "out", tmp_path / "result.json"
+    assert main([str(path), "--out", str(out), "--json", str(result)]) == 3
+    assert not out.exists()
+    found = json.loads(result.read_text())
+    assert found["code"] == code and len(found["reason"]) > 15
+    assert code in capsys.readouterr().err
+
+
+def test_other_languages_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.ipynb"
+    path.write_text(json.dumps(document("x <- 1") | {"metadata": {"kernelspec": {"language": "R", "name": "ir"}}}))
+    assert convert(path).code == "E-LANGUAGE"
+
+
+def bad_files(folder: Path) -> dict[str, Path]:
+    files = {
+        name: folder / name
+        for name in ("empty.ipynb", "text.ipynb", "null.ipynb", "latin.ipynb", "list.ipynb", "prose.ipynb", "data.csv")
+    }
+    files["empty.ipynb"].write_bytes(b"")
+    files["text.ipynb"].write_text("no JSON")
+    files["null.ipynb"].write_bytes(b'{"cells": []}\0')
+    files["latin.ipynb"].write_bytes('{"cells": ["é"]}'.encode("latin-1"))
+    files["list.ipynb"].write_text("[1, 2]")
+    files["prose.ipynb"].write_text(
+        json.dumps({"cells": [{"cell_type": "markdown", "source": "# text"}], "metadata": {}})
+    )
+    files["data.csv"].write_text("a,b")
+    with (folder / "large.ipynb").open("wb") as file:
+        file.truncate(100 * 2**20)
+    return files | {"large": folder / "large.ipynb", "missing": folder / "none.ipynb", "folder": folder}
+
+
+def test_bad_input_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, path in bad_files(tmp_path).items():
+        assert main([str(path)]) == 2, name
+        words = capsys.readouterr().err
+        assert "Traceback" not in words and str(path) in words, name
+    assert main([]) == 2
+    assert main(["--check", str(tmp_path / "none")]) == 2
+
+
+# --- files that are notebooks in other ways ---------------------------------------------------------------------------
+
+
+def body(conversion: Any) -> str:
+    """The functions of a script: what does not name its notebook."""
+    return "\n".join(
+        ast.unparse(node) for node in ast.parse(conversion.script).body if isinstance(node, ast.FunctionDef)
+    )
+
+
+def test_exports_and_old_formats_give_the_same_script(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    cells = with_cells(after=SAVE)
+    wanted = body(converted(notebook(*cells)))
+    texts = {
+        "percent.py": "\n".join(f"# %%\n{cell}" for cell in cells),
+        "light.py": "# ---\n# jupyter:\n# ---\n\n# # Title\n\n" + "\n\n".join(cells),
+        "colab.py": '# -*- coding: utf-8 -*-\n"""Mine.ipynb\n\nAutomatically generated by Colab.\n"""\n\n!pip install unsloth\n\n' + "\n\n".join(cells),
+        "nbconvert.py": "#!/usr/bin/env python\n# In[1]:\nget_ipython().system('pip install unsloth')\n" + "".join(f"\n# In[2]:\n\n{cell}\n" for cell in cells),
+        "windows.ipynb": json.dumps(document(*cells)).replace("\\n", "\\r\\n"),
+        "old.ipynb": json.dumps({"nbformat": 3, "worksheets": [{"cells": [{"cell_type": "code", "language": "python", "input": cell.splitlines(True)} for cell in cells]}]}),
+        "bare.ipynb": json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}),
+        "outputs.ipynb": json.dumps({"cells": [{"cell_type": "code", "source": cell, "outputs": [{"data": {"image/png": "A" * 2**20}}]} for cell in cells]}),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+        assert body(converted(tmp_path / name)) == wanted, name
+
+
+def test_magics_are_taken_out_by_the_line(notebook: Callable[..., Path]) -> None:
+    lines = [
+        "#@title A cell", "%%time", "x = 5 % 2", "!ls -l \\", "  -a", "%matplotlib inline", "if x:", "    !nvidia-smi",
+        'text = """', "! not a command", "%not a magic", '"""', "files = !ls", "%env A_VARIABLE = 1 # why", "x?",
+    ]  # fmt: skip
+    found = read(notebook("\n".join(lines)))
+    assert [statement.head for statement in found.statements] == [
+        "x = 5 % 2", "if x:", 'text = """', "files = __shell__('ls')", "os.environ['A_VARIABLE'] = '1'",
+    ]  # fmt: skip
+    assert [shell.text for shell in found.shells] == ["ls -l  -a", "%matplotlib inline", "nvidia-smi", "ls"]
+    assert ast.literal_eval(found.statements[2].node.value) == "\n! not a command\n%not a magic\n"  # type: ignore[attr-defined]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[..., Path], tmp_path: Path) -> None:
+    path, out = notebook(*ALL), tmp_path / "out"
+    assert main([str(path), "--out", str(out)]) == 0
+    first = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert sorted(first) == ["mine.py", "mine.report.json", "mine.yaml"]
+    assert main([str(path), "--out", str(out)]) == 0
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == first
+    (out / "mine.yaml").write_text("mine: 1\n")
+    assert main([str(path), "--out", str(out)]) == 2
+    assert (out / "mine.yaml").read_text() == "mine: 1\n"
+    assert main([str(path), "--out", str(out), "--overwrite"]) == 0
+    assert (out / "mine.yaml").read_bytes() == first["mine.yaml"]
+
+
+def test_check_prints_a_table_and_writes_nothing(
+    notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook(*with_cells(), name="good.ipynb")
+    notebook(*with_cells(train=""), name="refused.ipynb")
+    (tmp_path / "broken.ipynb").write_text("{")
+    assert main(["--check", str(tmp_path), "--json", str(tmp_path / "result.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("good.ipynb", "converted", "refused R0", "bad input"))
+    found = json.loads((tmp_path / "result.json").read_text())["notebooks"]
+    assert [item["exit_code"] for item in found] == [2, 0, 3]
+    assert not list(tmp_path.glob("*.py"))
+
+
+# --- hostile notebooks ------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "files": 'open("{mark}", "w").write("x")',
+    "shell": 'import os\nos.system("touch {mark}")',
+    "process": 'import subprocess\nsubprocess.run(["touch", "{mark}"])',
+    "pathlib": 'from pathlib import Path\nPath("{mark}").write_text("x")',
+    "exec": "exec('import os; os.system(\"touch {mark}\")')",
+    "import": '__import__("os").system("touch {mark}")',
+    "subclasses": "for c in ().__class__.__base__.__subclasses__():\n    if c.__name__ == '_wrap_close':\n        c.__init__.__globals__['system']('touch {mark}')",
+    "getattr": "getattr(getattr((), '__cla' + 'ss__'), '__ba' + 'se__')",
+    "lying name": "class S(str):\n    def __eq__(self, other):\n        return False\n    def __hash__(self):\n        return 1\n    def startswith(self, x):\n        return False\ngetattr((), S('__reduce__'))",
+    "frame": "def g():\n    yield\nx = g()\nx.gi_frame.f_back.f_globals['sys'].modules['posix'].system('touch {mark}')",
+    "type": "type('X', (), {})",
+    "json": "import json\njson.codecs.open('{mark}', 'w')",
+    "dataclasses": "import dataclasses\ndataclasses.sys.modules['posix'].mkdir('{mark}')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_nothing_outside_is_reached(attack: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    path = notebook(HOSTILE[attack].replace("{mark}", str(mark)))
+    for trace in trace_notebook(read(path).statements):
+        assert trace["failed"] or all(item["kind"] in ("call", "change") for item in trace["events"])
+    assert not mark.exists()
+
+
+def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The audit hook alone: even code that holds the real modules opens nothing."""
+    from finetune.convert import trace
+
+    program = (
+        "import sys; sys.argv = ['x']\n"
+        f"sys.path.insert(0, {str(Path(trace.__file__).parent)!r})\n"
+        "import os, socket, subprocess, shutil, stubs\n"
+        "stubs._lock()\n"
+        "for attempt in (lambda: open('/etc/hostname'), lambda: os.system('true'), lambda: os.remove('x'), lambda: socket.socket(),\n"
+        "                lambda: subprocess.run(['true']), lambda: os.listdir('.'), lambda: shutil.rmtree('x'), lambda: os.fork()):\n"
+        "    try:\n        attempt()\n    except stubs.Unsafe:\n        continue\n    sys.exit(5)\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("loop", ["while True:\n    pass", "while True:\n    input()"])
+def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
+    loop: str, notebook: Callable[..., Path]
+) -> None:
+    before, after = convert(notebook(*with_cells(extra=loop))), convert(notebook(*with_cells(after=loop)))
+    assert (before.result, before.code) == ("refused", "R4")
+    assert after.result == "converted"
+
+
+# --- the verification -------------------------------------------------------------------------------------------------
+
+
+def test_every_deletion_is_seen(notebook: Callable[..., Path]) -> None:
+    cells = with_cells(
+        data=DATA + "\ndataset = dataset.shuffle(seed = 1)", after='model.save_pretrained_merged("merged", tokenizer)'
+    )
+    found, plan, traces, conversion = steps(notebook(*cells))
+    verify(found, plan, conversion, traces)
+    for gone, script in mutants(conversion.script):
+        with pytest.raises(NotVerified):
+            verify(found, plan, replace(conversion, script=script), traces)
+            pytest.fail(f"nobody sees that `{gone}` is gone")
+
+
+WRONG_SETTINGS = {
+    "rate": ("learning_rate: 0.0002", "learning_rate: 0.0001"),
+    "rank": ("r: 8", "r: 16"),
+    "batch": ("global_batch_size: 8", "global_batch_size: 16"),
+    "length": ("max_length: 1024", "max_length: 2048"),
+    "bits": ("load_in_4bit: true", "load_in_4bit: false"),
+    "steps": ("max_steps: 60", "max_steps: 61"),
+    "unknown": ("seed: 3407", "sead: 3407"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_SETTINGS)
+def test_settings_that_differ_are_seen(mistake: str, notebook: Callable[..., Path]) -> None:
+    found, plan, traces, conversion = steps(notebook(*with_cells()))
+    right, wrong = WRONG_SETTINGS[mistake]
+    assert right in conversion.config
+    with pytest.raises(NotVerified, match="V5"):
+        CHECKS["V5"](found, plan, replace(conversion, config=conversion.config.replace(right, wrong)), traces)
+
+
+def test_a_script_that_differs_on_another_rank_is_seen(notebook: Callable[..., Path]) -> None:
+    found, plan, traces, conversion = steps(notebook(*with_cells()))
+    script = conversion.script.replace(
+        "    return dataset\n",
+        "    import os\n\n    if os.environ.get('RANK') == '1':\n        dataset = dataset.shuffle()\n    return dataset\n",
+    )
+    with pytest.raises(NotVerified, match="rank 1"):
+        CHECKS["V5"](found, plan, replace(conversion, script=script), traces)
+
+
+def test_saves_run_on_the_main_rank_alone(notebook: Callable[..., Path]) -> None:
+    conversion = converted(notebook(*with_cells(after='model.save_pretrained_gguf("gguf", tokenizer)')))
+    traces = trace_script(conversion.script)
+    saved = {
+        key: any(item.get("method") == "save_pretrained_gguf" for item in trace["events"])
+        for key, trace in traces.items()
+    }
+    assert saved == {(True, 0): True, (True, 1): False, (False, 0): True, (False, 1): False}
+
+
+def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
+    found, plan, traces, conversion = steps(notebook(*with_cells()))
+    for line in ("tokenizer.save_pretrained('x')", "device = 'cuda:0'", "trainer.train()", "get_ipython()"):
+        script = conversion.script.replace("    return dataset\n", f"    {line}\n    return dataset\n")
+        with pytest.raises(NotVerified, match="V3"):
+            CHECKS["V3"](found, plan, replace(conversion, script=script), traces)
+
+
+def test_a_script_that_fails_is_not_written(
+    notebook: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune.convert import emit
+
+    monkeypatch.setattr(emit, "_ending", lambda plan, hook: ["return None"])
+    path = notebook(*with_cells())
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "V5" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_refusal_and_outcome_are_told() -> None:
+    assert str(Refusal("R4", "why", 3)) == "R4: cell 3: why"
+    assert Outcome(notebook="n", result="refused", exit_code=3, seconds=0.1234).to_dict()["seconds"] == 0.123
