@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from finetune import verb
 from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def a_console_of_its_own() -> None:
+    """The console keeps what the terminal was like when it was first asked for."""
+    verb.console.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +43,35 @@ class Conversion:
     infer: str = ""
 
 
+# What a run imports beside the standard library.
+LIBRARIES = frozenset(
+    "accelerate bitsandbytes datasets filelock finetune fsspec huggingface_hub jinja2 numpy packaging pandas patches"
+    " peft psutil pyarrow regex requests rich ruff safetensors sympy tensorboard tokenizers torch tqdm transformers"
+    " triton trl unsloth unsloth_zoo xformers yaml".split()
+)
+
+
 def emit(
     notebook: Notebook, plan: Plan, settings: Settings, notes: list[str], *, keep_inference: bool = False
 ) -> Conversion:
     """Write the three texts."""
-    name = slug(notebook.name)
+    name = slug(notebook.name, {dotted.split(".")[0] for dotted in plan.program.imports.values()})
     script = formatted(_script(notebook, plan, settings, name))
     report = _report(notebook, plan, settings, notes, name)
     infer = formatted(_inference(notebook, plan, settings, name)) if keep_inference else ""
     return Conversion(name=name, script=script, config=_config(notebook, settings, name), report=report, infer=infer)
 
 
-def slug(name: str) -> str:
-    """`Llama3.2_(1B)-Alpaca.ipynb` -> `llama3_2_1b_alpaca`."""
+def slug(name: str, imported: Collection[str] = ()) -> str:
+    """`Llama3.2_(1B)-Alpaca.ipynb` -> `llama3_2_1b_alpaca`.
+
+    A script's folder comes first where Python looks for modules: one named like a library that is imported (`imported`
+    are the notebook's own) would stand in its place, on every `import pandas` of whatever library.
+    """
     stem = re.sub(r"\.(ipynb|py)$", "", name)
     found = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "notebook"
+    if found in sys.stdlib_module_names or found in LIBRARIES or found in imported:
+        found = f"{found}_sft"
     return f"nb_{found}" if found[0].isdigit() else found
 
 
