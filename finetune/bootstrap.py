@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,6 +115,19 @@ def quiet_libraries(level: str) -> None:
     if number >= logging.WARNING:  # their bars come from every rank, and between our own lines
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def errors_only() -> Iterator[None]:
+    """Inside, transformers tells errors alone."""
+    import transformers
+
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
 
 
 def _set_environment() -> None:

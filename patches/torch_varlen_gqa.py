@@ -13,6 +13,11 @@ REMOVE_WHEN = "torch>=2.12"
 
 
 def _varlen():
+    """The module of the function; None where it cannot matter."""
+    import torch
+
+    if not torch.cuda.is_available():  # nothing asks for it, and importing it takes a second
+        return None
     try:
         from torch.nn.attention import varlen
     except ImportError:  # torch < 2.10 has no such function, and nothing that asks for it

@@ -210,7 +210,7 @@ def on_configuration(
         "rows": [row.to_dict() for row in rows],
         "improvements": [improved(one, faster) for one in better],
         "study2025": words.ruling(one.parameters, one.global_size, rows, machine),
-        "notes": [words.gradients(config, one), words.learning_rate(config, one.global_size)],
+        "notes": [words.gradients(one), words.learning_rate(config, one.global_size)],
         "start_up_of_ranks_seconds": meeting,
     }
     words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)

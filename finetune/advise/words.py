@@ -17,11 +17,11 @@ from finetune.measurements import Measurement
 from finetune.verb import console
 
 
-def gradients(config: Config, measured: Measurement) -> str:
+def gradients(measured: Measurement) -> str:
     """What DDP sends each step."""
     total = sum(measured.gradient_bytes)
     size = f"{total / 2**20:,.1f} MiB of {measured.gradient_dtype} gradients"
-    if config.model.full_finetuning:
+    if measured.trainable_parameters == measured.parameters:  # the demo's configuration does not say so
         return f"Each step sends {size}: every weight is trained."
     share = measured.trainable_parameters / measured.parameters
     return (

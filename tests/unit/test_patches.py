@@ -78,10 +78,12 @@ def test_core_stops_on_a_patch_that_does_not_help_and_on_a_probe_that_fails() ->
 
 def test_varlen_attention_as_torch_2_11_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function with windows and without `enable_gqa`: the probe sees it, the patch forwards all but that keyword."""
+    import torch
     from torch.nn.attention import varlen
 
     from patches import torch_varlen_gqa as patch
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = {}
 
     def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), scale=None):
