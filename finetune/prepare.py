@@ -39,7 +39,7 @@ def run(config: Config) -> int:
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}
 
     say = console().print
-    say(f"Row format: {data.format}", highlight=False, soft_wrap=True)
+    say(f"Row format: {data.format}", highlight=False, soft_wrap=True, markup=False)
     say(ledger.table(data.ledgers, shapes))
     for sentence in ledger.examples(data.ledgers):
         say(sentence, highlight=False, soft_wrap=True, markup=False)

@@ -290,7 +290,7 @@ def introduce(job: Job, found: keeping.Found) -> None:
             say(f"patched: {verdict.name} ({verdict.reason})", soft_wrap=True)
     if job.config.rows_from_script:
         say(f"Rows: made by {job.config.script}, and kept in {job.data.folder}", highlight=False, soft_wrap=True)
-    say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True)
+    say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True, markup=False)
     say(ledger.table(job.data.ledgers, layouts(job)))
 
 

@@ -119,7 +119,9 @@ class DataConfig:
         None, "In rows of text: what opens a turn that is not learnt; ends what response_part opens.", NOT_EMPTY
     )
     response_part: str | None = _setting(
-        None, "In rows of text: what opens a turn that is learnt; the rest is not.", NOT_EMPTY
+        None,
+        "In rows of text: what opens a turn that is learnt; the rest is not. auto finds both in the chat template.",
+        NOT_EMPTY,
     )
     packing: bool = _setting(False, "Fill rows of pack_length tokens with whole documents; a batch then counts packs.")
     pack_length: int | None = _setting(None, "Tokens per pack; null is max_length.", AT_LEAST_1)
@@ -413,6 +415,12 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
         )
     if data.instruction_part is not None and data.response_part is None:
         refuse("data.instruction_part", "data.response_part", because="instruction_part needs a response_part")
+    if data.response_part == "auto" and data.instruction_part is not None:
+        refuse(
+            "data.response_part",
+            "data.instruction_part",
+            because="response_part: auto finds both markers in the chat template; give both, or auto alone",
+        )
     if data.response_part is not None and data.format not in ("auto", "text"):
         refuse(
             "data.response_part",

@@ -498,7 +498,7 @@ def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     places = [p for p in sorted(chosen) if not is_import(program.statements[p].node)]
     names = {n for p in places for n in effects(program.statements[p].node).all_reads}
     tokenizer = (plan.tokenizers or ["tokenizer"])[0]
-    model = sorted(plan.models)[0]
+    model = (sorted(plan.models) or ["model"])[0]
     what = settings.sections["model"]
     loader = what.get("loader") or "FastLanguageModel"
     aliases = [f"{other} = {tokenizer}" for other in plan.tokenizers[1:]]

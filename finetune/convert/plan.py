@@ -16,6 +16,7 @@ from finetune.convert.names import Program, effects, free_names, root, target_na
 from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
 from finetune.convert.trace import Trace
 
+BY_NAME = "SFTTrainer"  # who loads the model where the notebook gives the trainer its name
 HOOKS = ("environment", "module", "tokenizer", "dataset", "model", "trainer", "save")
 
 
@@ -99,7 +100,9 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
             place = program.position(events[-1]["statement"])  # a cell that does it again replaces the one before
             plan.key[name] = place
             node = program.statements[place].node
-            if isinstance(node, ast.FunctionDef | ast.For | ast.While) or _inside_function(plan, place, name):
+            by_name = name == "loader" and events[-1]["detail"][0] == BY_NAME
+            inside = _inside_function(plan, place, "trainer" if by_name else name)
+            if isinstance(node, ast.FunctionDef | ast.For | ast.While) or inside:
                 raise Refusal(
                     "R4",
                     "the training is set up inside a function or loop; move it to the top level",
@@ -185,7 +188,9 @@ def _names_of_roles(plan: Plan) -> None:
     program = plan.program
     loader = program.statements[plan.key["loader"]].node
     targets = loader.targets[0] if isinstance(loader, ast.Assign) else None
-    if isinstance(targets, ast.Tuple) and len(targets.elts) == 2:
+    if plan.key["loader"] == plan.key["trainer"]:
+        pass  # SFTTrainer(model="...") loads it; the notebook has no name for it
+    elif isinstance(targets, ast.Tuple) and len(targets.elts) == 2:
         first, second = ([*target_names(item)][:1] for item in targets.elts)
         plan.models.update(first)
         plan.tokenizers += second

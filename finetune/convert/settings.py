@@ -7,7 +7,6 @@ notebook leaves to its library is written out where this project has another def
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -716,24 +715,6 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
 
 # --- what is learnt of a text -----------------------------------------------------------------------------------------
 
-_CHATML = ("<|im_start|>user\n", "<|im_start|>assistant\n")
-_LLAMA = ("<|start_header_id|>user<|end_header_id|>\n\n", "<|start_header_id|>assistant<|end_header_id|>\n\n")
-_GEMMA = ("<start_of_turn>user\n", "<start_of_turn>model\n")
-# Markers by chat template or model family, for notebooks that leave it to Unsloth to find them. First match counts.
-_MARKERS: tuple[tuple[str, tuple[str, str]], ...] = (
-    (r"gemma-?4", ("<|turn>user\n", "<|turn>model\n")),
-    (r"gemma", _GEMMA),
-    (r"llama-?(3|4)[.\d]*\b|llama-3", _LLAMA),
-    (r"phi-?4", ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>")),
-    (r"phi-?3", ("<|user|>\n", "<|assistant|>\n")),
-    (r"gpt-oss", ("<|start|>user<|message|>", "<|start|>assistant<|channel|>final<|message|>")),
-    (r"zephyr", ("<|user|>\n", "<|assistant|>\n")),
-    (r"glm-?4", ("<|user|>", "<|assistant|>")),
-    (r"mistral|magistral|ministral", ("[INST]", "[/INST]")),
-    (r"granite", ("<|start_of_role|>user<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>")),
-    (r"chatml|qwen|lfm|smollm|nemotron|hermes|yi-|olmo-?3", _CHATML),
-)
-
 
 def _responses(settings: Settings, what: Described) -> None:
     given = what.responses
@@ -755,8 +736,11 @@ def _responses(settings: Settings, what: Described) -> None:
     if given.get("last_response_only"):
         settings.set("data.last_turn_only", True)
     instruction, response = given.get("instruction_part"), given.get("response_part")
+    if response is None and (what.responses is None or instruction is not None):
+        raise Refusal("R4", "the marker that opens a response is not given; give response_part")
     if response is None:
-        instruction, response = _family_markers(settings, what)
+        response = "auto"
+        settings.comments["data.response_part"] = "both markers, from the chat template, as in the notebook"
     if settings.sections["data"].get("format") not in (None, "text"):
         raise Refusal("R4", "train_on_responses_only on rows that are no text")
     settings.set("data.format", "text")
@@ -764,27 +748,6 @@ def _responses(settings: Settings, what: Described) -> None:
     if instruction is not None:
         settings.set("data.instruction_part", instruction)
     settings.set("data.response_part", response)
-
-
-def _family_markers(settings: Settings, what: Described) -> tuple[str, str]:
-    name = str(what.loader.get("model_name", "")).lower()
-    template = what.trainer.get("processing_class")
-    words = f"{template}".lower() if isinstance(template, Unknown) and "chat_template" in str(template) else ""
-    chosen = re.search(r"chat_template='([^']+)'", words)
-    for text in (chosen.group(1) if chosen else "", name):
-        for pattern, markers in _MARKERS:
-            if text and re.search(pattern, text):
-                settings.comments["data.response_part"] = "by the model's family; the notebook lets Unsloth find it"
-                settings.notes.append(
-                    f"the notebook leaves the markers of turns to Unsloth; {markers[1]!r} opens a response in"
-                    f" templates like {text}'s"
-                )
-                return markers
-    raise Refusal(
-        "R4",
-        "train_on_responses_only finds its markers at run time, and they are not known for this model; give"
-        " instruction_part and response_part",
-    )
 
 
 # --- where the result goes --------------------------------------------------------------------------------------------

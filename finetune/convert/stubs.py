@@ -437,6 +437,8 @@ def _trainer(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return NotImplemented
     names = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
     given = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(given.get("model"), str) and not holds_symbol(given["model"]):
+        _load_by_name(given)
     RUN.trainer = Symbol(["trainer"], "trainer")
     if given.get("formatting_func") is not None:
         for key in ("train_dataset", "eval_dataset"):
@@ -452,6 +454,20 @@ def _trainer(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for callback in given.get("callbacks") or ():
         call(attribute(RUN.trainer, "add_callback"), (callback,), {})
     return RUN.trainer
+
+
+def _load_by_name(given: dict[str, Any]) -> None:
+    """The trainer loads the model itself, and its tokenizer where it is given none."""
+    made = given["args"].__dict__.get("_made_by") if isinstance(given.get("args"), Symbol) else None
+    arguments = made[2] | given["args"].__dict__.get("_set", {}) if made else {}
+    how = dict(arguments.get("model_init_kwargs") or {})
+    if given.get("quantization_config") is not None:
+        how["quantization_config"] = given["quantization_config"]
+    how.setdefault("trust_remote_code", arguments.get("trust_remote_code", False))
+    RUN.model = Symbol(["model"], "model")
+    if RUN.tokenizer is None:
+        RUN.tokenizer = Symbol(["tokenizer"], "tokenizer")
+    event("load", ["SFTTrainer", values((given["model"],)), values(how)], "SFTTrainer(model=...)", api="transformers")
 
 
 def _formatted(dataset: Any, function: Any) -> Any:

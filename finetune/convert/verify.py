@@ -428,13 +428,11 @@ def notebook_says(what: Described) -> dict[str, Any]:
         said[key] = what.config.get(key, _ANY) or _ANY
     if not full and what.adapter is not None:
         said |= _adapter_says(what)
-    if what.responses is not None and what.responses.get("response_part") is not None:
+    if what.responses is not None:
         said |= {
-            "response_part": what.responses["response_part"],
+            "response_part": what.responses.get("response_part") or "auto",
             "instruction_part": what.responses.get("instruction_part"),
         }
-    elif what.responses is not None:
-        said["learns responses only"] = True
     text_field = what.config.get("dataset_text_field", what.trainer.get("dataset_text_field"))
     if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
         said["text column"] = text_field
@@ -478,7 +476,6 @@ def configuration_says(config: Config) -> dict[str, Any]:
         "class": model.loader,
         "load_in_16bit": bool(model.loader_kwargs.get("load_in_16bit")),
         "global batch": training.global_batch_size,
-        "learns responses only": data.response_part is not None,
         "text column": data.columns.get("text"),
         "logging_steps": config.logging.logging_steps,
         **{f"adapter's {key}": value for key, value in lora.adapter_kwargs.items()},

@@ -8,13 +8,16 @@ afterwards, so that a marker that the cut would halve is never learnt.
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from os.path import commonprefix
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from finetune.errors import UserError
 
@@ -167,3 +170,130 @@ def _opening(tokenizer: Any, one: tuple[int, ...], other: tuple[int, ...]) -> tu
 
 def _tokenise(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+# --- the markers of a chat template -----------------------------------------------------------------------------------
+
+# What is said in the probe: plain words, which every tokenizer has and no template looks for.
+_QUESTIONS = ("Quorvix one", "Quorvix two", "Quorvix three")
+_ANSWERS = ("Zelmund one", "Zelmund two", "Zelmund three")
+_THOUGHTS = ("Wexlorn one", "Wexlorn two", "Wexlorn three")
+
+
+def of_template(tokenizer: Any, template: str | None) -> tuple[str, str]:
+    """(instruction, response): what a chat template writes before the words of the user and of the assistant.
+
+    Read off a rendered conversation of three exchanges. What closes the turn before is cut off, and so is what not all
+    of the assistant's turns open with (an empty thinking block). Then the markers must do on this conversation what
+    they are for: learn the three answers and nothing that was asked.
+
+    Raises:
+        UserError: there is no template, it refuses the conversation, or the markers cannot be told.
+    """
+    probe = _Probe(tokenizer, template)
+    text = probe.render(_messages(_ANSWERS))
+    before_answers, before_questions, tail = probe.between(text)
+    response = _shared_start([*before_answers, *probe.before_thoughts()], probe.tokens)
+    shown = [response, *before_questions]
+    end = probe.end_of_question(response)
+    response = response[len(end) :]
+    instruction = _shared_end(before_questions, probe.tokens)
+    # gpt-oss closes an earlier answer as it closes a question, and the last one otherwise: only that end is learnt.
+    if tail.startswith(end):
+        instruction = instruction.removeprefix(end)
+    instruction, response = probe.stripped(instruction), probe.stripped(response)
+    # Without special tokens, what a marker is to SentencePiece depends on what stands before it.
+    for one, other in product(("", " ", "\n"), repeat=2):
+        if instruction and response and probe.is_learnt(text, one + instruction, other + response):
+            return one + instruction, other + response
+    raise probe.refuse(f"an answer is told neither from a question nor from what is around it in {shown}")
+
+
+def _messages(answers: Sequence[str]) -> list[dict[str, str]]:
+    messages = []
+    for question, answer in zip(_QUESTIONS, answers, strict=True):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+class _Probe:
+    """A conversation rendered by one template, and what is asked of it."""
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        if template is None:
+            raise self.refuse("there is none")
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        self.tokens = "|".join(re.escape(content) for content in sorted(added, key=len, reverse=True)) or "(?!)"
+
+    def render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = dict(self._tokenizer.special_tokens_map)
+        try:
+            texts, _ = render_jinja_template(
+                [messages], chat_template=self._template, add_generation_prompt=prompt, **special
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise self.refuse(f"it refuses a conversation of {len(messages)} messages: {error}") from error
+        return texts[0]
+
+    def between(self, text: str) -> tuple[list[str], list[str], str]:
+        """What stands before each answer, before each question but the first, and after the last answer."""
+        said = [message["content"] for message in _messages(_ANSWERS)]
+        if re.findall("|".join(said), text) != said:
+            raise self.refuse("it does not write each message once and in order")
+        _, *gaps = re.split("|".join(said), text)
+        return gaps[:-1:2], gaps[1:-1:2], gaps[-1]
+
+    def before_thoughts(self) -> list[str]:
+        """What stands before answers that begin with a thought; nothing where the template does not go with one."""
+        pairs = zip(_THOUGHTS, _ANSWERS, strict=True)
+        answers = [f"<think>\n{thought}\n</think>\n\n{words}" for thought, words in pairs]
+        try:
+            gaps, _, _ = self.between(self.render(_messages(answers)))
+        except UserError:
+            return []
+        return [re.split(rf"(?:<think>\s*)?{thought}", gap)[0] for thought, gap in zip(_THOUGHTS, gaps, strict=True)]
+
+    def end_of_question(self, opening: str) -> str:
+        """What of `opening` closes the question: the part that is there before an answer is asked for. Nothing where
+        a template never asks (Mistral: what closes the question opens the answer)."""
+        asked, not_asked = (self.render(_messages(_ANSWERS)[:-1], prompt=prompt) for prompt in (True, False))
+        end = _shared_start([not_asked.rpartition(_QUESTIONS[-1])[2], opening], self.tokens)
+        return end if asked != not_asked and opening[len(end) :].strip() else ""
+
+    def stripped(self, marker: str) -> str:
+        """Without spaces around it, and without the end-of-sequence token before it, which closes a response itself."""
+        eos = re.escape(self._tokenizer.eos_token or " ")
+        return re.sub(rf"\A(?:[ \t]|{eos})+|[ \t]+\Z", "", marker)
+
+    def is_learnt(self, text: str, instruction: str, response: str) -> bool:
+        """Whether these markers learn the answers of `text`, and none of its questions."""
+        try:
+            markers = Markers(self._tokenizer, response, instruction)
+        except UserError:
+            return False
+        ids = np.array(_tokenise(self._tokenizer, text), dtype=np.int32)
+        learnt = [self._tokenizer.decode(ids[first:stop].tolist()) for first, stop in markers.spans(ids)]
+        return len(learnt) == len(_ANSWERS) and all(
+            answer in words and not any(question in words for question in _QUESTIONS)
+            for answer, words in zip(_ANSWERS, learnt, strict=True)
+        )
+
+    def refuse(self, why: str) -> UserError:
+        return UserError(
+            f"data.response_part is auto, and the chat template of {self._tokenizer.name_or_path!r} does not tell "
+            f"what opens a turn: {why}. Give both data.instruction_part and data.response_part, as they stand in the "
+            "rows, such as '<|im_start|>user\\n' and '<|im_start|>assistant\\n'."
+        )
+
+
+def _shared_start(texts: Iterable[str], tokens: str) -> str:
+    """What all begin with, in whole words, whitespaces and special tokens."""
+    return "".join(commonprefix([re.split(rf"({tokens}|\s+)", text) for text in texts]))
+
+
+def _shared_end(texts: Iterable[str], tokens: str) -> str:
+    parts = [re.split(rf"({tokens}|\s+)", text)[::-1] for text in texts]
+    return "".join(commonprefix(parts)[::-1])

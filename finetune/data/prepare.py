@@ -18,7 +18,7 @@ from finetune.config import Config
 from finetune.data import formats, sources, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
-from finetune.data.markers import Markers
+from finetune.data.markers import Markers, of_template
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
@@ -39,7 +39,7 @@ class Data:
     train: Rows
     eval: Rows | None
     ledgers: dict[str, dict[str, Any]]  # "train" and, where rows are held out, "eval"
-    format: str  # name of the row format and why it was chosen
+    format: str  # name of the row format and why it was chosen; the markers where they were found
     fingerprint: str  # of the data, the tokenizer and every setting that decides tokens and labels
     folder: Path  # of the cache entry
     cached: bool  # it was there already
@@ -59,9 +59,13 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
     """
     data = config.data
     template = load_template(tokenizer, config.model.chat_template)
+    instruction, response, found = data.instruction_part, data.response_part, ""
+    if response == "auto":
+        instruction, response = of_template(tokenizer, template)
+        found = f"; from the chat template: {response!r} opens what is learnt, {instruction!r} what is not"
     markers = None
-    if data.response_part is not None:
-        markers = Markers(tokenizer, data.response_part, data.instruction_part, last_only=data.last_turn_only)
+    if response is not None:
+        markers = Markers(tokenizer, response, instruction, last_only=data.last_turn_only)
     encoder = Encoder(
         tokenizer,
         # Text is not rendered: a template that could not be masked is no obstacle then.
@@ -84,8 +88,10 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
             **{
                 name: getattr(data, name)
                 for name in ("format", "columns", "system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "split", "instruction_part", "response_part")
+                + ("assistant_only_loss", "last_turn_only", "split")
             },
+            "instruction_part": instruction,
+            "response_part": response,
         }
     )
     cache = Path(data.cache_dir) if data.cache_dir else bootstrap.cache_folder() / "data"
@@ -114,7 +120,7 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         train=store.load_rows(folder, "train"),
         eval=store.load_rows(folder, "eval") if "eval" in about["ledgers"] else None,
         ledgers=about["ledgers"],
-        format=about["format"],
+        format=about["format"] + found,
         # What a function makes from the same script may differ (a shuffle, a file on the network): its rows count.
         fingerprint=store.fingerprint({"rows": store.content(folder)}) if config.rows_from_script else key,
         folder=folder,

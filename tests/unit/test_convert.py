@@ -226,6 +226,10 @@ STYLES = {
         {"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, instruction_part="Q:", response_part="A:")\n' + TRAIN},
         {"data.instruction_part": "Q:", "data.response_part": "A:"},
     ),
+    "responses by the template": (
+        {"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, last_response_only=True)\n' + TRAIN},
+        {"data.instruction_part": None, "data.response_part": "auto", "data.last_turn_only": True},
+    ),
     "another column": ({"trainer": TRAINER.replace('= "text"', '= "body"')}, {"data.columns": {"text": "body"}}),
     "made twice": ({"trainer": TRAINER.replace("60", "10") + "\n" + TRAINER}, {"training.max_steps": 60}),
     "drive": ({"after": 'model.save_pretrained("/content/drive/MyDrive/lora")'}, {"training.output_dir": "lora"}),
@@ -327,6 +331,7 @@ REFUSED = {
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
     "new tokens": ({"loader": LOADER + "\nfrom unsloth import add_new_tokens\nadd_new_tokens(model, tokenizer, new_tokens = ['<a>'])"}, "R4"),
     "in a function": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
+    "half of the markers": ({"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, instruction_part="Q:")\n' + TRAIN}, "R4"),
     "nothing is trained": ({"adapter": ""}, "R4"),
     "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
     "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
@@ -534,12 +539,16 @@ WRONG_SETTINGS = {
     "bits": ("load_in_4bit: true", "load_in_4bit: false"),
     "steps": ("max_steps: 60", "max_steps: 61"),
     "unknown": ("seed: 3407", "sead: 3407"),
+    "markers": ("response_part: auto", 'response_part: "A:"'),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG_SETTINGS)
 def test_settings_that_differ_are_seen(mistake: str, notebook: Callable[..., Path]) -> None:
-    found, plan, traces, conversion = steps(notebook(*with_cells()))
+    responses = (
+        "from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer)\n"
+    )
+    found, plan, traces, conversion = steps(notebook(*with_cells(train=responses + TRAIN)))
     right, wrong = WRONG_SETTINGS[mistake]
     assert right in conversion.config
     with pytest.raises(NotVerified, match="V5"):
@@ -588,3 +597,21 @@ def test_a_script_that_fails_is_not_written(
 def test_refusal_and_outcome_are_told() -> None:
     assert str(Refusal("R4", "why", 3)) == "R4: cell 3: why"
     assert Outcome(notebook="n", result="refused", exit_code=3, seconds=0.1234).to_dict()["seconds"] == 0.123
+
+
+@pytest.mark.parametrize(
+    ("notebook", "script"),
+    [
+        ("Llama3.2_(1B)-Alpaca.ipynb", "llama3_2_1b_alpaca"),
+        ("4bit.ipynb", "nb_4bit"),
+        ("pandas.ipynb", "pandas_sft"),
+        ("Code.ipynb", "code_sft"),
+        ("mylib.ipynb", "mylib_sft"),
+        ("(%).ipynb", "notebook"),
+    ],
+)
+def test_a_script_is_not_named_like_a_library(notebook: str, script: str) -> None:
+    """Python looks for modules in the script's folder first: pandas.py would be imported as pandas."""
+    from finetune.convert.emit import slug
+
+    assert slug(notebook, {"mylib"}) == script

@@ -5,23 +5,27 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config import load
 from finetune.data import prepare as preparing
 from finetune.data.formats import RowError, Text
-from finetune.data.markers import Markers
+from finetune.data.markers import Markers, of_template
 from finetune.data.template import IGNORE, Encoder
 from finetune.errors import UserError
 from tests import tiny
-from tests.unit.chat_templates import CHAT_TEMPLATES, build_tokenizer
+from tests.unit.chat_templates import CHAT_TEMPLATES, CORPUS, MISTRAL_V3, build_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 # Tokenizer, instruction marker, response marker: as notebooks give them.
 MARKERS = {
@@ -58,18 +62,26 @@ WORDS = [
 ]
 ROWS = 60
 REFERENCE = """
-import json, os, sys
-os.environ["UNSLOTH_IS_PRESENT"] = "1"  # the function needs nothing else of Unsloth
+import importlib.util, json, os, sys, types
+os.environ["UNSLOTH_IS_PRESENT"] = "1"
+spec = importlib.util.find_spec("unsloth")
+package = types.ModuleType("unsloth")  # its files without its __init__, which patches transformers and wants a GPU
+package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+sys.modules["unsloth"] = package
+from pathlib import Path
 from transformers import PreTrainedTokenizerFast
+from unsloth.chat_templates import CHAT_TEMPLATES
 from unsloth_zoo.dataset_utils import train_on_responses_only
-cases = json.load(open(sys.argv[1]))
+from tests.unit.test_markers import template_cases
+path = Path(sys.argv[1])
+cases = json.loads(path.read_text()) + template_cases(CHAT_TEMPLATES, path.parent)
 for case in cases:
     mark = train_on_responses_only(
-        None, case["instruction"], case["response"], return_function=True,
+        None, case.get("instruction"), case.get("response"), return_function=True,
         tokenizer=PreTrainedTokenizerFast.from_pretrained(case["tokenizer"]), last_response_only=case["last_only"],
     )
     case["labels"] = mark({"input_ids": case["input_ids"]})["labels"]
-json.dump(cases, open(sys.argv[1], "w"))
+path.write_text(json.dumps(cases))
 """
 
 
@@ -103,7 +115,8 @@ def texts(name: str, instruction: str, response: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict]:
-    """Token ids and labels of every case by Unsloth's function, in one process of its own: it patches transformers."""
+    """Token ids and labels of every case by Unsloth's function, in one process of its own: it patches transformers.
+    Of MARKERS with the markers given; of templates (below) with those that it finds."""
     folder = tmp_path_factory.mktemp("markers")
     cases = []
     for name, (tokenizer, instruction, response) in MARKERS.items():
@@ -114,7 +127,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
         cases += [one | {"input_ids": ids, "last_only": last_only} for last_only in (False, True)]
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    done = subprocess.run([sys.executable, "-c", REFERENCE, str(path)], capture_output=True, text=True)
+    command = [sys.executable, "-c", REFERENCE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return {(case["name"], case["last_only"]): case for case in json.loads(path.read_text())}
 
@@ -184,6 +198,169 @@ def test_markers_that_cannot_work_are_refused() -> None:
         Markers(tokenizer, " ")
 
 
+# --- markers from the chat template -----------------------------------------------------------------------------------
+
+# How templates go that are of no family above: how a turn opens and closes, and what the generation prompt is.
+_IM = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+_IM_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+_IM_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+    "{% set words = m.content.split('</think>') %}{% if loop.last and words|length > 1 %}"
+    "<think>{{ words[0].split('<think>')[-1].strip() }}{% endif %}</think>{{ words[-1].strip() }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+_DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<A>{{ m.content.split('</think>')[-1] }}"
+    "{{ eos_token }}{% else %}<U>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
+)
+
+
+def _empty_thought(where: str) -> tuple:
+    thought = f"{{% if m.role == 'assistant' and {where} %}}<think>\n\n</think>\n\n{{% endif %}}"
+    return _IM_TURNS.replace("{{ m.content", thought + "{{ m.content") + _IM_PROMPT, _IM, "<|im_end|>", None
+
+
+TEMPLATES = {  # template, special tokens, EOS, BOS
+    **{name: (case.template, case.tokens, case.eos, case.bos) for name, case in CHAT_TEMPLATES.items()},
+    "mistral v0.3": (MISTRAL_V3, ("[INST]", "[/INST]"), "</s>", "<s>"),
+    "glm": (_GLM, ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<think>", "</think>"), "<|endoftext|>", None),
+    "deepseek": (_DEEPSEEK, ("<U>", "<A>"), "<end>", "<begin>"),
+    "an empty thought in every turn without": _empty_thought("'<think>' not in m.content"),
+    "an empty thought in the last turn": _empty_thought("loop.last"),
+    "an empty thought in every turn": _empty_thought("true"),
+    "no generation prompt": (_IM_TURNS, _IM, "<|endoftext|>", None),
+    "the prompt is a thought": (
+        CHAT_TEMPLATES["mistral"].template + "{% if add_generation_prompt %}<think>{% endif %}",
+        ("[INST]", "[/INST]", "<think>"), "</s>", "<s>",
+    ),
+    "bos opens turns": (_IM_TURNS + _IM_PROMPT, _IM, "<|im_end|>", "<|im_start|>"),
+    "sentencepiece": (CHAT_TEMPLATES["chatml"].template, (), "<|im_end|>", "<s>"),
+    "sentencepiece, llama 2": (CHAT_TEMPLATES["mistral"].template, (), "</s>", "<s>"),
+}  # fmt: skip
+SHIPPED_EOS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "qwen-2.5": "<|im_end|>"}  # else it is with them
+SHIPPED_TOKEN = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|</?think>|</?tool_call>|\[/?INST\]")
+# Where EOS is not what closes a turn, Unsloth learns what closes the last answer of these and not what closes an
+# earlier one: a space, or the thought in the generation prompt, keeps it from seeing how a turn opens. Here both are
+# learnt, as they are by all other templates.
+CLOSES_THE_LAST_ONLY = {"starling, another eos", "gemma-4-thinking, another eos", "qwen3-thinking, another eos"}
+
+
+def template_cases(shipped: dict[str, tuple], folder: Path) -> list[dict]:
+    """Tokenizers and rendered conversations for TEMPLATES and for `shipped`: template and EOS by name."""
+    templates = dict(TEMPLATES)
+    for name, (template, eos, *_) in shipped.items():
+        if template in [known for known, *_ in templates.values()]:
+            continue  # has several names
+        eos = eos[1] if isinstance(eos, tuple) else SHIPPED_EOS.get(name, "</s>") if eos == "eos_token" else eos
+        tokens = tuple(SHIPPED_TOKEN.findall(template))
+        templates[name] = (template, tokens, eos, "<s>")
+        templates[f"{name}, another eos"] = (template, tokens, "<|another|>", "<s>")
+    cases = []
+    for number, (name, (template, tokens, eos, bos)) in enumerate(templates.items()):
+        build = sentencepiece_tokenizer if name.startswith("sentencepiece") else build_tokenizer
+        tokenizer = build(tokens, eos, bos)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder / str(number))
+        ids = tokenizer(conversations(name, tokenizer), add_special_tokens=False).input_ids
+        one = {"name": f"template: {name}", "tokenizer": str(folder / str(number)), "input_ids": ids}
+        cases.append(one | {"last_only": False})
+    return cases
+
+
+def conversations(name: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """One to three exchanges, with and without a system prompt and thoughts: whole, cut, and waiting for an answer."""
+    rng = random.Random(name)
+
+    def say() -> str:
+        return " ".join(rng.choices(["the cat", "runs", "user\n", "assistant\n", "1", "naïve", "}", "x\ny"], k=4))
+
+    texts = []
+    for turns in (1, 2, 3):
+        for system, thought in ((False, ""), (True, ""), (False, "<think>\nhm the\n</think>\n\n")):
+            messages = [{"role": "system", "content": say()}] * system
+            for _ in range(turns):
+                messages += [{"role": "user", "content": say()}, {"role": "assistant", "content": thought + say()}]
+            try:
+                whole = tokenizer.apply_chat_template(messages, tokenize=False)
+                asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+            except Exception:  # a template without system prompts
+                assert system, name
+                continue
+            texts += [whole, whole[:-9], asked + "the cat"]
+    return texts
+
+
+def sentencepiece_tokenizer(tokens: tuple[str, ...], eos: str, bos: str) -> PreTrainedTokenizerFast:
+    """A tokenizer as of Llama 2: a space before the text, and "<|im_start|>" no special token."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # type: ignore[attr-defined]
+    backend.decoder = decoders.Sequence(  # type: ignore[attr-defined]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", bos, eos, *tokens, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special, initial_alphabet=[*string.printable, "▁"], show_progress=False
+    )
+    backend.train_from_iterator([*CORPUS, "<|im_start|> [INST] [/INST]"] * 2, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos, unk_token="<unk>")
+
+
+def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: dict) -> None:
+    cases = {name.removeprefix("template: "): case for (name, _), case in reference.items() if "template: " in name}
+    wrong = {}
+    for name, case in cases.items():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(case["tokenizer"])
+        instruction, response = of_template(tokenizer, tokenizer.chat_template)
+        markers = Markers(tokenizer, response, instruction)
+        closing = set(tokenizer.convert_tokens_to_ids(["<turn|>", "<|im_end|>", "<|end_of_turn|>", "\u010a"]))
+        differ, learnt = set(), 0
+        for ids, labels in zip(case["input_ids"], case["labels"], strict=True):
+            mine = markers.labels(np.array(ids, dtype=np.int32), IGNORE).tolist()
+            differ |= {pair for pair in zip(mine, labels, strict=True) if pair[0] != pair[1]}
+            learnt += sum(label != IGNORE for label in mine)
+        if name in CLOSES_THE_LAST_ONLY:
+            assert differ and differ <= {(token, IGNORE) for token in closing}, name
+        elif differ or learnt < 3 * len(case["input_ids"]):
+            wrong[name] = (instruction, response)
+    assert not wrong
+    assert len(cases) > len(TEMPLATES) + 40 and cases.keys() >= CLOSES_THE_LAST_ONLY
+
+
+HARMONY = (  # what gpt-oss has of it
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_only_the_end_of_the_last_answer_is_learnt_where_earlier_ones_end_otherwise() -> None:
+    tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer = build_tokenizer(tokens, "<|return|>", "<|startoftext|>")
+    tokenizer.chat_template = HARMONY
+    markers = Markers(tokenizer, *reversed(of_template(tokenizer, HARMONY)))
+    messages = [{"role": role, "content": words} for words in ("one", "two") for role in ("user", "assistant")]
+    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False)).input_ids
+    spans = markers.spans(np.array(ids, dtype=np.int32))
+    assert [tokenizer.decode(ids[first:stop]) for first, stop in spans] == ["one", "two<|return|>"]
+
+
+UNTOLD = {
+    "there is none": None,
+    "it refuses a conversation of 6 messages: no": "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}",
+    "each message once": "{% for m in messages[-1:] %}<|im_start|>{{ m.content }}{% endfor %}",
+    "neither from a question": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    "neither from": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("about", UNTOLD)
+def test_templates_that_do_not_tell_are_refused(about: str) -> None:
+    with pytest.raises(UserError, match=rf"{about}(.|\n)*Give both data.instruction_part and data.response_part"):
+        of_template(tokenizer_for("chatml"), UNTOLD[about])
+
+
 # --- through the data engine ------------------------------------------------------------------------------------------
 
 ROW = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\nruns<|im_end|>\n"
@@ -219,3 +396,25 @@ def test_markers_and_rows_of_messages_are_refused(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
     with pytest.raises(UserError, match="known without markers"):
         prepared(tmp_path, tokenizer, [{"messages": messages}], "--data.response_part", json.dumps(ASSISTANT))
+
+
+def test_markers_found_are_told_and_count_for_the_cache(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")
+    chatml, mistral = CHAT_TEMPLATES["chatml"].template, CHAT_TEMPLATES["mistral"].template
+    given = ("--data.response_part", json.dumps(ASSISTANT), "--data.instruction_part", '"<|im_start|>user\\n"')
+    tokenizer.chat_template = chatml
+    by_hand = prepared(tmp_path, tokenizer, [{"text": ROW + ROW}], *given)
+    data = prepared(tmp_path, tokenizer, [{"text": ROW + ROW}], "--data.response_part", "auto")
+    assert (data.fingerprint, data.cached) == (by_hand.fingerprint, True)  # nothing else differs
+    assert data.format == by_hand.format + (
+        r"; from the chat template: '<|im_start|>assistant\n' opens what is learnt, '<|im_start|>user\n' what is not"
+    )
+    tokenizer.chat_template = mistral
+    rows = [{"text": "<s> [INST] the cat [/INST] runs</s>"}]
+    other = prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")
+    assert not other.cached and "'[/INST]' opens what is learnt" in other.format
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="there is none"):
+        prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")
+    with pytest.raises(UserError, match="give both, or auto alone"):
+        prepared(tmp_path, tokenizer, rows, *given[2:], "--data.response_part", "auto")
