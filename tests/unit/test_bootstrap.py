@@ -15,12 +15,14 @@ from finetune.errors import UserError
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # what bootstrap sets stays here
+    before = dict(os.environ)  # what bootstrap sets stays here
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     distributed.ranks.cache_clear()
     yield
     distributed.ranks.cache_clear()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
