@@ -57,7 +57,11 @@ class ModelConfig:
     load_in_8bit: bool = _setting(False, "The frozen base model in 8 bits (LLM.int8), instead of load_in_4bit.")
     full_finetuning: bool = _setting(False, "Train every weight; no adapter.")
     attn_implementation: str | None = _setting(None, "Attention kernel by its transformers name; null lets it choose.")
-    chat_template: str | None = _setting(None, "Template name or path of a Jinja file; null is the tokenizer's own.")
+    chat_template: str | None = _setting(
+        None,
+        "Template name or path of a Jinja file; null is the tokenizer's own; none joins prompt and completion as they"
+        " stand.",
+    )
     trust_remote_code: bool = _setting(False, "Run Python code that ships with the model.")
     loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(
         None, "Unsloth class that loads the model; null is FastLanguageModel."

@@ -110,10 +110,9 @@ def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:
     cells = []
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
-            if (
-                "model" not in str(root(node.func)).lower()
-                and "model" not in ast.unparse(node.func).split(".")[:-1][-1].lower()
-            ):
+            of = node.func.value
+            last = of.attr if isinstance(of, ast.Attribute) else ""
+            if "model" not in f"{root(of)} {last}".lower():
                 cells.append(cell)
     return cells
 

@@ -342,8 +342,12 @@ def _ending(plan: Plan, hook: str) -> list[str]:
         one, many = ast.unparse(plan.formatting), _formats_many(plan)
         row = "rows" if many else "row"
         called = f"({one})({row})" if isinstance(plan.formatting, ast.Lambda) else f"{one}({row})"
-        convert = f'lambda {row}: {{"text": {called}}}' + (", batched=True" if many else "")
-        return ["return " + ", ".join(f"{item}.map({convert})" for item in (train, held_out) if item)]
+        convert = f'lambda {row}: {{"text": {called}}}'
+        # Of many rows it may make more texts, or fewer: their other columns would not fit.
+        more = ", batched=True, remove_columns={0}.column_names" if many else ""
+        return [
+            "return " + ", ".join(f"{item}.map({convert}{more.format(item)})" for item in (train, held_out) if item)
+        ]
     if hook == "trainer" and plan.callbacks is not None:
         return _callback_lines(plan)
     return []
@@ -456,11 +460,18 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
         "sha256": notebook.sha256,
         "converter": __version__,
         "outcome": "converted",
-        "notes": [scrub(note) for note in dict.fromkeys([*notes, *plan.notes, *settings.notes])],
+        "notes": [scrub(note) for note in dict.fromkeys([*notes, *plan.notes, *settings.notes, *_not_installed(plan)])],
         "requirements": _requirements(notebook),
         "statements": statements,
         "not_python": shells,
     }
+
+
+def _not_installed(plan: Plan) -> list[str]:
+    """Libraries of the script that this project does not bring."""
+    names = {name for hook in ("module", *FUNCTIONS) for name in _needed(plan, hook)}
+    roots = {line.split()[1].split(".")[0] for line, standard in _import_lines(plan, names) if not standard}
+    return [f"the script imports {root}: install it where it runs" for root in sorted(roots - LIBRARIES)]
 
 
 def _head(source: str) -> str:

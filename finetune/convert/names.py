@@ -59,6 +59,16 @@ def root(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def changed_in_loop(node: ast.stmt) -> set[str]:
+    """Names whose elements a loop changes: `for p in model.parameters(): p.requires_grad = False`."""
+    if not isinstance(node, ast.For):
+        return set()
+    body = _Visitor()
+    for inner in node.body:
+        body.visit_statement(inner, certain=False)
+    return free_names(node.iter) if body.effects.changes & set(target_names(node.target)) else set()
+
+
 def target_names(node: ast.AST) -> Iterator[str]:
     """The plain names that an assignment to `node` binds."""
     if isinstance(node, ast.Name):
@@ -103,6 +113,7 @@ class _Visitor:
             self._compound(node)
 
     def _compound(self, node: ast.stmt) -> None:
+        self.effects.changes |= changed_in_loop(node)
         for name, value in ast.iter_fields(node):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, ast.stmt):

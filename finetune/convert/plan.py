@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.convert.names import Program, effects, free_names, root, target_names
+from finetune.convert.names import Program, changed_in_loop, effects, free_names, root, target_names
 from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
 from finetune.convert.trace import Trace
 
@@ -44,6 +44,7 @@ class Plan:
     eval_expression: ast.expr | None = None
     formatting: ast.expr | None = None
     callbacks: ast.expr | None = None
+    own_tokenizer: bool = False  # it is another one than the model's
     notes: list[str] = field(default_factory=list)
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
@@ -136,9 +137,13 @@ def _same_tokenizer(plan: Plan, trace: Trace) -> None:
     args = load["detail"][1].get("tuple", [])
     model = args[0] if args else dict(map(tuple, load["detail"][2]["dict"])).get("pretrained_model_name_or_path")
     if name != model:
-        raise Refusal("R4", f"the tokenizer is that of another model ({name}, not {model})", _cell(plan, item))
+        plan.own_tokenizer = True
+        plan.notes.append(f"the tokenizer is not that of {model}: prepare_tokenizer loads it, as the notebook does")
+        return
     left_out = [
-        key for key in kwargs if key not in ("trust_remote_code", "use_fast", "padding_side", "token", "revision")
+        key
+        for key in kwargs
+        if key not in ("trust_remote_code", "use_fast", "padding_side", "token", "use_auth_token", "revision")
     ]
     if left_out:
         plan.notes.append(
@@ -201,6 +206,8 @@ def _names_of_roles(plan: Plan) -> None:
     if "tokenizer" in plan.key:
         node = program.statements[plan.key["tokenizer"]].node
         plan.tokenizers += [name for target in getattr(node, "targets", []) for name in target_names(target)]
+    if plan.own_tokenizer:
+        del plan.key["tokenizer"]  # the statement stays, in prepare_tokenizer
     for place, statement in enumerate(program.statements):
         node = statement.node
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1):
@@ -374,6 +381,15 @@ def _tokenizer_hook(plan: Plan) -> None:
         if place in plan.fates or _only_looks(plan, node):
             continue
         if (e.binds | e.may_bind | e.changes) & plan.models:
+            if any(
+                _last_name(plan, call.func) in ("setup_chat_format", "clone_chat_template") for call in _calls(node)
+            ):
+                raise Refusal(
+                    "R4",
+                    "it adds tokens and changes the model's embeddings; set tokenizer.chat_template instead, to a"
+                    " template of tokens that the model knows",
+                    program.statements[place].cell,
+                )
             kept = _tokenizer_part(plan, node)
             if kept is None:
                 raise Refusal(
@@ -442,7 +458,7 @@ def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
-                and node.value.startswith(("/content/", "/kaggle/"))
+                and node.value.startswith(("/content/", "/kaggle/", "../input/"))
             ):
                 where = f"cell {plan.program.statements[place].cell}: {node.value}"
                 plan.notes.append(
@@ -484,8 +500,28 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                     "input",
                 ):
                     raise Refusal("R4", f"{what} depend on {name}()", statement.cell)
+                if _SERVICES.match(name):
+                    raise Refusal(
+                        "R4", f"{what} are made by a service ({name}); make them once, in a file", statement.cell
+                    )
+                if _OTHER_MODELS.search(name):
+                    raise Refusal("R4", f"{what} are made with a model ({name})", statement.cell)
+                if name.rsplit(".", 1)[-1] in _COMMAND_LINE and not node.args and not node.keywords:
+                    raise Refusal(
+                        "R4", f"{what} depend on the command line; give {name}() an empty list", statement.cell
+                    )
         if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
             raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
+
+
+_SERVICES = re.compile(
+    r"(openai|anthropic|groq|cohere|mistralai|litellm|ollama|together|google\.generativeai|google\.genai|vllm|distilabel"
+    r"|requests\.post|huggingface_hub\.InferenceClient)\b"
+)
+_OTHER_MODELS = re.compile(
+    r"((AutoModel\w*|Fast\w*Model)\.from_pretrained|^transformers\.pipeline|\bSentenceTransformer)$"
+)
+_COMMAND_LINE = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -513,6 +549,9 @@ MODEL_BY_PACKAGE = {
 }
 
 
+MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # one model over several devices, which no rank has
+
+
 def _model_hook(plan: Plan) -> None:
     """What changes the model before the training, beside the adapter, and settings of libraries for the training."""
     program = plan.program
@@ -529,6 +568,9 @@ def _model_hook(plan: Plan) -> None:
             continue
         if place in own:
             continue
+        if re.search(rf"\.({'|'.join(MODEL_FLAGS)}) = ", ast.unparse(node)):
+            plan.fates[place] = Fate(what="dropped", why="each rank has the whole model on its own device")
+            continue
         if isinstance(node, ast.Import | ast.ImportFrom) or _only_looks(plan, node):
             continue
         if (why := _by_package(plan, node)) is not None:
@@ -539,6 +581,9 @@ def _model_hook(plan: Plan) -> None:
                 plan.fates[place] = Fate(what="settings", why="another name for the model")
                 continue
             raise Refusal("R4", "the model is replaced by another object before the training", statement.cell)
+        if "adapter" in plan.key and _only_freezes(node):
+            plan.fates[place] = Fate(what="dropped", why="PEFT freezes the base model")
+            continue
         if place < adapter and not _sets_config(plan, node):
             raise Refusal("R4", "the model is changed before the adapter is attached", statement.cell)
         own.add(place)
@@ -548,6 +593,13 @@ def _model_hook(plan: Plan) -> None:
         kept |= program.slice(free_names_of(program.statements[place].node) - stop, place, stop)[0]
     _refuse_dependence(plan, kept, "the model's changes")
     _keep(plan, "model", kept - _key_places(plan))
+
+
+def _only_freezes(node: ast.stmt) -> bool:
+    """`for p in model.parameters(): p.requires_grad = False`"""
+    return isinstance(node, ast.For) and all(
+        isinstance(inner, ast.Assign) and ast.unparse(inner).endswith(".requires_grad = False") for inner in node.body
+    )
 
 
 def _by_package(plan: Plan, node: ast.stmt) -> str | None:
@@ -612,16 +664,30 @@ def _save_hook(plan: Plan) -> None:
     """Ordinary saves become training.output_dir; exports stay, and with them what they need."""
     program = plan.program
     exports: list[int] = []
+    roles = plan.models | plan.trainers | set(plan.tokenizers)
+    merged: set[str] = set()  # names of `model.merge_and_unload()`: what is saved of them is an export
+    folders: set[str] = set()
+    again: set[str] = set()
     for place in range(plan.key["train"] + 1, len(program.statements)):
         statement = program.statements[place]
         calls = [call for call in _calls(statement.node) if _method(call)]
         if isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             continue
-        roles = plan.models | plan.trainers | set(plan.tokenizers)
-        saving = [call for call in calls if root(call.func) in roles and _method(call) in EXPORTS | _ORDINARY]
+        if _makes(plan, statement.node, "from_pretrained"):
+            again |= program.effects[place].binds & (roles | merged)
+        saving = [call for call in calls if root(call.func) in roles | merged and _method(call) in EXPORTS | _ORDINARY]
         if not saving or place in plan.fates:
             continue
-        if all(_method(call) in _ORDINARY for call in saving):
+        of_merged = [call for call in saving if root(call.func) in merged]
+        folders |= {ast.unparse(call.args[0]) for call in of_merged if call.args}
+        if isinstance(statement.node, ast.Assign) and any(_method(call) == "merge_and_unload" for call in saving):
+            merged |= program.effects[place].binds
+        whole = bool(of_merged) or any(call.args and ast.unparse(call.args[0]) in folders for call in saving)
+        if any(root(call.func) in again for call in saving):
+            why = "of what was loaded again after the training; do it apart, with the folder that is saved"
+            plan.fates[place] = Fate(what="dropped", why=why)
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it is {why}")
+        elif all(_method(call) in _ORDINARY for call in saving) and not whole:
             plan.fates[place] = Fate(
                 what="settings",
                 why="the final model and tokenizer are saved into training.output_dir, by the main rank",
@@ -722,6 +788,7 @@ _LOOKS = frozenset(
     " values format join split strip replace lower upper startswith endswith get get_memory_footprint num_parameters"
     " select shuffle map filter take skip unique train_test_split to_pandas removeprefix removesuffix splitlines encode"
     " tokenize convert_ids_to_tokens convert_tokens_to_ids parameters named_parameters modules named_modules numel size"
+    " get_secret"
     " dim shape generate for_inference for_training eval to cuda cpu item tolist copy count index sum mean max min"
     " std len"
     " value_counts sample iloc loc groupby agg apply notnull isnull astype reset_index sort_values rename concat"
@@ -762,8 +829,10 @@ def _calls(node: ast.AST) -> list[ast.Call]:
     return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
 
 
-def _harmless(plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether a call leaves nothing behind that something else could use."""
+def _harmless(
+    plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset(), local: frozenset[str] = frozenset()
+) -> bool:
+    """Whether a call leaves nothing behind that something else could use. `local`: names of the function it is in."""
     import builtins
 
     name = plan.program.dotted(call.func)
@@ -778,13 +847,11 @@ def _harmless(plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset()) ->
         if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):
             return False  # such as add_new_tokens(model, ...)
     if isinstance(call.func, ast.Name):
-        if call.func.id in plan.tokenizers or call.func.id in plan.models:
+        if call.func.id in {*plan.tokenizers, *plan.models, *local}:
             return True
         definition = _definition(plan, call.func.id)
         if definition is not None and call.func.id not in seen:
-            return isinstance(definition, ast.ClassDef) or all(
-                _harmless(plan, inner, seen | {call.func.id}) for inner in _calls(definition)
-            )
+            return isinstance(definition, ast.ClassDef) or _harmless_function(plan, definition, seen | {call.func.id})
         if call.func.id in plan.program.imports:
             return name.split(".")[0] in _PURE_ROOTS
         return hasattr(builtins, call.func.id) and call.func.id not in (
@@ -798,7 +865,25 @@ def _harmless(plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset()) ->
         )
     if isinstance(call.func, ast.Lambda):
         return True
+    if root(call.func) in local and last not in _CHANGING - {"append", "extend", "update"}:
+        return True
     return bool(name) and name.split(".")[0] in _PURE_ROOTS and root(call.func) in plan.program.imports
+
+
+def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool:
+    """Whether a function of the notebook only computes: it calls nothing harmful, and changes nothing from outside."""
+    names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
+    given = [inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)]
+    made = {  # by the function itself: what it does to them stays in it
+        name
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Assign) and not isinstance(inner.value, ast.Name | ast.Attribute | ast.Subscript)
+        for name in target_names(inner.targets[0])
+    }
+    stores = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute | ast.Subscript)]
+    if any(isinstance(inner.ctx, ast.Store) and root(inner) not in made for inner in stores):
+        return False
+    return all(_harmless(plan, inner, seen, frozenset([*names, *given])) for inner in _calls(node))
 
 
 def _reads_file(call: ast.Call) -> bool:
@@ -823,6 +908,8 @@ def _only_looks(plan: Plan, node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
         calls = _calls(node)
         return all(_harmless(plan, call) for call in calls) and not _changes_role(plan, node)
+    if _sets_elements(node) & {*plan.models, *plan.tokenizers, *plan.trainers}:
+        return False
     if isinstance(node, ast.For | ast.If | ast.With | ast.While | ast.Try | ast.AsyncFor | ast.AsyncWith):
         inner = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.stmt)]
         inner += [item for handler in getattr(node, "handlers", []) for item in handler.body]
@@ -834,6 +921,14 @@ def _only_looks(plan: Plan, node: ast.stmt) -> bool:
             for item in inner
         )
     return isinstance(node, ast.Assert | ast.Delete | ast.Pass | ast.Raise)
+
+
+def _sets_elements(node: ast.stmt) -> set[str]:
+    """What a loop changes by assignments to its elements' attributes."""
+    stores = [
+        n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store)
+    ]
+    return changed_in_loop(node) if stores else set()
 
 
 def _leaves_roles(plan: Plan, node: ast.stmt) -> bool:

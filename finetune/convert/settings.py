@@ -7,6 +7,7 @@ notebook leaves to its library is written out where this project has another def
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -70,12 +71,25 @@ _ADAPTERS = {
     "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
 }
 
+# peft 0.19 utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, by names of models; all others there
+# that generate text have q_proj and v_proj.
+_PEFT_TARGETS = (
+    (r"gpt2|starcoderbase|santacoder", ("c_attn",)),
+    (r"pythia|neox|falcon|bloom|dolly", ("query_key_value",)),
+    (r"phi-?(1|2)", ("q_proj", "v_proj", "fc1", "fc2")),
+    (r"mpt-", ("Wqkv",)),
+)
+
 _RENAMED = {
     "tokenizer": "processing_class",
     "evaluation_strategy": "eval_strategy",
     "max_seq_length": "max_length",
     "no_cuda": "use_cpu",
 }
+# Arguments of older SFTTrainers that are fields of SFTConfig now.
+_MOVED = frozenset("dataset_text_field max_length packing dataset_num_proc dataset_kwargs neftune_noise_alpha".split())
+# Tokens of a row where SFTConfig(max_length=None) cuts none: the package wants a number.
+UNCUT = 32768
 # Arguments that have no place here, with the reason that the report gives.
 _LEFT_OUT = {
     "model": "",
@@ -187,6 +201,7 @@ class Described:
     config: dict[str, Any]
     config_name: str
     responses: dict[str, Any] | None
+    checkpoints: bool  # the model is told to recompute activations, beside what the trainer's arguments say
     train: dict[str, Any]
 
 
@@ -215,6 +230,9 @@ def described(trace: Trace) -> Described:
         loader["model_name"] = loader.pop("pretrained_model_name_or_path")
     trainer = {_RENAMED.get(str(key), str(key)): value for key, value in known(trainer_event["detail"]).items()}
     config, config_name = _arguments(trainer.get("args"))
+    moved = {key: trainer.pop(key) for key in _MOVED & trainer.keys()}
+    given_to_trainer = {key: value for key, value in moved.items() if value is not None and config.get(key) is None}
+    config |= given_to_trainer
     adapter, kind = _adapter(trace, trainer, api)
     responses = event_of(trace, "responses")
     train = event_of(trace, "train")
@@ -233,8 +251,17 @@ def described(trace: Trace) -> Described:
         config=config,
         config_name=config_name,
         responses=known(responses["detail"]) if responses else None,
+        checkpoints=_checkpoints(trace),
         train=given,
     )
+
+
+def _checkpoints(trace: Trace) -> bool:
+    """PEFT's prepare_model_for_kbit_training does it unless it is told not to."""
+    kbit = event_of(trace, "kbit")
+    if kbit is not None and known(kbit["detail"]).get("use_gradient_checkpointing", True) is not False:
+        return True
+    return any(item.get("method") == "gradient_checkpointing_enable" for item in trace["events"])
 
 
 def _arguments(given: Any) -> tuple[dict[str, Any], str]:
@@ -249,6 +276,8 @@ def _arguments(given: Any) -> tuple[dict[str, Any], str]:
     args = known(given.item["args"])
     if args:
         kwargs["output_dir"] = args[0]
+    if "max_length" in kwargs and kwargs["max_length"] is None:
+        kwargs["max_length"] = UNCUT
     return {_RENAMED.get(str(key), str(key)): value for key, value in kwargs.items()}, name
 
 
@@ -268,7 +297,11 @@ def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str,
 
 def _lora_config(value: Any) -> dict[str, Any]:
     if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
-        return known(value.item["kwargs"])
+        given = known(value.item["kwargs"])
+        targets = given.get("target_modules")
+        if has_unknown(targets) and "named_modules()" in str(targets):
+            given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all but the head
+        return given
     raise Refusal("R4", f"the adapter is not a LoraConfig ({value})")
 
 
@@ -287,9 +320,8 @@ def effective(what: Described) -> dict[str, Any]:
 
 def max_length(what: Described) -> int | Unknown:
     """Unsloth: the trainer's own length if it has one, else the loader's; TRL: its default is 1024."""
-    for value in (what.config.get("max_length"), what.trainer.get("max_length")):
-        if value is not None:
-            return value
+    if (own := what.config.get("max_length")) is not None:
+        return own
     if what.api == "unsloth":
         length = what.loader.get("max_seq_length")
         return 2048 if length is None else length
@@ -324,6 +356,8 @@ def _decided(settings: Settings, what: Described, other: Trace) -> None:
     one = {**what.loader, **(what.adapter or {}), **effective(what)}
     two = {**second.loader, **(second.adapter or {}), **effective(second)}
     for key, value in one.items():
+        if key in ("fp16", "bf16", "device_map") or two.get(key) == []:
+            continue
         if key in two and not has_unknown(value) and not has_unknown(two[key]) and value != two[key]:
             settings.notes.append(
                 f"{key} is decided at run time in the notebook; {value!r} is written down, the other branch has"
@@ -352,6 +386,10 @@ def _model(settings: Settings, what: Described) -> None:
     settings.set("model.dtype", dtype_of(given.pop("dtype", None) or given.pop("torch_dtype", None), what))
     four, eight, sixteen, full = bits(given, what)
     settings.set("model.load_in_4bit", four)
+    if four and isinstance(given.get("quantization_config"), Unknown):
+        kind = known(given["quantization_config"].item["kwargs"])
+        if kind.get("bnb_4bit_quant_type") != "nf4" or not kind.get("bnb_4bit_use_double_quant"):
+            settings.notes.append("the 4 bits are NF4 with double quantization here; in the notebook they are not")
     if eight:
         settings.set("model.load_in_8bit", True)
     if full:
@@ -381,6 +419,8 @@ def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, six
             else ""
         )
         settings.notes.append(f"device_map is left out: each rank loads the whole model onto its own device{warned}")
+    if given.pop("use_flash_attention_2", False) is True:
+        settings.set("model.attn_implementation", "flash_attention_2")
     rest = {}
     for key, value in given.items():
         if key in (
@@ -399,6 +439,13 @@ def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, six
             "use_cache",
             "cache_dir",
             "load_in_16bit",
+            "return_dict",
+            "use_safetensors",
+            "local_files_only",
+            "offload_folder",
+            "offload_state_dict",
+            "force_download",
+            "resume_download",
         ):
             if key not in ("load_in_4bit", "load_in_8bit", "full_finetuning", "load_in_16bit") and value not in (
                 False,
@@ -426,8 +473,8 @@ def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool
     quantization = given.get("quantization_config")
     if isinstance(quantization, Unknown):
         kwargs = known(quantization.item.get("kwargs", {"dict": []}))
-        four, eight = bool(kwargs.get("load_in_4bit")), bool(kwargs.get("load_in_8bit"))
-        if quantization.name.rsplit(".", 1)[-1] != "BitsAndBytesConfig" or not (four or eight):
+        four, eight = (_flag(kwargs.get(f"load_in_{n}bit", False), f"load_in_{n}bit") for n in (4, 8))
+        if quantization.name.rsplit(".", 1)[-1] != "BitsAndBytesConfig":
             raise Refusal("R4", f"the quantization {quantization} is not one of bitsandbytes in 4 or 8 bits")
     if what.api == "transformers" and what.adapter is None:
         full = True
@@ -460,9 +507,11 @@ def _lora(settings: Settings, what: Described) -> None:
     if (targets := given.pop("target_modules", None)) is not None:
         settings.set("lora.target_modules", list(targets) if isinstance(targets, tuple) else targets)
     elif what.adapter_kind == "peft":
-        settings.notes.append(
-            "the notebook leaves target_modules to PEFT, which chooses by the model; here it is the seven projections"
+        name = str(what.loader.get("model_name")).lower()
+        chosen = next(
+            (list(names) for pattern, names in _PEFT_TARGETS if re.search(pattern, name)), ["q_proj", "v_proj"]
         )
+        settings.set("lora.target_modules", chosen, "PEFT's default for this family")
     for key in ("modules_to_save", "use_rslora", "bias"):
         if value := given.pop(key, None):
             settings.set(f"lora.{key}", value)
@@ -481,21 +530,39 @@ def _lora(settings: Settings, what: Described) -> None:
 
 def _data(settings: Settings, what: Described, plan: Plan) -> None:
     length = max_length(what)
-    own = what.config.get("max_length", what.trainer.get("max_length"))
+    own = what.config.get("max_length")
+    default = "the loader's max_seq_length" if what.api == "unsloth" else "TRL's default"
     settings.set(
-        "data.max_length",
-        length,
-        "" if own is not None else "the loader's max_seq_length" if what.api == "unsloth" else "TRL's default",
+        "data.max_length", length, default if own is None else "the notebook cuts none" if own == UNCUT else ""
     )
-    field_name = what.config.get("dataset_text_field", what.trainer.get("dataset_text_field"))
-    _format(settings, what, plan, field_name)
-    if _flag(what.config.get("packing", what.trainer.get("packing", False)), "packing"):
+    if plan.formatting is None:
+        _not_token_ids(what, plan)
+    _format(settings, what, plan, what.config.get("dataset_text_field"))
+    if _flag(what.config.get("packing", False), "packing"):
         settings.set("data.packing", True)
-    workers = what.config.get("dataset_num_proc", what.trainer.get("dataset_num_proc"))
+    workers = what.config.get("dataset_num_proc")
     if isinstance(workers, int):
         settings.set("data.num_proc", workers)
     if template := what.config.get("chat_template_path"):
+        if not str(template).endswith((".jinja", ".j2")):
+            raise Refusal("R4", f"chat_template_path={template!r} adds another model's tokens; give a Jinja file")
         settings.set("model.chat_template", template)
+
+
+def _not_token_ids(what: Described, plan: Plan) -> None:
+    """Refuse rows that the notebook tokenises itself: the package wants texts or conversations."""
+    kwargs = what.config.get("dataset_kwargs")
+    found = isinstance(kwargs, dict) and kwargs.get("skip_prepare_dataset")
+    for place in plan.hooks["dataset"] + plan.hooks["module"]:
+        for node in ast.walk(plan.program.statements[place].node):
+            value = node.value if isinstance(node, ast.Return) else node.body if isinstance(node, ast.Lambda) else None
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                found = found or value.func.id in plan.tokenizers
+            found = found or (
+                isinstance(node, ast.Dict) and any(getattr(k, "value", 0) == "input_ids" for k in node.keys)
+            )
+    if found:
+        raise Refusal("R4", "the notebook tokenises its rows itself; give the trainer rows of text or messages")
 
 
 def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
@@ -523,6 +590,8 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
     if {"prompt", "completion"} <= columns and not columns & {"messages", "text"}:
         settings.set("data.format", "prompt_completion")
         settings.set("data.assistant_only_loss", completion is not False)
+        if not _prompts_are_messages(plan):
+            settings.set("model.chat_template", "none", "as TRL joins prompt and completion that are texts")
         return
     settings.set("data.assistant_only_loss", bool(only))
     if not columns:
@@ -531,6 +600,16 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
             " a row is learnt; "
             "set data.assistant_only_loss: true where rows are prompt and completion"
         )
+
+
+def _prompts_are_messages(plan: Plan) -> bool:
+    return any(
+        isinstance(key, ast.Constant) and key.value == "prompt" and isinstance(value, ast.List | ast.ListComp)
+        for place in plan.hooks["dataset"] + plan.hooks["module"]
+        for node in ast.walk(plan.program.statements[place].node)
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+    )
 
 
 def _columns(plan: Plan) -> set[str]:
@@ -562,7 +641,8 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
         raise Refusal("R4", f"the batch size is only known at run time ({per_device} x {steps}); write numbers")
     settings.set("training.output_dir", "outputs")
     settings.set("training.global_batch_size", per_device * steps, f"{per_device} x {steps}, over all devices together")
-    settings.set("training.per_device_train_batch_size", per_device)
+    if steps > 1:  # else every number of devices that divides the batch has its own share of it
+        settings.set("training.per_device_train_batch_size", per_device)
     max_steps = given.pop("max_steps", -1)
     epochs = given.pop("num_train_epochs")
     if isinstance(max_steps, int) and max_steps > 0:
@@ -596,17 +676,17 @@ def checkpointing(what: Described) -> Any:
         )
         return given if isinstance(given, bool) else "unsloth" if given == "unsloth" else str(given).lower() == "true"
     value = what.config.get("gradient_checkpointing", what.config_name != "TrainingArguments")
-    return value is not False
+    return value is not False or what.checkpoints
 
 
 def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
     strategy = str(given.pop("eval_strategy", "no")).lower().rsplit(".", 1)[-1]
     steps = given.pop("eval_steps", None)
     if plan.eval_expression is not None and strategy == "steps":
-        settings.set(
-            "training.eval_steps",
-            int(steps) if isinstance(steps, int) else settings.sections["logging"]["logging_steps"],
+        every = (
+            settings.sections["logging"]["logging_steps"] if steps is None else _count(settings, "eval_steps", steps)
         )
+        settings.set("training.eval_steps", every)
     elif strategy == "epoch":
         settings.notes.append(
             "eval_strategy 'epoch': evaluated before and after the training; set training.eval_steps for more"
@@ -626,14 +706,24 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
         settings.notes.append(
             "save_strategy 'epoch': checkpoints come every training.save_steps steps (500), and at the end"
         )
-    elif isinstance(every, int) and every != 500:
-        settings.set("training.save_steps", every)
+    elif every != 500:
+        settings.set("training.save_steps", _count(settings, "save_steps", every))
     limit = given.pop("save_total_limit", None)
     if isinstance(limit, int) and limit > 0:
         settings.set("training.save_total_limit", limit)
     size = given.pop("per_device_eval_batch_size", None)
     if isinstance(size, int):
         settings.set("training.per_device_eval_batch_size", size)
+
+
+def _count(settings: Settings, name: str, steps: Any) -> int | Unknown:
+    """A number of steps; below 1 it is a share of all, which are not known before the data are."""
+    if isinstance(steps, Unknown) or steps == int(steps):
+        return steps if isinstance(steps, Unknown) else int(steps)
+    total = settings.sections["training"].get("max_steps")
+    if total is None:
+        settings.notes.append(f"{name}={steps} is a share of all steps; set training.{name} to a number of them")
+    return max(1, round(steps * total)) if total else 0
 
 
 # Values of fields that change nothing here.
@@ -676,6 +766,9 @@ def _other_fields(settings: Settings, given: dict[str, Any], what: Described) ->
             raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a number or a name")
         else:
             settings.set(f"training.{key}", value)
+    for key in ("optimizer_cls_and_kwargs", "compute_loss_func", "model_init"):
+        if what.trainer.get(key) is not None:
+            raise Refusal("R4", f"SFTTrainer is given {key}, which has no place here")
     for key, value in what.trainer.items():
         if (
             key in ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "optimizers")

@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -232,6 +233,7 @@ def words(value: Any) -> str:
     if isinstance(value, Symbol):
         return value._words
     text = getattr(value, "__name__", "function") if callable(value) else repr(value)
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # an address, of an object or of one in a list
     return text if len(text) < 120 else text[:120] + "..."
 
 
@@ -266,6 +268,7 @@ class Run:
         self.model: Symbol | None = None
         self.tokenizer: Symbol | None = None
         self.trainer: Symbol | None = None
+        self.own_tokenizer = False  # the script loads another tokenizer than the model's
 
 
 RUN = Run(True, 0)
@@ -478,7 +481,8 @@ def _formatted(dataset: Any, function: Any) -> Any:
     scope = {"f": function, "__builtins__": {}}
     if isinstance(made, list):
         convert = eval(compile("lambda rows: {'text': f(rows)}", "notebook", "eval"), scope)
-        return call(attribute(dataset, "map"), (convert,), {"batched": True})
+        given = {"batched": True, "remove_columns": attribute(dataset, "column_names")}
+        return call(attribute(dataset, "map"), (convert,), given)
     convert = eval(compile("lambda row: {'text': f(row)}", "notebook", "eval"), scope)
     return call(attribute(dataset, "map"), (convert,), {})
 
@@ -494,9 +498,14 @@ def _responses(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return trainer
 
 
+def _same_model(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`FastLanguageModel.for_inference(model)` gives the model back."""
+    return RUN.model if args and args[0] is RUN.model else NotImplemented
+
+
 def _prepared(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args and args[0] is RUN.model:
-        event("kbit", [], "prepare_model_for_kbit_training")
+        event("kbit", values(kwargs), "prepare_model_for_kbit_training")
         return args[0]
     return NotImplemented
 
@@ -549,6 +558,8 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "SFTTrainer": _trainer,
     "train_on_responses_only": _responses,
     "prepare_model_for_kbit_training": _prepared,
+    "for_inference": _same_model,
+    "for_training": _same_model,
     "seed": _seed,
     "set_seed": _seed,
     "seed_everything": _seed,
@@ -1015,9 +1026,10 @@ def run_notebook(statements: list[tuple[int, str]], world: bool) -> dict[str, An
     return result(failed)
 
 
-def run_script(source: str, world: bool, rank: int) -> dict[str, Any]:
+def run_script(source: str, world: bool, rank: int, own_tokenizer: bool) -> dict[str, Any]:
     """Execute a converted script with a `finetune.script.run` that calls the hooks in the order of the real one."""
     reset(world, rank)
+    RUN.own_tokenizer = own_tokenizer
     ENVIRONMENT.update(zip("RANK LOCAL_RANK WORLD_SIZE".split(), (str(rank), str(rank), "2"), strict=True))
     failed: dict[str, str] = {}
     _BY_NAME["finetune.script.run"] = _replay
@@ -1037,13 +1049,14 @@ def _replay(function: Symbol, args: tuple[Any, ...], hooks: dict[str, Any]) -> A
     unknown = set(hooks) - {"dataset", "tokenizer", "model", "trainer", "save"}
     if unknown or len(args) != 1:
         raise TypeError(f"script.run takes a file and hooks, not {sorted(unknown)}")
-    RUN.model, RUN.tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
+    RUN.model, tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
+    RUN.tokenizer = None if RUN.own_tokenizer else tokenizer  # the first that is loaded takes the role
     event("load", None, "script.run")
-    tokenizer = RUN.tokenizer
     if "tokenizer" in hooks:
         tokenizer = (
             hooks["tokenizer"](tokenizer) or tokenizer if RUN.world else _or(hooks["tokenizer"](tokenizer), tokenizer)
         )
+    RUN.tokenizer = tokenizer if RUN.tokenizer is None else RUN.tokenizer
     event("adapt", None, "script.run")
     data = hooks["dataset"](tokenizer) if "dataset" in hooks else None
     train, held_out = data if isinstance(data, tuple) else (data, None)
@@ -1148,7 +1161,7 @@ def main() -> None:
         if job["kind"] == "notebook":
             results.append(run_notebook([tuple(item) for item in job["statements"]], job["world"]))
         else:
-            results.append(run_script(job["source"], job["world"], job["rank"]))
+            results.append(run_script(job["source"], job["world"], job["rank"], job["own_tokenizer"]))
     out.write(json.dumps(results).encode())
     out.flush()
 

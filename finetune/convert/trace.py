@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ def trace_notebook(statements: Sequence[Statement]) -> list[Trace]:
     return _run([{"kind": "notebook", "statements": items, "world": world} for world in WORLDS])
 
 
-def trace_script(source: str, ranks: Iterable[int] = (0, 1)) -> dict[tuple[bool, int], Trace]:
-    """Traces of a converted script by world and rank."""
-    keys = [(world, rank) for world in WORLDS for rank in ranks]
-    jobs = [{"kind": "script", "source": source, "world": world, "rank": rank} for world, rank in keys]
+def trace_script(source: str, *, own_tokenizer: bool = False) -> dict[tuple[bool, int], Trace]:
+    """Traces of a converted script by world and rank. `own_tokenizer`: it loads another than the model's."""
+    keys = [(world, rank) for world in WORLDS for rank in (0, 1)]
+    common = {"kind": "script", "source": source, "own_tokenizer": own_tokenizer}
+    jobs = [common | {"world": world, "rank": rank} for world, rank in keys]
     return dict(zip(keys, _run(jobs), strict=True))
 
 

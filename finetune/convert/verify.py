@@ -18,7 +18,7 @@ from typing import Any
 from finetune.config import Config, ConfigError, load
 from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
 from finetune.convert.names import dotted_imports
-from finetune.convert.plan import EXPORTS, MODEL_BY_PACKAGE, NO_ENVIRONMENT, Plan
+from finetune.convert.plan import EXPORTS, MODEL_BY_PACKAGE, MODEL_FLAGS, NO_ENVIRONMENT, Plan
 from finetune.convert.read import Notebook
 from finetune.convert.settings import (
     Described,
@@ -215,7 +215,7 @@ def trains_with_the_same(notebook: Notebook, plan: Plan, conversion: Conversion,
     """V5."""
     config = load_config(conversion)
     settings_agree(described(traces[0]), config, plan, traces[0])
-    scripts = trace_script(conversion.script)
+    scripts = trace_script(conversion.script, own_tokenizer=plan.own_tokenizer)
     for world, trace in zip(WORLDS, traces, strict=True):
         for rank in (0, 1):
             found = scripts[world, rank]
@@ -274,6 +274,7 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "environment": [],
         "tokenizer": None,
+        "tokenizer's origin": None,
         "changes of the tokenizer": [],
         "training data": None,
         "held-out data": None,
@@ -286,6 +287,8 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
         kind, detail, role = item["kind"], item["detail"], item.get("role")
         if kind == "train":
             trained = True
+        elif kind == "load_tokenizer" and plan.own_tokenizer:
+            found["tokenizer's origin"] = detail
         elif (
             kind == "env"
             and not trained
@@ -340,7 +343,7 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
     elif role == "model" and not trained:
         if detail[2] == "called" and str(detail[3]).rsplit(".", 1)[-1] in MODEL_BY_PACKAGE:
             return
-        if attribute in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        if attribute in ("pad_token_id", "eos_token_id", "bos_token_id", *MODEL_FLAGS):
             return
         found["changes of the model"].append(detail)
     elif (
@@ -405,9 +408,11 @@ def notebook_says(what: Described) -> dict[str, Any]:
         "attn_implementation": what.loader.get("attn_implementation"),
         "trust_remote_code": bool(what.loader.get("trust_remote_code")),
         "max_length": max_length(what),
-        "packing": bool(what.config.get("packing", what.trainer.get("packing", False))),
+        "packing": bool(what.config.get("packing", False)),
         "global batch": given["per_device_train_batch_size"] * given["gradient_accumulation_steps"],
-        "per_device_train_batch_size": given["per_device_train_batch_size"],
+        "per_device_train_batch_size": given["per_device_train_batch_size"]
+        if given["gradient_accumulation_steps"] > 1
+        else _ANY,
         "max_steps": steps,
         "num_train_epochs": given["num_train_epochs"] if steps < 0 else _ANY,
         "gradient_checkpointing": checkpointing(what),
@@ -433,7 +438,7 @@ def notebook_says(what: Described) -> dict[str, Any]:
             "response_part": what.responses.get("response_part") or "auto",
             "instruction_part": what.responses.get("instruction_part"),
         }
-    text_field = what.config.get("dataset_text_field", what.trainer.get("dataset_text_field"))
+    text_field = what.config.get("dataset_text_field")
     if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
         said["text column"] = text_field
     return said

@@ -92,8 +92,8 @@ _MAX_SKELETONS = 4096  # one per sequence of roles; a bound for files with very 
 
 
 def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None:
-    """The chat template: the tokenizer's own (None where it has none), one of TEMPLATES by name, or a Jinja file.
-    Raises UserError for a name that is neither, or a template that is not Jinja."""
+    """The chat template: the tokenizer's own (None where it has none), one of TEMPLATES by name, a Jinja file, or None
+    for "none". Raises UserError for a name that is neither, or a template that is not Jinja."""
     if name_or_path is None:
         template, source = tokenizer.chat_template, f"of the tokenizer {tokenizer.name_or_path!r}"
         if isinstance(template, dict):  # some tokenizers bring several, by purpose
@@ -102,6 +102,8 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
                     f"the chat template {source} has no 'default' among {sorted(template)}; give one as a file"
                 )
             template = template["default"]
+    elif name_or_path == "none":
+        return None
     elif name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     elif Path(name_or_path).is_file():
@@ -115,7 +117,7 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
     else:
         raise UserError(
             f"model.chat_template is {name_or_path!r}, neither a known name nor a file; "
-            f"allowed are {', '.join(TEMPLATES)}, or the path of a Jinja file"
+            f"allowed are {', '.join(TEMPLATES)}, none, or the path of a Jinja file"
         )
     if template is not None:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -210,7 +210,7 @@ def test_hooks_are_made_where_they_are_needed(notebook: Callable[..., Path]) -> 
 STYLES = {
     "positional": (
         {"trainer": 'from trl import SFTTrainer\nfrom transformers import TrainingArguments\nargs = TrainingArguments("out", per_device_train_batch_size=2)\ntrainer = SFTTrainer(model, args, train_dataset=dataset)'},
-        {"training.per_device_train_batch_size": 2, "training.learning_rate": 5e-5, "training.output_dir": "out"},
+        {"training.global_batch_size": 2, "training.per_device_train_batch_size": None, "training.learning_rate": 5e-5, "training.output_dir": "out"},
     ),
     "splatted": (
         {"adapter": 'rank = 4\nkw = dict(r=rank, lora_alpha=2 * rank)\nkw["use_rslora"] = True\nmodel = FastLanguageModel.get_peft_model(model, **kw)'},
@@ -255,6 +255,100 @@ def test_settings_in_each_style(style: str, notebook: Callable[..., Path], tmp_p
         assert getattr(getattr(config, section), key) == value, name
 
 
+HUB = """import torch
+from datasets import load_dataset
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+dataset = load_dataset("acme/questions", split="train")"""
+HUB_MODEL = """model = AutoModelForCausalLM.from_pretrained("acme/tiny", use_flash_attention_2=False, low_cpu_mem_usage=True)
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny")"""
+HUB_TRAINER = """trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=dataset, peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), args=SFTConfig(output_dir="o"))
+trainer.train()"""
+# Notebooks without Unsloth: cells after HUB; what the settings say; words that the script has, and those it has not.
+HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = {
+    "a model by its name": (
+        ['SFTTrainer(\n    model="acme/tiny", train_dataset=dataset,\n    args=SFTConfig(max_length=None, model_init_kwargs={"dtype": torch.bfloat16, "attn_implementation": "sdpa"}),\n).train()'],
+        {"model.model_name_or_path": "acme/tiny", "model.full_finetuning": True, "model.dtype": "bfloat16", "model.attn_implementation": "sdpa", "model.backend": "transformers", "data.max_length": 32768, "training.global_batch_size": 8, "training.per_device_train_batch_size": None},
+        [], ["AutoModel"],
+    ),
+    "and its quantization": (
+        ['trainer = SFTTrainer("acme/tiny", train_dataset=dataset, quantization_config=BitsAndBytesConfig(load_in_4bit=True), peft_config=LoraConfig())', TRAIN],
+        {"model.load_in_4bit": True, "model.full_finetuning": False, "lora.r": 8, "lora.target_modules": ["q_proj", "v_proj"]},
+        [], [],
+    ),
+    "PEFT's targets by the family": ([HUB_MODEL.replace("acme/tiny", "acme/falcon-7b"), HUB_TRAINER], {"lora.target_modules": ["query_key_value"], "model.attn_implementation": None}, [], []),
+    "targets found in the model": (
+        [HUB_MODEL, 'def find_linear(model):\n    names = set()\n    for name, module in model.named_modules():\n        names.add(name.split(".")[-1])\n    return list(names)\nmodules = find_linear(model)', HUB_TRAINER.replace("r=4", "r=4, target_modules=modules")],
+        {"lora.target_modules": "all-linear"}, [], ["find_linear"],
+    ),
+    "the tokenizer of another model": (
+        [HUB_MODEL.replace('AutoTokenizer.from_pretrained("acme/tiny")', 'AutoTokenizer.from_pretrained("acme/chat")'), HUB_TRAINER],
+        {"model.model_name_or_path": "acme/tiny"}, ['tokenizer = AutoTokenizer.from_pretrained("acme/chat")'], [],
+    ),
+    "prompts and completions as texts": (
+        ['dataset = dataset.map(lambda row: {"prompt": row["q"], "completion": row["a"]}, remove_columns=["q", "a"])', HUB_MODEL, HUB_TRAINER],
+        {"data.format": "prompt_completion", "model.chat_template": "none", "data.assistant_only_loss": True}, [], [],
+    ),
+    "checkpointing by PEFT": (
+        [HUB_MODEL, "model = prepare_model_for_kbit_training(model)\nmodel.is_parallelizable = True\nmodel = get_peft_model(model, LoraConfig(r=4))", "from transformers import TrainingArguments\n" + HUB_TRAINER.replace(', peft_config=LoraConfig(r=4, task_type="CAUSAL_LM")', "").replace("SFTConfig(", "TrainingArguments(save_steps=0.5, max_steps=20, ")],
+        {"training.gradient_checkpointing": True, "training.save_steps": 10, "lora.r": 4}, [], ["is_parallelizable"],
+    ),
+    "frozen layers": (
+        [HUB_MODEL, 'def freeze(model):\n    for name, p in model.named_parameters():\n        p.requires_grad = "layers.3" in name\nfreeze(model)\nfor p in model.lm_head.parameters():\n    p.requires_grad = False', HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
+        {"model.full_finetuning": True}, ["freeze(model)", "for p in model.lm_head.parameters()"], [],
+    ),
+    "rows changed in a loop": (
+        ['import json\nrows = json.load(open("rows.json"))\nfor row in rows:\n    row["text"] = row["q"] + row["a"]\nfrom datasets import Dataset\ndataset = Dataset.from_list(rows)', HUB_MODEL, HUB_TRAINER],
+        {"data.format": "text"}, ['row["text"] = '], [],
+    ),
+    "merged and saved": (
+        [HUB_MODEL, HUB_TRAINER, 'model.save_pretrained("lora")\nmerged = model.merge_and_unload()\nmerged.save_pretrained("whole")\ntokenizer.save_pretrained("whole")'],
+        {"training.output_dir": "lora"}, ['merged.save_pretrained("whole")', 'tokenizer.save_pretrained("whole")'], ['("lora")'],
+    ),
+    "loaded again and merged": (
+        [HUB_MODEL, HUB_TRAINER, 'from peft import PeftModel\nbase = AutoModelForCausalLM.from_pretrained("acme/tiny")\nmodel = PeftModel.from_pretrained(base, "o")\nmodel = model.merge_and_unload()\nmodel.push_to_hub("me/mine")'],
+        {"training.output_dir": "o"}, [], ["def export", "merge_and_unload"],
+    ),
+    "a prediction before": (
+        [HUB_MODEL, 'from transformers import pipeline\ndef predict(rows, model, tokenizer):\n    found = []\n    for row in rows:\n        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\n        found.append(pipe(row)[0]["generated_text"])\n    return found\nfound = predict(["a"], model, tokenizer)', HUB_TRAINER],
+        {}, [], ["predict"],
+    ),
+    "in functions": (
+        ['def load(name, four=True):\n    """Load it."""\n    # in bits\n    model = AutoModelForCausalLM.from_pretrained(name, load_in_4bit=four)\n    tok = AutoTokenizer.from_pretrained(name)\n    tok.pad_token = tok.eos_token  # padded\n    return model, tok', 'def main():\n    model, tokenizer = load("acme/tiny")\n    data = dataset.map(lambda row: {"text": row["q"] + tokenizer.eos_token})\n    args = SFTConfig(output_dir="o", max_steps=9)\n    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=data, args=args, peft_config=LoraConfig(r=4))\n    trainer.train()\n    trainer.save_model("there")\n\nif __name__ == "__main__":\n    main()'],
+        {"model.load_in_4bit": True, "training.max_steps": 9, "training.output_dir": "there", "lora.r": 4}, ["tok.pad_token = tok.eos_token  # padded"], ["def load"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("style", HUB_STYLES)
+def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
+    cells, wanted, there, not_there = HUB_STYLES[style]
+    conversion = converted(notebook(HUB, *cells))
+    config = settings(conversion, tmp_path)
+    for name, value in wanted.items():
+        section, key = name.split(".")
+        assert getattr(getattr(config, section), key) == value, name
+    assert all(word in conversion.script for word in there)
+    assert not any(word in conversion.script for word in not_there)
+    called_once = [note for note in conversion.report["notes"] if "is called once" in note]
+    assert len(called_once) == (2 if style == "in functions" else 0)
+
+
+def test_a_function_gives_way_only_where_nothing_else_changes(notebook: Callable[..., Path]) -> None:
+    """`name` of the function is not that which the data are read by."""
+    cells = [
+        HUB.replace(
+            'dataset = load_dataset("acme/questions"',
+            'name = "acme/questions"\ndef rows():\n    return load_dataset(name',
+        ),
+        'def load():\n    name = "acme/tiny"\n    return AutoModelForCausalLM.from_pretrained(name)\nmodel = load()\ndataset = rows()\ntokenizer = None',
+        HUB_TRAINER,
+    ]
+    outcome = convert(notebook(*cells))
+    assert (outcome.result, outcome.code) == ("refused", "R4")
+
+
 def test_a_notebook_of_peft_and_trl_alone(notebook: Callable[..., Path], tmp_path: Path) -> None:
     cells = with_cells(
         loader="""import torch
@@ -279,7 +373,10 @@ def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
     single = converted(notebook(*with_cells(data=plain, trainer=one + trainer))).script
     batched = converted(notebook(*with_cells(data=plain, trainer=many + trainer))).script
     assert 'return dataset.map(lambda row: {"text": show(row)})' in single
-    assert 'return dataset.map(lambda rows: {"text": show(rows)}, batched=True)' in batched
+    assert (
+        'return dataset.map(lambda rows: {"text": show(rows)}, batched=True, remove_columns=dataset.column_names)'
+        in batched
+    )
 
 
 def test_generation_is_written_on_request(notebook: Callable[..., Path]) -> None:
@@ -330,9 +427,16 @@ REFUSED = {
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
     "new tokens": ({"loader": LOADER + "\nfrom unsloth import add_new_tokens\nadd_new_tokens(model, tokenizer, new_tokens = ['<a>'])"}, "R4"),
-    "in a function": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
+    "in a function that is called twice": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()\ntrainer = go()"}, "R4"),
+    "in a function that returns early": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    if not dataset:\n        return None\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
     "half of the markers": ({"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, instruction_part="Q:")\n' + TRAIN}, "R4"),
     "nothing is trained": ({"adapter": ""}, "R4"),
+    "rows of token ids": ({"data": DATA + "\ndataset = dataset.map(lambda row: tokenizer(row['text']))"}, "R4"),
+    "data from a service": ({"data": DATA + "\nfrom openai import OpenAI\nclient = OpenAI()\ndataset = dataset.map(lambda row: {'text': client.responses.create(row)})"}, "R4"),
+    "data from another model": ({"data": DATA + "\nfrom transformers import pipeline\npipe = pipeline('text-generation')\ndataset = dataset.map(lambda row: {'text': pipe(row)})"}, "R4"),
+    "the command line": ({"data": "import argparse\nargs = argparse.ArgumentParser().parse_args()\n" + DATA.replace('"acme/questions"', "args.name")}, "R4"),
+    "another model's chat tokens": ({"extra": "from trl import setup_chat_format\nmodel, tokenizer = setup_chat_format(model, tokenizer)"}, "R4"),
+    "a loss of its own": ({"trainer": TRAINER.replace("args =", "compute_loss_func = len, args =")}, "R4"),
     "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
     "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
     "unknown magic": ({"data": "%%cython\nint x\n"}, "E-MAGIC"),

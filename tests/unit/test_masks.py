@@ -501,6 +501,7 @@ def test_load_template(tmp_path: Any) -> None:
     assert load_template(tokenizer) is None
     tokenizer.chat_template = QWEN3.template
     assert load_template(tokenizer) == QWEN3.template
+    assert load_template(tokenizer, "none") is None
     file = tmp_path / "mine.jinja"
     file.write_text(PHI3.template, encoding="utf-8")
     assert load_template(tokenizer, str(file)) == PHI3.template

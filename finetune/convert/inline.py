@@ -1,0 +1,171 @@
+"""A function that sets up the training and is called once at the top level gives way to its statements.
+
+`def load_model(): ... return model, tokenizer`, `def main(): ...` and their like. Functions for data stay functions.
+What is not of the simple shape stays as it is, and is refused later (R4). That the result does the same is not believed
+but seen: the recording stubs note the same events before and after.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from finetune.convert.names import effects, target_names
+from finetune.convert.read import Notebook, Statement
+from finetune.convert.trace import Trace, trace_notebook
+
+_SETS_UP = frozenset("from_pretrained get_peft_model train prepare_model_for_kbit_training SFTTrainer".split())
+
+
+def inline_setup(notebook: Notebook) -> list[str]:
+    """Replace such functions, in place. Returns what was done, for the report."""
+    statements, notes = list(notebook.statements), []
+    while (found := _next(statements)) is not None:
+        place, definition, body = found
+        cell, taken = statements[place].cell, max(statement.id for statement in statements) + 1
+        line = definition.line - 1
+        made = [
+            Statement(id=taken + n, cell=definition.cell, line=line + at, source=source, node=ast.parse(source).body[0])
+            for n, (at, source) in enumerate(body)
+        ]
+        statements[place : place + 1] = made
+        statements.remove(definition)
+        notes.append(
+            f"cell {cell}: {_name(definition)}() is called once; its statements stand in the place of the call"
+        )
+    if not notes or _events(notebook.statements) != _events(statements):
+        return []
+    notebook.statements = statements
+    return notes
+
+
+def _events(statements: Sequence[Statement]) -> list[list[Trace]]:
+    traces = trace_notebook(statements)
+    return [[{k: v for k, v in item.items() if k != "statement"} for item in trace["events"]] for trace in traces]
+
+
+def _name(statement: Statement) -> str:
+    return statement.node.name if isinstance(statement.node, ast.FunctionDef) else ""
+
+
+def _next(statements: list[Statement]) -> tuple[int, Statement, list[tuple[int, str]]] | None:
+    """The next call that can give way: its place, the definition, and lines and texts in its stead."""
+    functions = _setting_up(statements)
+    for place, statement in enumerate(statements):
+        node = statement.node
+        call = (
+            node.value
+            if isinstance(node, ast.Expr) or (isinstance(node, ast.Assign) and len(node.targets) == 1)
+            else None
+        )
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in functions:
+            definition = functions[call.func.id]
+            body = _in_place(node, call, definition)
+            if body is not None and not _clashes(statements, place, definition, body):
+                return place, definition, body
+    return None
+
+
+def _setting_up(statements: Sequence[Statement]) -> dict[str, Statement]:
+    """Functions that are defined once, mentioned once, and load, adapt or train, or call one that does."""
+    names = [node.id for s in statements for node in ast.walk(s.node) if isinstance(node, ast.Name)]
+    defined = [_name(s) for s in statements]
+    once = {name: s for s in statements if (name := _name(s)) and names.count(name) == defined.count(name) == 1}
+    found: dict[str, Statement] = {}
+    while more := {n: s for n, s in once.items() if n not in found and _called(s.node) & (_SETS_UP | found.keys())}:
+        found |= more
+    return found
+
+
+def _called(node: ast.AST) -> set[str]:
+    calls = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
+
+
+def _in_place(statement: ast.stmt, call: ast.Call, definition: Statement) -> list[tuple[int, str]] | None:
+    """What stands for the call: parameters, body and result. None where the function is not of the simple shape."""
+    function = definition.node
+    assert isinstance(function, ast.FunctionDef)
+    given = _parameters(call, function)
+    body = function.body[1:] if ast.get_docstring(function) is not None else list(function.body)
+    last = body.pop() if body and isinstance(body[-1], ast.Return) else None
+    result = _result(statement, last.value if isinstance(last, ast.Return) else None)
+    refused = ast.Return | ast.Yield | ast.YieldFrom | ast.Await | ast.Global | ast.Nonlocal
+    if given is None or result is None or function.decorator_list:
+        return None
+    if any(isinstance(inner, refused) for node in body for inner in _own(node)):
+        return None
+    made = [f"{name} = {ast.unparse(value)}" for name, value in given.items() if ast.unparse(value) != name]
+    texts, ends = [], body[0].lineno - 1 if body else 0
+    for node in body:
+        texts.append((node.lineno, _moved(definition.source.split("\n")[ends : node.end_lineno], node)))
+        ends = node.end_lineno or node.lineno
+    first = function.lineno
+    return [*((first, text) for text in made), *texts, *((first, text) for text in result)]
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes outside of functions that the body defines."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        for inner in ast.iter_child_nodes(node):
+            yield from _own(inner)
+
+
+def _parameters(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr] | None:
+    """Each parameter with what it is given; None where it is not told by name and place alone."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args]
+    names = [item.arg for item in [*named, *arguments.kwonlyargs]]
+    defaults = [*[None] * (len(named) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
+    given = {n: d for n, d in zip(names, defaults, strict=True) if isinstance(d, ast.Constant | ast.Name)}
+    given |= dict(zip(names, call.args, strict=False)) | {item.arg: item.value for item in call.keywords if item.arg}
+    spread = any(item.arg is None for item in call.keywords) or any(isinstance(item, ast.Starred) for item in call.args)
+    told = not (spread or arguments.vararg or arguments.kwarg) and given.keys() == set(names)
+    return {name: given[name] for name in names} if told else None
+
+
+def _result(statement: ast.stmt, value: ast.expr | None) -> list[str] | None:
+    """Statements that bind what the call bound to what the function returned."""
+    if isinstance(statement, ast.Expr):
+        return [ast.unparse(value)] if isinstance(value, ast.Call) else []
+    if value is None or not isinstance(statement, ast.Assign):
+        return None
+    target = statement.targets[0]
+    pairs = [(target, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    texts = [(ast.unparse(one), ast.unparse(other)) for one, other in pairs]
+    return [f"{one} = {other}" for one, other in texts if one != other]
+
+
+def _moved(lines: list[str], node: ast.stmt) -> str:
+    """A statement and the comments above it, moved to the left; without comments where that would change a text."""
+    text = textwrap.dedent("\n".join(lines)).strip("\n")
+    try:
+        same = [ast.dump(one) for one in ast.parse(text).body] == [ast.dump(node)]
+    except SyntaxError:
+        same = False
+    return text if same else ast.unparse(node)
+
+
+def _clashes(statements: Sequence[Statement], place: int, definition: Statement, body: list[tuple[int, str]]) -> bool:
+    """Whether the function would overwrite a name of the top level that is read after it."""
+    nodes = [ast.parse(text).body[0] for _, text in body]
+    local = {name for node in nodes for name in effects(node).binds | effects(node).may_bind}
+    others = [(n, s.node, effects(s.node)) for n, s in enumerate(statements) if s is not definition and n != place]
+    before = {name for n, _, e in others if n < place for name in e.binds | e.may_bind}
+    call = statements[place].node
+    bound = set(target_names(call.targets[0])) if isinstance(call, ast.Assign) else set()
+    bound |= _imports(node for n, node, _ in others if n < place) & _imports(nodes)
+    read = {name for _, _, e in others for name in e.late} - bound
+    for n, _, e in others:
+        if n > place:
+            read |= e.reads - bound
+            bound |= e.binds
+    return bool(local & before & read)
+
+
+def _imports(nodes: Iterable[ast.stmt]) -> set[str]:
+    return {name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in effects(node).binds}
