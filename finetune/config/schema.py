@@ -59,8 +59,7 @@ class ModelConfig:
     attn_implementation: str | None = _setting(None, "Attention kernel by its transformers name; null lets it choose.")
     chat_template: str | None = _setting(
         None,
-        "Template name or path of a Jinja file; null is the tokenizer's own; none joins prompt and completion as they"
-        " stand.",
+        "Template name or Jinja file; null is the tokenizer's own; none joins prompt and completion as they are.",
     )
     trust_remote_code: bool = _setting(False, "Run Python code that ships with the model.")
     loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(

@@ -89,7 +89,7 @@ _RENAMED = {
 # Arguments of older SFTTrainers that are fields of SFTConfig now.
 _MOVED = frozenset("dataset_text_field max_length packing dataset_num_proc dataset_kwargs neftune_noise_alpha".split())
 # Tokens of a row where SFTConfig(max_length=None) cuts none: the package wants a number.
-UNCUT = 32768
+UNCUT = 99_999
 # Arguments that have no place here, with the reason that the report gives.
 _LEFT_OUT = {
     "model": "",
@@ -229,7 +229,7 @@ def described(trace: Trace) -> Described:
     if "pretrained_model_name_or_path" in loader:
         loader["model_name"] = loader.pop("pretrained_model_name_or_path")
     trainer = {_RENAMED.get(str(key), str(key)): value for key, value in known(trainer_event["detail"]).items()}
-    config, config_name = _arguments(trainer.get("args"))
+    config, config_name = _arguments(trainer.get("args"), api)
     moved = {key: trainer.pop(key) for key in _MOVED & trainer.keys()}
     given_to_trainer = {key: value for key, value in moved.items() if value is not None and config.get(key) is None}
     config |= given_to_trainer
@@ -264,7 +264,7 @@ def _checkpoints(trace: Trace) -> bool:
     return any(item.get("method") == "gradient_checkpointing_enable" for item in trace["events"])
 
 
-def _arguments(given: Any) -> tuple[dict[str, Any], str]:
+def _arguments(given: Any, api: str) -> tuple[dict[str, Any], str]:
     if given is None:
         return {}, "SFTConfig"
     if not isinstance(given, Unknown) or "kwargs" not in given.item:
@@ -276,7 +276,7 @@ def _arguments(given: Any) -> tuple[dict[str, Any], str]:
     args = known(given.item["args"])
     if args:
         kwargs["output_dir"] = args[0]
-    if "max_length" in kwargs and kwargs["max_length"] is None:
+    if api == "transformers" and "max_length" in kwargs and kwargs["max_length"] is None:
         kwargs["max_length"] = UNCUT
     return {_RENAMED.get(str(key), str(key)): value for key, value in kwargs.items()}, name
 

@@ -269,7 +269,7 @@ trainer.train()"""
 HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = {
     "a model by its name": (
         ['SFTTrainer(\n    model="acme/tiny", train_dataset=dataset,\n    args=SFTConfig(max_length=None, model_init_kwargs={"dtype": torch.bfloat16, "attn_implementation": "sdpa"}),\n).train()'],
-        {"model.model_name_or_path": "acme/tiny", "model.full_finetuning": True, "model.dtype": "bfloat16", "model.attn_implementation": "sdpa", "model.backend": "transformers", "data.max_length": 32768, "training.global_batch_size": 8, "training.per_device_train_batch_size": None},
+        {"model.model_name_or_path": "acme/tiny", "model.full_finetuning": True, "model.dtype": "bfloat16", "model.attn_implementation": "sdpa", "model.backend": "transformers", "data.max_length": 99_999, "training.global_batch_size": 8, "training.per_device_train_batch_size": None},
         [], ["AutoModel"],
     ),
     "and its quantization": (
