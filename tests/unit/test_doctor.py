@@ -396,6 +396,8 @@ def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
 def test_a_terminal_gets_colours_and_the_same_words(
     two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # rich keeps the os.environ that it first saw; datasets puts a copy in its place when it maps in several processes.
+    monkeypatch.setattr("rich.console.Console._environ", os.environ)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "400")
     found = two_gpus | {"checks": [{"name": "batch", "state": "stop", "reason": "does not [fit]"}]}
