@@ -21,7 +21,7 @@ from rich.table import Table
 
 from finetune.config import load, resolve_batch
 from finetune.errors import RunError, UserError
-from finetune.verb import DONE, FAILED, console, guarded
+from finetune.verb import DONE, FAILED, console, run_with_options
 
 HELP = """\
 usage: python -m finetune.parity [--world-sizes 1,2] [--steps 4] [--without NAME,...] [--config F.yaml]
@@ -71,11 +71,7 @@ class Comparison:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare world sizes on a configuration. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(HELP)
-        return DONE
-    return guarded(lambda: run(argv))
+    return run_with_options(HELP, argv, run)
 
 
 def run(argv: list[str]) -> int:

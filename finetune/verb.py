@@ -29,6 +29,15 @@ def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int]) ->
     return guarded(lambda: run(load(argv, verb=verb)))
 
 
+def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
+    """Run a verb that has options beside the configuration's. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(help_text)
+        return DONE
+    return guarded(lambda: run(argv))
+
+
 def guarded(run: Callable[[], int]) -> int:
     """Run to the end, or to an error: 2 for bad input, 1 for a failure, 130 for an interruption.
 

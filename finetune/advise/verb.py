@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from finetune import rules, strategy
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import RunError, UserError
-from finetune.verb import DONE, FAILED, console, guarded
+from finetune.verb import DONE, FAILED, console, run_with_options
 
 if TYPE_CHECKING:
     from finetune.advise.candidates import Bench, Improvement, Tried
@@ -42,11 +41,7 @@ The keys of the configuration are those of finetune.train --help.
 
 def main(argv: list[str] | None = None) -> int:
     """Advise on a configuration. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(HELP)
-        return DONE
-    return guarded(lambda: run(argv))
+    return run_with_options(HELP, argv, run)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from finetune.errors import UserError
 from finetune.statistics import MEASURED, RUNS, WARM_UP
-from finetune.verb import DONE, guarded
+from finetune.verb import DONE, run_with_options
 
 HELP = f"""\
 usage: python -m finetune.bench WHAT [--world-sizes 1,2] [--runs {RUNS}] [--steps {MEASURED}] [--json PATH] ...
@@ -40,11 +39,7 @@ WHAT = ("comm", "compute", "step", "study")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(HELP)
-        return DONE
-    return guarded(lambda: run(argv))
+    return run_with_options(HELP, argv, run)
 
 
 def run(argv: list[str]) -> int:

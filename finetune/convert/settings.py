@@ -17,15 +17,6 @@ from finetune.convert.plan import Plan, event_of
 from finetune.convert.read import Refusal
 from finetune.convert.trace import Trace
 
-LOADER_ARGUMENTS = (
-    "model_name",
-    "max_seq_length",
-    "dtype",
-    "load_in_4bit",
-    "load_in_8bit",
-    "load_in_16bit",
-    "full_finetuning",
-)
 ADAPTER_ARGUMENTS = {
     "unsloth": ("r", "target_modules", "lora_alpha", "lora_dropout", "bias"),
     "peft": (

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import collections
 import dataclasses
 import hashlib
 import importlib
@@ -163,8 +162,6 @@ class Base:
 
 
 # --- normal form ------------------------------------------------------------------------------------------------------
-
-_SIMPLE = (type(None), bool, int, float, str)
 
 
 def form(value: Any, depth: int = 0) -> Any:
@@ -669,10 +666,6 @@ def module(name: str) -> Symbol:
     return MODULES[name]
 
 
-def _import(name: str, *_: Any, **__: Any) -> Any:
-    return module(name)
-
-
 _FORBIDDEN = frozenset(
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code f_back f_globals f_builtins f_locals"
     " f_code"
@@ -794,9 +787,6 @@ def _tick() -> None:
     RUN.steps += 1
     if RUN.steps > STEPS:
         raise Endless(f"more than {STEPS} steps")
-
-
-_IN_PLACE = (list, dict, set, collections.deque)
 
 
 def _do(function: Any, *args: Any, **kwargs: Any) -> Any:
