@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune import nccl
+
 MACHINE = "2 x RTX 4070 Ti SUPER, PHB, no peer access (TensorFlow 2.19, NCCL 2.18.5)"
 
 
@@ -64,7 +66,7 @@ OVERHEADS: dict[str, dict[str, tuple[float, float]]] = {
 
 
 def contradictions() -> tuple[str, ...]:
-    """What its figures say against each other, computed from them where they are figures."""
+    """What its figures say against each other, computed from them, and what is to be thought of its NCCL settings."""
     found = []
     for model, parts in OVERHEADS.items():
         low, high = (sum(bounds[place] for bounds in parts.values()) for place in (0, 1))
@@ -90,5 +92,5 @@ def contradictions() -> tuple[str, ...]:
         f"258K: one GPU takes {min(small.values()):.1f}-{max(small.values()):.1f} ms for 16 samples and for 128 alike: "
         "the host that launches the kernels seems to set the pace, not the GPU"
     )
-    found.append("NCCL_NTHREADS=16 is not among the values that NCCL allows (64, 128, 256, 512)")
+    found += [f"{setting.name}={setting.value}: {setting.reason}" for setting in nccl.STUDY]
     return tuple(found)
