@@ -14,7 +14,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.models import SHAPES, build
@@ -42,6 +45,9 @@ CASES: dict[str, list[str]] = {
 }
 
 
+WRITING = threading.Lock()
+
+
 def main() -> int:
     """Run the cases that are asked for on the backends that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,31 +59,34 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-1m", choices=list(SHAPES))
     parser.add_argument("--backends", nargs="+", default=["unsloth", "transformers"])
     parser.add_argument("--cases", default="", help="only those whose name holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="cases side by side: results do not depend on speed")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     few, held_out = options.work / "few.jsonl", options.work / "held_out.jsonl"
     few.write_text("".join(options.train.open(encoding="utf-8").readlines()[:13]), encoding="utf-8")
     held_out.write_text("".join(options.eval.open(encoding="utf-8").readlines()[:16]), encoding="utf-8")
     model = build(options.work / options.shape, options.shape, options.train)
-    failed = 0
-    for backend in options.backends:
-        for name, words in CASES.items():
-            if options.cases not in name:
-                continue
-            found = prove(options, [word.replace("THIRTEEN", str(few)) for word in words], backend, model, held_out)
+    cases = [(backend, name) for backend in options.backends for name in CASES if options.cases in name]
+
+    def one(case: tuple[str, str]) -> bool:
+        backend, name = case
+        words = [word.replace("THIRTEEN", str(few)) for word in CASES[name]]
+        found = prove(options, words, backend, model, held_out)
+        verdict = "equal" if found["proven"] else f"NOT PROVEN {found.get('said', '')}"
+        with WRITING:
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"backend": backend, "case": name, "shape": options.shape, **found}) + "\n")
-            failed += not found["proven"]
-            verdict = "equal" if found["proven"] else f"NOT PROVEN {found.get('said', '')}"
             sys.stdout.write(f"{backend:12} {name:36} {found['seconds']:4.0f} s  {verdict}\n")
             sys.stdout.flush()
-    return int(failed > 0)
+        return found["proven"]
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return int(not all(list(pool.map(one, cases))))
 
 
 def prove(options: argparse.Namespace, words: list[str], backend: str, model: Path, held_out: Path) -> dict:
     """One case; every tensor's figures are reduced to the worst three."""
-    report = options.work / "report.json"
-    report.unlink(missing_ok=True)
+    report = Path(tempfile.mkdtemp(dir=options.work)) / "report.json"
     command = [sys.executable, "-m", "finetune.parity", "--world-sizes", options.world_sizes, "--steps", "3"]
     command += ["--json", str(report), "--model.model_name_or_path", str(model), "--model.backend", backend]
     command += ["--data.columns", "{prompt: question, completion: answer}", "--data.eval_file", str(held_out)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,25 +236,32 @@ def _read(path: Path) -> dict[str, Any] | None:
 # --- communication --------------------------------------------------------------------------------------------------
 
 
-def comm_file(world_size: int, backend: str, device: str) -> Path:
-    """Where the collectives of so many ranks on such devices are kept."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-")
+# Variables of NCCL that decide what a collective costs: a curve speaks for runs with the same values.
+COSTLY = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE")
+
+
+def comm_file(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> Path:
+    """Where the collectives of so many ranks on such devices, in such an environment, are kept."""
+    deciding = [f"{name}={environment[name]}" for name in COSTLY if name in environment] if backend == "nccl" else []
+    name = re.sub(r"[^A-Za-z0-9]+", "-", " ".join([device, *deciding])).strip("-")
     return folder() / f"comm-{backend}-{name}-{world_size}.json"
 
 
 def keep_comm(measured: dict[str, Any], device: str) -> Path:
     """Write what `bench comm` measured on devices of this name into the cache."""
-    path = comm_file(measured["world_size"], measured["backend"], device)
+    path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"])
     write_json(path, measured)
     return path
 
 
-def find_comm(world_size: int, backend: str, device: str) -> tuple[Curve | None, str]:
-    """The all-reduce curve, and its file; or None and why."""
-    path = comm_file(world_size, backend, device)
+def find_comm(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> tuple[Curve | None, str]:
+    """The all-reduce curve of ranks with this environment, and its file; or None and why."""
+    path = comm_file(world_size, backend, device, environment)
     if not path.is_file():
+        same = [f"{name}={environment[name]}" for name in COSTLY if name in environment]
         return None, (
-            f"no all-reduce of {world_size} ranks was measured on this machine with {backend} (`finetune advise` does)"
+            f"no all-reduce of {world_size} ranks was measured on this machine with {' '.join([backend, *same])} "
+            "(`finetune advise` does)"
         )
     try:
         return read_comm(path)[world_size], str(path)

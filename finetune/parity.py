@@ -9,11 +9,13 @@ by a factor.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Tolerance:
 
 
 WORST_SHOWN = 3  # tensors named where a gradient differs
+PIECE = 2**24  # elements that are compared at a time: 128 MiB in float64
 
 TOLERANCES = {
     "float32": Tolerance(ratio=1e-4, cosine=0.99999, loss=1e-5, weights=1e-4),
@@ -156,42 +159,95 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
     return json.loads((out / "run.json").read_text())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Inner products of two runs' tensors: first * first, second * second, first * second, and |first - second|^2."""
+
+    first: float = 0.0
+    second: float = 0.0
+    both: float = 0.0
+    apart: float = 0.0
+    dtype: str = ""  # of the first, as torch names it
+
+    @property
+    def ratio(self) -> float:
+        """Norm of the second over that of the first; 1 where neither has one, as the first half of an adapter in the
+        first step."""
+        if self.first == 0:
+            return 1.0 if self.second == 0 else math.inf
+        return math.sqrt(self.second / self.first)
+
+    @property
+    def cosine(self) -> float:
+        if self.first == self.second == 0:
+            return 1.0
+        return self.both / math.sqrt(self.first * self.second) if self.first and self.second else 0.0
+
+    @classmethod
+    def sum(cls, each: Iterable[Products]) -> Products:
+        """Those of all tensors laid end to end."""
+        each = list(each)
+        return cls(
+            first=math.fsum(one.first for one in each),
+            second=math.fsum(one.second for one in each),
+            both=math.fsum(one.both for one in each),
+            apart=math.fsum(one.apart for one in each),
+        )
+
+
+def products(reference: Path, other: Path) -> dict[str, Products]:
+    """By tensor, in float64. A piece at a time: all weights of a large model in float64 are more than a host holds.
+
+    Raises:
+        RunError: the two files hold other tensors.
+    """
+    from safetensors import safe_open
+
+    found = {}
+    with safe_open(reference, "pt") as first, safe_open(other, "pt") as second:
+        if set(first.keys()) != set(second.keys()):
+            names = sorted(set(first.keys()) ^ set(second.keys()))[:5]
+            raise RunError(f"the runs trained other tensors, which is not to be compared: {', '.join(names)}")
+        for name in sorted(first.keys()):
+            one, two = first.get_tensor(name).flatten(), second.get_tensor(name).flatten()
+            pieces = [
+                Products(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float((a - b) @ (a - b)))
+                for a, b in zip(map(_double, one.split(PIECE)), map(_double, two.split(PIECE)), strict=True)
+            ]
+            found[name] = replace(Products.sum(pieces), dtype=str(one.dtype).removeprefix("torch."))
+    return found
+
+
+def _double(tensor: Any) -> Any:
+    return tensor.double()
+
+
 def compare(reference: Path, other: Path, world: int) -> Comparison:
     """Two runs, by what they wrote. Pure but for reading."""
-    import torch
     from safetensors.torch import load_file
 
-    one, two = (json.loads((folder / "run.json").read_text()) for folder in (reference, other))
     folders = (reference, other)
-    g1, g2, w1, w2 = (load_file(f / f"{name}.safetensors") for name in ("gradient", "weights") for f in folders)
+    one, two = (json.loads((folder / "run.json").read_text()) for folder in folders)
+    gradients, weights = (
+        products(reference / f"{name}.safetensors", other / f"{name}.safetensors") for name in ("gradient", "weights")
+    )
     norms = [load_file(folder / "norms.safetensors")["norms"].double() for folder in folders]
     # The coarsest type in which sums are taken: of autocast, which is for GPUs, and of the gradients themselves.
-    types = {str(tensor.dtype).removeprefix("torch.") for tensor in g1.values()}
+    types = {product.dtype for product in gradients.values()}
     types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
     allowed = max((TOLERANCES[name] for name in types if name in TOLERANCES), key=lambda tolerance: tolerance.ratio)
 
-    def flat(tensors: dict[str, Any]) -> Any:
-        return torch.cat([tensors[key].flatten().double() for key in sorted(tensors)])
-
-    def against(a: Any, b: Any) -> tuple[float, float]:
-        na, nb = float(a.norm()), float(b.norm())
-        if na == nb == 0:  # an adapter's first half has no gradient in the first step
-            return 1.0, 1.0
-        return (nb / na if na else float("inf")), float(a @ b) / (na * nb) if na and nb else 0.0
-
-    ratio, cosine = against(flat(g1), flat(g2))
-    floor = 1e-6 * float(flat(g1).norm())  # tensors without a gradient to speak of say nothing
-    each = [
-        (key, *against(g1[key].flatten().double(), g2[key].flatten().double()))
-        for key in sorted(g1)
-        if float(g1[key].double().norm()) > floor
-    ]
+    whole = Products.sum(gradients.values())
+    ratio, cosine = whole.ratio, whole.cosine
+    floor = 1e-12 * whole.first  # tensors without a gradient to speak of (norm 1e-6 of all) say nothing
+    each = [(key, found.ratio, found.cosine) for key, found in gradients.items() if found.first > floor]
     tensors = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))
     norm = float(((norms[1] - norms[0]).abs() / norms[0]).max())
     loss = max(abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True))
     early, late = one["eval_loss_after"], two["eval_loss_after"]
     eval_loss = None if early is None else abs(early - late) / abs(early)
-    weights = float((flat(w1) - flat(w2)).norm() / flat(w1).norm())
+    moved = Products.sum(weights.values())
+    weights_apart = math.sqrt(moved.apart / moved.first)
 
     failures = []
     if abs(ratio - 1) > allowed.ratio:
@@ -204,8 +260,8 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         failures.append(f"a step's loss differs by {loss:.1e} (allowed {allowed.loss:g})")
     if eval_loss is not None and eval_loss > allowed.loss:
         failures.append(f"the held-out loss differs by {eval_loss:.1e} (allowed {allowed.loss:g})")
-    if weights > allowed.weights:
-        failures.append(f"the trained weights differ by {weights:.1e} (allowed {allowed.weights:g})")
+    if weights_apart > allowed.weights:
+        failures.append(f"the trained weights differ by {weights_apart:.1e} (allowed {allowed.weights:g})")
     return Comparison(
         world_size=world,
         ratio=ratio,
@@ -213,7 +269,7 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         norm=norm,
         loss=loss,
         eval_loss=eval_loss,
-        weights=weights,
+        weights=weights_apart,
         tensors=tuple(tensors),
         failures=tuple(failures),
     )

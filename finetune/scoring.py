@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     curve = None
     if world > 1:
         backend = "nccl" if job.stack.device == "cuda" else "gloo"
-        curve, where = measurements.find_comm(world, backend, job.hardware.name)
+        curve, where = measurements.find_comm(world, backend, job.hardware.name, os.environ)
         if curve is None:
             return _unknown(where)
         source = f"{source} and {where}"

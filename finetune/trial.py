@@ -23,10 +23,11 @@ from finetune.data.plan import Plan
 from finetune.job import Job
 from finetune.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.predict import line_through
+from finetune.statistics import WARM_UP
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
-TYPICAL_STEPS = 20  # steps on rows as they come, of which at least ENOUGH are taken
-ENOUGH = 6
+TYPICAL_STEPS = 40  # steps on rows as they come, of which at least ENOUGH are taken
+ENOUGH = 6  # the first WARM_UP of them are not counted where as many are left: kernels are still compiled and tuned
 BUDGET_SECONDS = 30.0  # after so many the typical steps end early
 MARGIN = 0.8  # share of a device's memory that a job may plan with (the study's safety margin)
 
@@ -350,6 +351,7 @@ class Trial:
         """
         steps = self.parts.steps()
         typical = list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:]
+        typical = typical[min(WARM_UP, max(len(typical) - ENOUGH, 0)) :]
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical

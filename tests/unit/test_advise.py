@@ -385,7 +385,10 @@ def test_the_whole_story_on_two_like_gpus(
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
     assert "# no pair of GPUs can read" in (out / "environment.sh").read_text()
     assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
-    assert measurements.find_comm(2, "nccl", "NVIDIA L4")[0] is not None  # for the score of the real run
+    # For the score of the real run, which has the environment that was measured, and of no other.
+    same = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    assert measurements.find_comm(2, "nccl", "NVIDIA L4", same)[0] is not None
+    assert measurements.find_comm(2, "nccl", "NVIDIA L4", {})[0] is None
     # `training.strategy: auto` finds it.
     from finetune import strategy
 
@@ -401,7 +404,8 @@ def test_the_whole_story_on_two_like_gpus(
 
 def all_reduce(world: int, sizes: Any = None, *args: Any, **kw: Any) -> dict[str, Any]:
     rows = [{"bytes": size, "seconds": {"median": 1e-5 + size / 2e10}} for size in sizes]
-    return {"kind": "comm", "world_size": world, "backend": "nccl", "collectives": {"all_reduce": rows}}
+    about = {"kind": "comm", "world_size": world, "backend": "nccl", "environment": kw.get("environment") or {}}
+    return about | {"collectives": {"all_reduce": rows}}
 
 
 def dies(*args: Any, **kw: Any) -> dict[str, Any]:
