@@ -261,7 +261,7 @@ def find_comm(world_size: int, backend: str, device: str, environment: Mapping[s
         same = [f"{name}={environment[name]}" for name in COSTLY if name in environment]
         return None, (
             f"no all-reduce of {world_size} ranks was measured on this machine with {' '.join([backend, *same])} "
-            "(`finetune advise` does)"
+            "(`finetune bench comm` does)"
         )
     try:
         return read_comm(path)[world_size], str(path)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from finetune import measurements
 from finetune.bench import comm
 from finetune.bench.verb import world_sizes
 from finetune.errors import RunError, UserError
@@ -66,6 +67,8 @@ def measure(
         collectives=variant.collectives,
         machine=machine,
     )
+    if options.sizes is None:  # a whole curve: the runs on this machine are scored by it
+        measurements.keep_comm(found, machine.name)
     return found | {"variant": variant.name, "gradient_buckets": sent}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from finetune import measurements
 from finetune.bench import launch as ranks
 from finetune.errors import RunError
 from tests import launch
@@ -44,6 +45,13 @@ def test_collectives(tmp_path: Path) -> None:
             factor = 1.0 if name in ("all_reduce", "broadcast") else 0.5  # of two ranks
             assert row["busbw_gb_s"] == pytest.approx(factor * row["algbw_gb_s"])
     assert "reduce-scatter" in found["said"] and "65,536" in found["said"] and "gloo" in found["said"]
+    assert not list(tmp_path.rglob("comm-gloo-*"))  # two sizes are no curve to predict runs from
+
+
+def test_a_whole_curve_is_kept_for_the_scores_of_runs(tmp_path: Path) -> None:
+    bench(tmp_path, "comm", "--runs", "1", "--steps", "2")
+    (kept,) = tmp_path.rglob("comm-gloo-*-2.json")
+    assert measurements.read_comm(kept)[2].points[0][0] == 4096
 
 
 DIES = """

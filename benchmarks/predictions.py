@@ -1,0 +1,269 @@
+"""Was the advice right? Predictions from one GPU and the measured all-reduce, held against runs on 1 to N GPUs.
+
+    python -m benchmarks.predictions --train train.jsonl --work WORK --out OUT.json [--world-sizes 1,2]
+
+On GPUs of one host. First `finetune bench comm` with and without peer access (unless --work has its files), then for
+each case `finetune advise --as-given`, then the shipped training command on every number of GPUs, which scores its own
+prediction in run.json. What needs one GPU runs side by side, one on each; what needs several runs alone. The verdict is
+held against the measured one by the same rule: the number of GPUs that is fastest at an efficiency of at least 70 %.
+`--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import build
+from finetune.rules import EFFICIENCY_TO_JUSTIFY
+
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
+PACKED = ["--data.packing", "true", "--data.max_length", "2048", "--data.pack_length", "8192"]
+ONE_PACK = ["--training.per_device_train_batch_size", "1", "--training.global_batch_size", "4"]
+LORA = ["--lora.r", "16", "--training.learning_rate", "2e-4", "--training.gradient_checkpointing", "false"]
+FULL = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5"]
+LIMIT_SECONDS = 240
+LONG = 5000  # steps of the run that advice is asked for: in a short one the start of several ranks decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job, and the environment of its ranks."""
+
+    words: list[str]
+    environment: dict[str, str]
+    steps: int = 40
+
+
+CASES = {
+    "LoRA, packs of 8,192": Case(words=[*LORA, *PACKED, *ONE_PACK], environment={}),
+    "QLoRA, packs of 8,192": Case(words=[*LORA, *PACKED, *ONE_PACK, "--model.load_in_4bit", "true"], environment={}),
+    "full, packs of 8,192": Case(words=[*FULL, *PACKED, *ONE_PACK], environment={}),
+    "full, packs of 8,192, no peer access": Case(words=[*FULL, *PACKED, *ONE_PACK], environment=NO_PEERS),
+    # Four short rows a step: launching kernels takes longer than computing.
+    "LoRA, 4 rows of at most 64 tokens": Case(
+        words=[*LORA, "--data.max_length", "64", "--training.global_batch_size", "4"], environment={}, steps=80
+    ),
+}
+DENSE = {"258K": (16, 128), "6.9M": (8, 64)}  # global batches
+
+
+def main() -> int:
+    """Run what is asked for; write after each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--world-sizes", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2])
+    parser.add_argument("--shape", default="llama-1.2b")
+    parser.add_argument("--cases", default="", help="only those whose name holds this")
+    parser.add_argument("--study", type=Path, help="study.json of `finetune bench study` on this machine")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("FINETUNE_CACHE", str(options.work / "cache"))
+    results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "shape": options.shape, "cases": {}}
+    comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
+    model = build(options.work / "model", options.shape, options.train)
+    chosen = {name: case for name, case in CASES.items() if options.cases in name}
+    advice = side_by_side(
+        {name: lambda gpu, case=case: advise(options, model, case, comm, gpu) for name, case in chosen.items()},
+        max(options.world_sizes),
+    )
+    # The run on one GPU does not depend on how several would talk.
+    alone = {tuple(case.words): lambda gpu, case=case: train(options, model, case, 1, gpu) for case in chosen.values()}
+    one = side_by_side(alone, max(options.world_sizes))
+    for name, case in chosen.items():
+        runs = {1: one[tuple(case.words)]}
+        runs |= {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
+        record(options, results, name, judge(advice[name], {world: scored(run) for world, run in runs.items()}))
+    if options.study:
+        study = json.loads(options.study.read_text())
+        for size, batches in DENSE.items():
+            for batch in batches:
+                for mode in study["modes"]:
+                    measured = dense_runs(mode, size, batch)
+                    file = comm["no-peers" if "NCCL_P2P_DISABLE" in mode["environment"] else "peers"]
+                    found = dense_advice(options, size, batch, sorted(measured), file)
+                    about = f"dense {size}, batch {batch}, {mode['name']}"
+                    record(options, results, about, judge(found, with_predictions(found, measured)))
+    wrong = [name for name, one in results["cases"].items() if not one["verdict_right"]]
+    say(f"{len(results['cases']) - len(wrong)} of {len(results['cases'])} verdicts right; wrong: {wrong or 'none'}")
+    return int(bool(wrong))
+
+
+def collectives(options: argparse.Namespace, name: str, variables: dict[str, str]) -> Path:
+    """The file of `finetune bench comm`, measured unless it is there; the cache gets it too, for the scores."""
+    path = options.work / f"comm-{name}.json"
+    if not path.is_file():
+        worlds = ",".join(str(world) for world in options.world_sizes if world > 1)
+        words = ["-m", "finetune.bench", "comm", "--world-sizes", worlds, "--json", str(path)]
+        run([*words, "--runs", "3", "--steps", "30"], variables)
+    return path
+
+
+def words_of(options: argparse.Namespace, model: Path, case: Case, name: str) -> list[str]:
+    """Arguments of a job, for `advise` and for the run."""
+    return [
+        *("--model.model_name_or_path", str(model), "--data.train_file", str(options.train)),
+        *("--data.columns", "{prompt: question, completion: answer}", "--training.max_steps", str(case.steps)),
+        *("--training.save_steps", "0", "--logging.logging_steps", "10", "--logging.generate_samples", "0"),
+        *("--training.output_dir", str(options.work / name), "--training.overwrite_output_dir", "true", *case.words),
+    ]
+
+
+def advise(options: argparse.Namespace, model: Path, case: Case, comm: dict[str, Path], gpu: int) -> dict[str, Any]:
+    """The advice for a case, from its one GPU and the measured all-reduce."""
+    out = options.work / f"advice-{gpu}-{time.monotonic_ns()}.json"
+    worlds = ",".join(map(str, options.world_sizes))
+    file = comm["no-peers" if case.environment else "peers"]
+    words = ["-m", "finetune.advise", "--as-given", "--comm", str(file), "--world-sizes", worlds, "--json", str(out)]
+    job = [*words_of(options, model, case, f"advised-{gpu}"), "--training.max_steps", str(LONG)]
+    # All GPUs are in sight, as for a user, and the first of them is the one that dry runs take.
+    seen = ",".join(map(str, [gpu, *(other for other in range(max(options.world_sizes)) if other != gpu)]))
+    run([*words, *job], {"CUDA_VISIBLE_DEVICES": seen})
+    return json.loads(out.read_text())
+
+
+def train(options: argparse.Namespace, model: Path, case: Case, world: int, gpu: int | None = None) -> dict[str, Any]:
+    """run.json of the shipped command on so many GPUs."""
+    name = f"run-{world}-{gpu}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
+    variables = case.environment | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None else {})
+    run([*launcher, "-m", "finetune.train", *words_of(options, model, case, name)], variables)
+    return json.loads((options.work / name / "run.json").read_text())
+
+
+def scored(run_json: dict[str, Any]) -> dict[str, Any]:
+    """What a run measured, and how its prediction did."""
+    kept = ("tokens_per_second_per_gpu", "step_seconds_median", "peak_memory_gib", "exposed_communication_fraction")
+    kept += ("seconds_to_first_step", "mfu", "prediction", "batch")
+    return {name: run_json[name] for name in kept} | {
+        "tokens_per_second": run_json["tokens_per_second_per_gpu"] * run_json["world_size"]
+    }
+
+
+def judge(advice: dict[str, Any], runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Whether the number of GPUs that was advised is the one that the same rule takes from what was measured."""
+    one = runs[1]["tokens_per_second"]
+    for world, measured in runs.items():
+        measured["efficiency"] = measured["tokens_per_second"] / (world * one)
+    good = [world for world, measured in runs.items() if measured["efficiency"] >= EFFICIENCY_TO_JUSTIFY]
+    best = max(good, key=lambda world: runs[world]["tokens_per_second"])
+    return {
+        "advised": advice["world_size"],
+        "reason": advice["reason"],
+        "measured_best": best,
+        "verdict_right": advice["world_size"] == best,
+        "runs": runs,
+        "advice": {name: advice[name] for name in ("rows", "study2025", "notes")},
+    }
+
+
+def dense_runs(mode: dict[str, Any], size: str, batch: int) -> dict[int, dict[str, Any]]:
+    """The measured steps of a dense model, by world size."""
+    return {
+        row["world_size"]: {
+            "tokens_per_second": row["samples_per_second"],
+            "step_seconds_median": row["step_seconds"]["median"],
+            "peak_memory_gib": [one["memory_gib"] for one in row["ranks"]],
+            "exposed_communication_fraction": row["exposed_communication_fraction"],
+        }
+        for row in mode["rows"]
+        if row["model"] == size and row["batch"] == batch
+    }
+
+
+def dense_advice(options: argparse.Namespace, size: str, batch: int, worlds: list[int], comm: Path) -> dict[str, Any]:
+    """What `finetune advise --model` says."""
+    out = options.work / "advice-dense.json"
+    words = ["-m", "finetune.advise", "--model", f"dense-{size.lower()}", "--batch", str(batch), "--comm", str(comm)]
+    run([*words, "--world-sizes", ",".join(map(str, worlds)), "--json", str(out)])
+    return json.loads(out.read_text())
+
+
+def with_predictions(advice: dict[str, Any], runs: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The runs with what was predicted for each, in the form of run.json."""
+    for row in advice["rows"]:
+        measured = runs.get(row["world_size"])
+        if measured is not None and row.get("step_seconds"):
+            pairs = {
+                "step_seconds": (row["step_seconds"], measured["step_seconds_median"]),
+                "peak_memory_gib": (row["peak_memory_bytes"] / 2**30, max(measured["peak_memory_gib"])),
+            }
+            measured["prediction"] = {
+                name: {"predicted": predicted, "measured": found, "error": (predicted - found) / found}
+                for name, (predicted, found) in pairs.items()
+            }
+    return runs
+
+
+def record(options: argparse.Namespace, results: dict[str, Any], name: str, found: dict[str, Any]) -> None:
+    """Into the file, and a line for people."""
+    results["cases"][name] = found
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    parts = []
+    for world, measured in found["runs"].items():
+        prediction = measured.get("prediction") or {}
+        errors = [
+            f"{field.split('_')[0]} {prediction[field]['error']:+.1%}"
+            for field in ("step_seconds", "peak_memory_gib")
+            if prediction.get(field) and prediction[field]["error"] is not None
+        ]
+        rate = f"{measured['tokens_per_second']:,.0f}/s ({measured['efficiency']:.0%})"
+        parts.append(f"{world}: {rate} {', '.join(errors) or prediction.get('reason')}")
+    right = "right" if found["verdict_right"] else f"WRONG (measured best: {found['measured_best']})"
+    say(f"{name}: advised {found['advised']}, {right}; " + "; ".join(parts))
+
+
+def side_by_side(work: dict[Any, Any], gpus: int) -> dict[Any, Any]:
+    """Call each with the number of a GPU that is free."""
+    free: queue.Queue[int] = queue.Queue()
+    for gpu in range(gpus):
+        free.put(gpu)
+
+    def on_a_gpu(call: Any) -> Any:
+        gpu = free.get()
+        try:
+            return call(gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(gpus) as pool:
+        return dict(zip(work, pool.map(on_a_gpu, work.values()), strict=True))
+
+
+def run(words: list[str], variables: dict[str, str] | None = None) -> None:
+    """A command of this project; ends everything with its words where it fails."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | (variables or {}),
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    shown = " ".join(word for word in words if not word.startswith("/"))[:110]
+    say(f"  {time.monotonic() - began:4.0f} s, exit {done.returncode}: {shown}")
+    if done.returncode:
+        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+
+
+def say(text: str) -> None:
+    """Plain lines, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
