@@ -87,3 +87,37 @@ def test_two_gpus_give_the_losses_of_one(folder: Path) -> None:
         for how in ("single.yaml", "ddp_2.yaml")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_dry_run_measures_this_gpu(folder: Path) -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: times by CUDA events, the largest micro-batch found by trying."""
+    report = folder / "dry.json"
+    words = arguments(folder, "--training.output_dir", str(folder / "out"), "--dry-run", "--json", str(report))
+    done = launch.run("python", [*words, "--training.global_batch_size", "16"], cache=folder)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(report.read_text())
+    sizes = found["micro_batch_search"]
+    assert sizes["largest_that_fits"] == 16 and all(one["fits"] for one in sizes["attempts"])
+    assert 0 < found["memory"]["peak_gib"] < found["memory"]["limit_gib"] < found["memory"]["device_gib"]
+    assert found["step"]["forward"] > 0 and found["step"]["backward"] > 0 and found["projection"]["step_seconds"] > 0
+
+
+@pytest.mark.multigpu
+def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: the link of the pair, an all-reduce, doctor's topology."""
+    from finetune import hardware
+
+    machine = hardware.survey()
+    assert machine.count >= 2 and machine.links and machine.gpus and machine.links[0].kind
+    assert not [name for name in machine.unknown if name.startswith(("link", "rate", "peer"))], machine.unknown
+    report = folder / "comm.json"
+    words = ["-m", "finetune.bench", "comm", "--world-sizes", "2", "--sizes", "1048576", "--runs", "2", "--steps", "10"]
+    env = launch.environment(folder)
+    subprocess.run([sys.executable, *words, "--json", str(report)], env=env, check=True)
+    found = json.loads(report.read_text())
+    assert found["backend"] == "nccl" and found["collectives"]["all_reduce"][0]["busbw_gb_s"] > 1
+    said = subprocess.run(
+        [sys.executable, "-m", "finetune.doctor"], env=env, check=True, capture_output=True, text=True
+    )
+    assert hardware.topology_line(machine) in said.stdout
