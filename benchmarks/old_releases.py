@@ -33,9 +33,12 @@ def load(folder: Path) -> types.ModuleType:
         package = types.ModuleType(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]
         sys.modules[name] = package
-    device = types.ModuleType("unsloth_zoo.device_type")  # the release's own raises where there is no GPU
-    device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
-    sys.modules[device.__name__] = device
+    import torch
+
+    if not torch.cuda.is_available():  # the release's own raises then
+        device = types.ModuleType("unsloth_zoo.device_type")
+        device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
+        sys.modules[device.__name__] = device
     return importlib.import_module(MODULE)
 
 

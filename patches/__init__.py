@@ -5,10 +5,16 @@ EARLY runs before `import unsloth`, LATE after it. A patch is applied only where
 
 from patches import (
     torch_varlen_gqa,
+    unsloth_embeddings_on_disk,
     unsloth_fused_loss_backward,
     unsloth_fused_loss_view,
     unsloth_merged_export_ranks,
 )
 
 EARLY = (torch_varlen_gqa,)
-LATE = (unsloth_fused_loss_view, unsloth_fused_loss_backward, unsloth_merged_export_ranks)
+LATE = (
+    unsloth_fused_loss_view,
+    unsloth_fused_loss_backward,
+    unsloth_merged_export_ranks,
+    unsloth_embeddings_on_disk,
+)
