@@ -33,12 +33,10 @@ def load(folder: Path) -> types.ModuleType:
         package = types.ModuleType(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]
         sys.modules[name] = package
-    import torch
-
-    if not torch.cuda.is_available():  # the release's own raises then
-        device = types.ModuleType("unsloth_zoo.device_type")
-        device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
-        sys.modules[device.__name__] = device
+    device = types.ModuleType("unsloth_zoo.device_type")  # the release's own raises where there is no GPU
+    device.DEVICE_TYPE = "cuda"  # type: ignore[attr-defined]
+    sys.modules[device.__name__] = device
+    os.environ["UNSLOTH_CE_LOSS_TARGET_GB"] = "1"  # else they ask the GPU for its free memory, by way of other modules
     return importlib.import_module(MODULE)
 
 
@@ -160,8 +158,6 @@ def one_rank(folder: Path) -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        os.environ["UNSLOTH_CE_LOSS_TARGET_GB"] = "1"
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     module = load(folder)
     record = {"backend": dist.get_backend(), "without_patches": under_ddp(module)}
@@ -180,8 +176,6 @@ def one(folder: Path) -> dict[str, Any]:
     from patches import core
 
     compile_chunks = torch.cuda.is_available()  # a CPU needs a C++ compiler for that, and half a minute
-    if not torch.cuda.is_available():
-        os.environ["UNSLOTH_CE_LOSS_TARGET_GB"] = "1"  # else they ask the GPU for its free memory
     module = load(folder)
     record: dict[str, Any] = {
         "unsloth_zoo": next(iter(importlib.metadata.distributions(path=[str(folder)]))).version,

@@ -35,13 +35,17 @@ LIMIT_SECONDS = 240
 LONG = 5000  # steps of the run that advice is asked for: in a short one the start of several ranks decides
 
 
+class Failed(Exception):
+    """A command of this project ended with an error."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A job, and the environment of its ranks."""
 
     words: list[str]
     environment: dict[str, str]
-    steps: int = 40
+    steps: int = 30
 
 
 CASES = {
@@ -74,17 +78,23 @@ def main() -> int:
     comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
     model = build(options.work / "model", options.shape, options.train)
     chosen = {name: case for name, case in CASES.items() if options.cases in name}
-    advice = side_by_side(
-        {name: lambda gpu, case=case: advise(options, model, case, comm, gpu) for name, case in chosen.items()},
-        max(options.world_sizes),
-    )
-    # The run on one GPU does not depend on how several would talk.
-    alone = {tuple(case.words): lambda gpu, case=case: train(options, model, case, 1, gpu) for case in chosen.values()}
-    one = side_by_side(alone, max(options.world_sizes))
+    alone: dict[Any, Any] = {
+        name: lambda gpu, case=case: advise(options, model, case, comm, gpu) for name, case in chosen.items()
+    }
+    for case in chosen.values():  # the run on one GPU does not depend on how several would talk
+        alone[tuple(case.words)] = lambda gpu, case=case: train(options, model, case, 1, gpu)
+    found = side_by_side(alone, max(options.world_sizes))
     for name, case in chosen.items():
-        runs = {1: one[tuple(case.words)]}
-        runs |= {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
-        record(options, results, name, judge(advice[name], {world: scored(run) for world, run in runs.items()}))
+        advice, one = found[name], found[tuple(case.words)]
+        if isinstance(advice, Failed) or isinstance(one, Failed):
+            say(f"{name}: left out, a command failed")
+            continue
+        try:
+            runs = {1: one} | {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
+        except Failed as error:
+            say(f"{name}: left out: {error}")
+            continue
+        record(options, results, name, judge(advice, {world: scored(run) for world, run in runs.items()}))
     if options.study:
         study = json.loads(options.study.read_text())
         for size, batches in DENSE.items():
@@ -92,9 +102,9 @@ def main() -> int:
                 for mode in study["modes"]:
                     measured = dense_runs(mode, size, batch)
                     file = comm["no-peers" if "NCCL_P2P_DISABLE" in mode["environment"] else "peers"]
-                    found = dense_advice(options, size, batch, sorted(measured), file)
+                    advice = dense_advice(options, size, batch, sorted(measured), file)
                     about = f"dense {size}, batch {batch}, {mode['name']}"
-                    record(options, results, about, judge(found, with_predictions(found, measured)))
+                    record(options, results, about, judge(advice, with_predictions(advice, measured)))
     wrong = [name for name, one in results["cases"].items() if not one["verdict_right"]]
     say(f"{len(results['cases']) - len(wrong)} of {len(results['cases'])} verdicts right; wrong: {wrong or 'none'}")
     return int(bool(wrong))
@@ -235,6 +245,9 @@ def side_by_side(work: dict[Any, Any], gpus: int) -> dict[Any, Any]:
         gpu = free.get()
         try:
             return call(gpu)
+        except Failed as error:  # the others go on
+            say(str(error))
+            return error
         finally:
             free.put(gpu)
 
@@ -243,20 +256,23 @@ def side_by_side(work: dict[Any, Any], gpus: int) -> dict[Any, Any]:
 
 
 def run(words: list[str], variables: dict[str, str] | None = None) -> None:
-    """A command of this project; ends everything with its words where it fails."""
+    """A command of this project.
+
+    Raises:
+        Failed: with what it said, or that it took too long.
+    """
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | (variables or {}),
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    env = os.environ | (variables or {})
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, env=env, timeout=LIMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"no end after {LIMIT_SECONDS} s: {' '.join(words)}") from error
     shown = " ".join(word for word in words if not word.startswith("/"))[:110]
     say(f"  {time.monotonic() - began:4.0f} s, exit {done.returncode}: {shown}")
     if done.returncode:
-        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+        raise Failed(done.stdout[-4000:] + done.stderr[-4000:])
 
 
 def say(text: str) -> None:
