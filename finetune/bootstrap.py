@@ -25,6 +25,7 @@ from patches import core
 
 # Unsloth removes these when it is imported (unsloth_zoo/patching_utils.py); what the user has set is put back.
 KEPT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_LOGS")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo", "bitsandbytes")
 
 
@@ -141,6 +142,10 @@ def _set_environment() -> None:
         # CPU runs: threads that spin while they wait for each other stall when anything else wants a core (on 2 cores
         # with one more busy process: 20 steps of the demo in 51 s, and in 4.8 s with this).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if _has_expandable_segments() and not any(name in os.environ for name in ALLOCATOR):
+        # Unsloth sets the same when it is imported. That is too late here: torch reads it when CUDA starts, and
+        # set_device starts it. Without it batches of ever other sizes end in cudaMalloc, cudaFree and fragments.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     me = distributed.ranks()
     if distributed.wants_cpu():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -148,6 +153,14 @@ def _set_environment() -> None:
         # One process uses one GPU: with more in sight, transformers would wrap the model in DataParallel.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
+def _has_expandable_segments() -> bool:
+    """Whether the driver has the memory mapping that they need: not under WSL (unsloth issue 3511), nor on an NVIDIA
+    Tegra board (unsloth issue 2401)."""
+    if sys.platform != "linux" or "microsoft" in os.uname().release.lower():
+        return False
+    return not Path("/etc/nv_tegra_release").exists()
 
 
 def cache_folder() -> Path:

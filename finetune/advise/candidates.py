@@ -289,7 +289,8 @@ def measured_for(
         except UserError as error:
             found[world] = f"{world} devices do not hold the global batch: {str(error).splitlines()[0]}"
             continue
-        if world == 1 and not others and size == base.per_device:
+        same_device = world == 1 or bench.cpu_cores is None  # ranks on a CPU share its cores
+        if same_device and not others and size == base.per_device:
             found[world] = base
             continue
         result = bench.try_out([*others, PER_DEVICE, str(size)], ranks=world)

@@ -121,3 +121,16 @@ def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
         [sys.executable, "-m", "finetune.doctor"], env=env, check=True, capture_output=True, text=True
     )
     assert hardware.topology_line(machine) in said.stdout
+
+
+@pytest.mark.gpu
+def test_memory_is_taken_in_segments_that_grow(tmp_path: Path) -> None:
+    """`python -m pytest -m gpu tests/gpu` on one GPU: what torch's allocator says of itself after the start-up."""
+    script = (
+        "from finetune import bootstrap; bootstrap.start(); import torch; torch.ones(1, device='cuda');"
+        "print('RESULT', torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=launch.environment(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert "RESULT True" in done.stdout

@@ -309,6 +309,11 @@ def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) ->
     bench = FakeBench({f"{SIZE} {n}": Tried(measured=measurement(per_device=n)) for n in (1, 2, 4, 8)})
     found = candidates.measured_for(config(tmp_path), bench, measurement(), (), [1, 2, 3, 4, 16])
     assert [one if isinstance(one, str) else one.per_device for one in found.values()][:2] == [8, 8]
+    assert f"{SIZE} 8" not in bench.asked  # what was measured already; ranks on a CPU share it, and are measured anew
+    bench.cpu_cores = 2
+    assert (
+        candidates.measured_for(config(tmp_path), bench, measurement(), (), [2])[2] and bench.asked[-1] == f"{SIZE} 8"
+    )
     assert "3 devices do not hold the global batch" in str(found[3])
     assert isinstance(found[4], Measurement) and found[4].per_device == 4
     assert isinstance(found[16], Measurement) and found[16].per_device == 1

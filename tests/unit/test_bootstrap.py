@@ -68,3 +68,33 @@ def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
     with pytest.raises(UserError, match="asked for 2 processes and the process group has 1"):
         distributed.start(cpu=True, timeout_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("given", "at_start"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64")],
+    ids=["default", "the user's own"],
+)
+def test_the_allocator_is_configured_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], at_start: str
+) -> None:
+    """torch reads the variable then, and never again; Unsloth would set it later."""
+    import torch
+
+    for name in bootstrap.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    read: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: read.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    bootstrap.start("transformers")
+    assert read == [at_start]
+
+
+def test_an_older_name_of_the_variable_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    bootstrap._set_environment()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
