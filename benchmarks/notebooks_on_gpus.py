@@ -20,8 +20,6 @@ import json
 import os
 import queue
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import processes
 from benchmarks.models import build
 from benchmarks.one_and_two_gpus import LOSS_TOLERANCE, difference, say
 
@@ -39,7 +38,6 @@ PROFILES = {True: {1: "single.yaml", 2: "ddp_2.yaml"}, False: {1: "single.yaml",
 STEPS = 8
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 KEPT = ("status", "world_size", "batch", "backend", "dtype", "data_fingerprint", "tokens", "steps", "losses", "error")
-RUNNING: list[subprocess.Popen] = []  # every launcher that was started
 
 
 def main() -> int:
@@ -56,8 +54,7 @@ def main() -> int:
     runs = yaml.safe_load((options.folder / "runs.yaml").read_text(encoding="utf-8"))
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    processes.end_with_this_one()
     gpus = visible_gpus()
     if len(gpus) == 1:
         parser.error("1 GPU is visible; 2 are needed, or none for ranks on the CPU (CUDA_VISIBLE_DEVICES=)")
@@ -163,37 +160,10 @@ def environment(folder: Path, where: str) -> dict[str, str]:
 
 
 def launch(command: Sequence[str], folder: Path, env: dict[str, str], timeout: float) -> int | str:
-    """Run it in `folder`, its output in the file `log` there. The exit code, or that it took too long: then it and all
-    that it started are ended."""
+    """Run it in `folder`, its output in the file `log` there. The exit code, or that it took too long."""
     with (folder / "log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        RUNNING.append(process)
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            end([process])
-            return f"no end after {timeout:.0f} s"
-
-
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """Ask the launchers to end their ranks, which are in sessions of their own; then insist."""
-    alive = [process for process in processes if process.poll() is None]
-    for process in alive:
-        os.killpg(process.pid, signal.SIGTERM)
-    for process in alive:
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def stop(*_: object) -> None:
-    """Of a signal: leave no rank behind on a GPU."""
-    end(RUNNING)
-    os._exit(1)
+        code = processes.run(command, cwd=folder, env=env, output=log, timeout=timeout)
+    return f"no end after {timeout:.0f} s" if code is None else code
 
 
 def model_folders(made: Any) -> list[dict]:

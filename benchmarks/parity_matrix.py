@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks import processes
 from benchmarks.models import SHAPES, build
 
 PADDED, PACKED = (
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side: results do not depend on speed")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    processes.end_with_this_one()
     few, held_out = options.work / "few.jsonl", options.work / "held_out.jsonl"
     few.write_text("".join(options.train.open(encoding="utf-8").readlines()[:13]), encoding="utf-8")
     held_out.write_text("".join(options.eval.open(encoding="utf-8").readlines()[:16]), encoding="utf-8")
@@ -95,10 +96,13 @@ def prove(options: argparse.Namespace, words: list[str], backend: str, model: Pa
         command += ["--data.train_file", str(options.train)]
     began = time.monotonic()
     env = os.environ | {"FINETUNE_CACHE": os.environ.get("FINETUNE_CACHE", str(options.work / "cache"))}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, env=env, check=False)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        processes.run([*command, *words], env=env, output=output)
+        output.seek(0)
+        said = output.read()
     seconds = time.monotonic() - began
     if not report.is_file():
-        return {"proven": False, "seconds": seconds, "said": (done.stdout + done.stderr)[-2000:]}
+        return {"proven": False, "seconds": seconds, "said": said[-2000:]}
     found = json.loads(report.read_text())
     for one in found["found"]:
         one["tensors"] = one["tensors"][:3]

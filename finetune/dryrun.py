@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune import bootstrap, distributed, keeping, strategy
+from finetune import bootstrap, children, distributed, keeping, strategy
 from finetune.config import Batch, Config, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.hooks import NO_HOOKS, Hooks
@@ -227,7 +227,7 @@ def smoke(gpus: int) -> dict[str, Any] | None:
         place = Path(folder) / "comm.json"
         command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
+            done = children.run(command, timeout=SMOKE_SECONDS)
         except subprocess.TimeoutExpired:
             said = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` says where they wait"
             return {"world_size": gpus, "ok": False, "message": said}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
+from finetune import children
 from finetune.config import load, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.verb import DONE, FAILED, console, run_with_options
@@ -150,7 +150,7 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
     command = [sys.executable, *launcher, "-m", "finetune.parity_run", str(out), str(steps), without, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        done = children.run(command, env=env)
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("error: ")]
         kind = UserError if done.returncode == 2 or said else RunError

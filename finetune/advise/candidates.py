@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import measurements, nccl
+from finetune import children, measurements, nccl
 from finetune.advise.verdict import LEAST_GAIN, Candidate
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
@@ -76,9 +75,7 @@ class Bench:
             report = Path(folder) / "dry.json"
             command = [sys.executable, "-m", "finetune.train", "--dry-run", *self.arguments, *extra]
             with console().status(f"dry run {' '.join(extra)}"):
-                done = subprocess.run(
-                    [*command, "--json", str(report)], capture_output=True, text=True, env=env, check=False
-                )
+                done = children.run([*command, "--json", str(report)], env=env)
             if not report.is_file():
                 said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
                 text = said[0].removeprefix("error: ") if said else (done.stdout + done.stderr)[-3000:]

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune import children
 from finetune.errors import RunError, UserError
 from finetune.verb import console
 
 REQUEST, RESULT = "request.json", "result.json"
 MARK = "finetune-bench-progress "  # a line of rank 0: MARK, steps done, steps in all
 PATIENCE_SECONDS = 300  # that a rank waits for another in a collective
-STOP_SECONDS = 20  # that a launcher has to end its ranks
 # NVLink's multicast stays off (see finetune.nccl.NO_MULTICAST); who has set it keeps the own value.
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
 
@@ -67,19 +67,10 @@ def _follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int
                     said.append(line)
             code = process.wait()
         except BaseException:  # a signal above all: no rank outlives this process
-            _stop(process)
+            children.stop(process)
             raise
         errors.seek(0)
         return code, errors.read() + "".join(said)
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()  # torch's launcher passes it on to the ranks
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class _progress:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune import children
 from finetune.bench import step
 from finetune.errors import RunError
 from finetune.hardware import Hardware
@@ -101,7 +101,7 @@ def build(shape: str, corpus: Path, folder: Path) -> Path:
     code += "build(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))"
     command = [sys.executable, "-c", code, str(folder / shape), shape, str(corpus)]
     with console().status(f"writing a {shape}"):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = children.run(command)
     if done.returncode:
         raise RunError(f"a model of shape {shape} could not be written: {done.stderr[-2000:]}")
     return folder / shape

@@ -1,0 +1,66 @@
+"""A verb that is stopped leaves no rank behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests import launch
+
+# What `finetune parity` does, with ranks that would go on for ever and say who they are.
+VERB = """
+import sys
+from finetune import children, verb
+
+def run(argv):
+    return children.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *argv])
+
+sys.exit(verb.run_with_options("", sys.argv[1:], run))
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+(Path(sys.argv[1]) / f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_ranks_end_with_a_verb_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "verb.py").write_text(VERB)
+    (tmp_path / "rank.py").write_text(RANK)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "verb.py"), str(tmp_path / "rank.py"), str(tmp_path)],
+        env=launch.environment(tmp_path),
+    )
+    try:
+        ranks = wait_for(lambda: [int(path.read_text() or 0) for path in tmp_path.glob("rank-*")], 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+        assert wait_for(lambda: [rank for rank in ranks if not alive(rank)], 2)
+    finally:
+        process.kill()
+
+
+def wait_for(look, count: int) -> list[int]:
+    """What `look` finds once it is `count` things that are not zero; within a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [one for one in look() if one]
+        if len(found) == count:
+            return found
+        os.sched_yield()
+    raise AssertionError(f"{look()} after a minute")
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
