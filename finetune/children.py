@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -28,6 +29,17 @@ def run(
         stop(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def error_of(said: str) -> str | None:
+    """The first error that a program of this project told, with its indented lines (one for each problem); None where
+    it told none."""
+    lines = iter(said.splitlines())
+    for line in lines:
+        if line.startswith("error: "):
+            rest = itertools.takewhile(lambda one: one.startswith("  "), lines)
+            return "\n".join([line.removeprefix("error: "), *rest])
+    return None
 
 
 def stop(process: subprocess.Popen[str]) -> None:

@@ -152,10 +152,9 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
     with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
         done = children.run(command, env=env)
     if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("error: ")]
+        said = children.error_of(done.stderr + done.stdout)
         kind = UserError if done.returncode == 2 or said else RunError
-        tail = said[0].removeprefix("error: ") if said else (done.stdout + done.stderr)[-3000:]
-        raise kind(f"the run on {world} ranks failed: {tail}")
+        raise kind(f"the run on {world} ranks failed: {said or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())
 
 

@@ -77,8 +77,7 @@ class Bench:
             with console().status(f"dry run {' '.join(extra)}"):
                 done = children.run([*command, "--json", str(report)], env=env)
             if not report.is_file():
-                said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-                text = said[0].removeprefix("error: ") if said else (done.stdout + done.stderr)[-3000:]
+                text = children.error_of(done.stderr) or (done.stdout + done.stderr)[-3000:]
                 raise (UserError if done.returncode == 2 else RunError)(f"a dry run failed: {text}")
             return tried(json.loads(report.read_text()))
 

@@ -98,11 +98,11 @@ class _progress:
 
 def _failure(code: int, said: str, world_size: int) -> UserError:
     """The error of a launch, in the words of the rank that failed first where it had any."""
-    sentences = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-    if sentences:
+    told = children.error_of(said)
+    if told is not None:
         # The launcher ends with 1 whatever its ranks end with; each one's own code is in its report.
         own = {int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", said)} | {code}
-        return (UserError if 2 in own else RunError)(sentences[0])
+        return (UserError if 2 in own else RunError)(told)
     killed = re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*-(\d+)", said)
     if killed:
         # Those that the launcher itself ended, with SIGTERM, are not the reason.

@@ -112,3 +112,22 @@ def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
     text = (out / "study.md").read_text()
     assert "A CPU run" in text and "Left out: there is no GPU" in text and "| 128 | 16,883 | 12,345 |" in text
     assert json.loads((out / "study.json").read_text())["modes"] == found["modes"]
+
+
+def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On ranks of a CPU, told that they are GPUs: a small shape in short packs, through the real trainer."""
+    from dataclasses import replace
+
+    from finetune.bench import study_lora
+    from finetune.hardware import survey
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
+    monkeypatch.setattr(study_lora, "PACK", 2048)
+    monkeypatch.setattr(study_lora, "DOCUMENTS", 60)
+    machine = replace(survey(), device="cuda", count=2)
+    found = study_lora.measure(["llama-1m"], [1, 2], [("gloo", {})], 1, 1, machine)["rows"]
+    assert [(row["mode"], row["world_size"]) for row in found] == [("one GPU", 1), ("gloo", 2)]
+    assert found[0]["efficiency"] == 1 and all(row["tokens_per_second_per_gpu"] > 0 for row in found)
+    assert found[0]["trainable_parameters"] == found[1]["trainable_parameters"] > 0
+    assert study_lora.measure(["llama-1m"], [1], [], 1, 1, survey())["left_out"].startswith("there is no GPU")

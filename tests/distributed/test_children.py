@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from finetune import children
 from tests import launch
 
 # What `finetune parity` does, with ranks that would go on for ever and say who they are.
@@ -44,6 +45,14 @@ def test_ranks_end_with_a_verb_that_is_stopped(tmp_path: Path) -> None:
         assert wait_for(lambda: [rank for rank in ranks if not alive(rank)], 2)
     finally:
         process.kill()
+
+
+def test_an_error_keeps_its_problems() -> None:
+    said = (
+        "setting up\nerror: [rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key\nW1 torchrun"
+    )
+    assert children.error_of(said) == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
+    assert children.error_of("Traceback (most recent call last):\n  File x") is None
 
 
 def wait_for(look, count: int) -> list[int]:
