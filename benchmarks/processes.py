@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 RUNNING: list[subprocess.Popen[str]] = []  # all that were started
-STOP_SECONDS = 20  # that a launcher has to end its ranks
+STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
 
 
 def run(

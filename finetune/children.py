@@ -6,7 +6,7 @@ import itertools
 import subprocess
 from collections.abc import Mapping, Sequence
 
-STOP_SECONDS = 20  # that a launcher has to end its ranks
+STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
 
 
 def run(
