@@ -22,13 +22,14 @@ import importlib.metadata
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+from benchmarks import processes
 
 WORLD_SIZE = 2
 ROWS_PER_BATCH = 4
@@ -201,15 +202,8 @@ def start(stack: str, gpus: list[str], action: str, model_folder: Path, out: Pat
         "USE_TF": "NO",
     }
     with (out / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return f"exit {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return f"killed after {seconds} s"
+        code = processes.run(command, cwd=ROOT, env=environment, output=log, timeout=seconds)
+    return f"no end after {seconds} s" if code is None else f"exit {code}"
 
 
 def one_stack(stack: str, gpus: list[str], work: Path) -> list[dict[str, Any]]:
@@ -293,6 +287,7 @@ def main() -> int:
         return 2
     out, stacks = Path(sys.argv[1]), sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)
+    processes.end_with_this_one()
     pairs = [gpus[first : first + WORLD_SIZE] for first in range(0, len(gpus) - WORLD_SIZE + 1, WORLD_SIZE)]
     with (
         tempfile.TemporaryDirectory() as folder,
