@@ -8,8 +8,8 @@
 #     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2     # 22 cases, 11 side by side
 #     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 LoRA           # advice against runs, by name
 #
-# GSM8K (question, answer), or rows like it, are TRAIN and EVAL. `predictions` takes five minutes for two cases; where
-# $OUT has the study of `dense` with the same numbers, it adds its models.
+# GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out; the last word
+# names those of `predictions`, which adds the models of `dense` where $OUT has that study with the same numbers.
 # PYTHON=... names the interpreter. JSON, Markdown and, where matplotlib is installed, PNG go to $OUT.
 set -eu
 : "${OUT:?set OUT to the folder of the results}"
@@ -34,13 +34,13 @@ dense) bench study --models 258K,6.9M --world-sizes "$worlds" --runs 50 --out "$
 lora) bench study --models llama-1.2b --world-sizes "$worlds" --runs 3 --steps 20 --out "$OUT/lora-$name" ;;
 large) bench study --models llama-3b --world-sizes "$worlds" --runs 1 --steps 20 --out "$OUT/large-$name" ;;
 parity)
-    timeout 540 "${PYTHON:-python3}" -m benchmarks.parity_matrix --train "$TRAIN" --eval "$EVAL" --shape llama-1.2b \
+    timeout 530 "${PYTHON:-python3}" -m benchmarks.parity_matrix --train "$TRAIN" --eval "$EVAL" --shape llama-1.2b \
         --world-sizes "$worlds" --jobs 11 --work "$OUT/work" --out "$OUT/parity-$name.jsonl"
     ;;
 predictions)
     set -- --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/work" --cases "${3:-}" --out "$OUT/predictions-$name.json"
     [ ! -f "$OUT/dense-$name/study.json" ] || set -- "$@" --study "$OUT/dense-$name/study.json"
-    timeout 560 "${PYTHON:-python3}" -m benchmarks.predictions "$@"
+    timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions "$@"
     ;;
 *)
     echo "gpu_study.sh takes comm, dense, lora, large, parity or predictions; given: $what" >&2

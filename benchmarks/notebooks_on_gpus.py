@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,8 @@ import yaml
 
 from benchmarks import processes
 from benchmarks.models import build
-from benchmarks.one_and_two_gpus import LOSS_TOLERANCE, difference, say
+from benchmarks.one_and_two_gpus import LOSS_TOLERANCE, difference
+from benchmarks.processes import say, side_by_side
 
 ROOT = Path(__file__).parent.parent
 PROFILES = {True: {1: "single.yaml", 2: "ddp_2.yaml"}, False: {1: "single.yaml", 2: "cpu_2.yaml"}}
@@ -64,11 +63,13 @@ def main() -> int:
     done: dict[int, list[dict]] = {}
     for world, shared in places.items():
         slots = shared * (options.side_by_side if gpus else 1)
-        jobs = [
-            lambda where, run=run, number=number, world=world: train(run, world, where, 29500 + number, model, options)
+        jobs = {
+            number: lambda where, run=run, number=number, world=world: train(
+                run, world, where, 29500 + number, model, options
+            )
             for number, run in enumerate(runs)
-        ]
-        done[world] = side_by_side(jobs, slots)
+        }
+        done[world] = list(side_by_side(jobs, slots).values())
     pairs = zip(runs, done[1], done[2], strict=True)
     results = {
         "shape": options.shape,
@@ -94,23 +95,6 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     return named.split(",")[:count] if named is not None else [str(number) for number in range(count)]
-
-
-def side_by_side(jobs: Sequence[Any], slots: Sequence[str]) -> list[Any]:
-    """Call each job with one of `slots`, as many at a time as there are slots; the results in the order of the jobs."""
-    free: queue.Queue[str] = queue.Queue()
-    for slot in slots:
-        free.put(slot)
-
-    def with_slot(job: Any) -> Any:
-        slot = free.get()
-        try:
-            return job(slot)
-        finally:
-            free.put(slot)
-
-    with ThreadPoolExecutor(len(slots)) as pool:
-        return list(pool.map(with_slot, jobs))
 
 
 def train(run: dict, world: int, where: str, port: int, model: Path, options: argparse.Namespace) -> dict:

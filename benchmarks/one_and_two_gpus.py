@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.models import build
+from benchmarks.processes import say, side_by_side
 
 ROOT = Path(__file__).parent.parent
 KINDS = {
@@ -65,12 +64,13 @@ def main() -> int:
     if "lora" in options.kinds:
         dry = [*KINDS["lora"], "--training.output_dir", str(options.work / "dry"), "--dry-run"]
         alone["dry run"] = lambda gpu: launch(1, [*common, *dry], gpu)
-    done = side_by_side(alone)
+    done = side_by_side(alone, (0, 1))
     if "dry run" in done:
         results["dry_run"] = {"exit": done["dry run"].returncode, "said": done["dry run"].stdout.splitlines()[-14:]}
     pairs = {kind: (done[kind], train(2, common, kind, options.work / f"{kind}-2")) for kind in options.kinds}
     reloaded = side_by_side(
-        {kind: lambda gpu, kind=kind: reload_loss(options.work / f"{kind}-2", model, gpu) for kind in options.kinds}
+        {kind: lambda gpu, kind=kind: reload_loss(options.work / f"{kind}-2", model, gpu) for kind in options.kinds},
+        (0, 1),
     )
     for kind, (one, two) in pairs.items():
         results["kinds"][kind] = compare(kind, one, two, reloaded[kind])
@@ -84,23 +84,6 @@ def main() -> int:
     (options.out / "one_and_two_gpus.json").write_text(json.dumps(results, indent=1) + "\n")
     say("PASSED" if all(verdicts) else "FAILED")
     return 0 if all(verdicts) else 1
-
-
-def side_by_side(work: dict) -> dict:
-    """Call each with a GPU number, two at a time; their results by name."""
-    gpus: queue.Queue[int] = queue.Queue()
-    for gpu in (0, 1):
-        gpus.put(gpu)
-
-    def on_a_gpu(call):
-        gpu = gpus.get()
-        try:
-            return call(gpu)
-        finally:
-            gpus.put(gpu)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(work, pool.map(on_a_gpu, work.values()), strict=True))
 
 
 def compare(kind: str, run_one: dict, run_two: dict, reloaded: dict) -> dict:
@@ -179,12 +162,6 @@ def reload_loss(folder: Path, model: Path, gpu: int) -> dict:
         say(done.stderr[-4000:])
         raise SystemExit("reloading failed")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def say(text: str) -> None:
-    """Plain lines, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
 from benchmarks.models import build
+from benchmarks.processes import say, side_by_side
 from finetune.rules import EFFICIENCY_TO_JUSTIFY
 
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
@@ -46,7 +46,7 @@ class Case:
 
     words: list[str]
     environment: dict[str, str]
-    steps: int = 80  # of two micro-batches at two ranks: the first hundred are slower, while memory is taken
+    steps: int = 80  # of two micro-batches at two ranks: a run begins slower than it goes on
 
 
 CASES = {
@@ -81,11 +81,11 @@ def main() -> int:
     model = build(options.work / "model", options.shape, options.train)
     chosen = {name: case for name, case in CASES.items() if options.cases in name}
     alone: dict[Any, Any] = {
-        name: lambda gpu, case=case: advise(options, model, case, comm, gpu) for name, case in chosen.items()
+        name: tried(lambda gpu, case=case: advise(options, model, case, comm, gpu)) for name, case in chosen.items()
     }
     for case in chosen.values():  # the run on one GPU does not depend on how several would talk
-        alone[tuple(case.words)] = lambda gpu, case=case: train(options, model, case, 1, gpu)
-    found = side_by_side(alone, max(options.world_sizes))
+        alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, 1, gpu))
+    found = side_by_side(alone, range(max(options.world_sizes)))
     for name, case in chosen.items():
         advice, one = found[name], found[tuple(case.words)]
         if isinstance(advice, Failed) or isinstance(one, Failed):
@@ -222,7 +222,13 @@ def record(options: argparse.Namespace, results: dict[str, Any], name: str, foun
     """Into the file, and a line for people."""
     results["cases"][name] = found
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    text = json.dumps(results, indent=1) + "\n"
+    for folder in (
+        options.work,
+        Path(os.environ["FINETUNE_CACHE"]),
+    ):  # a record names files, not this machine's folders
+        text = text.replace(f"{folder}/", "")
+    options.out.write_text(text)
     parts = []
     for world, measured in found["runs"].items():
         prediction = measured.get("prediction") or {}
@@ -237,24 +243,17 @@ def record(options: argparse.Namespace, results: dict[str, Any], name: str, foun
     say(f"{name}: advised {found['advised']}, {right}; " + "; ".join(parts))
 
 
-def side_by_side(work: dict[Any, Any], gpus: int) -> dict[Any, Any]:
-    """Call each with the number of a GPU that is free."""
-    free: queue.Queue[int] = queue.Queue()
-    for gpu in range(gpus):
-        free.put(gpu)
+def tried(call: Callable[[int], Any]) -> Callable[[int], Any]:
+    """The same call, which returns the failure of its command: the others go on."""
 
-    def on_a_gpu(call: Any) -> Any:
-        gpu = free.get()
+    def careful(gpu: int) -> Any:
         try:
             return call(gpu)
-        except Failed as error:  # the others go on
+        except Failed as error:
             say(str(error))
             return error
-        finally:
-            free.put(gpu)
 
-    with ThreadPoolExecutor(gpus) as pool:
-        return dict(zip(work, pool.map(on_a_gpu, work.values()), strict=True))
+    return careful
 
 
 def run(words: list[str], variables: dict[str, str] | None = None) -> None:
@@ -273,12 +272,6 @@ def run(words: list[str], variables: dict[str, str] | None = None) -> None:
     say(f"  {time.monotonic() - began:4.0f} s, {'too long' if code is None else f'exit {code}'}: {shown}")
     if code != 0:
         raise Failed(said[-4000:])
-
-
-def say(text: str) -> None:
-    """Plain lines, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from finetune.children import STOP_SECONDS
 
 RUNNING: list[subprocess.Popen[str]] = []  # all that were started
-STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
+
+Key, Place, Result = TypeVar("Key"), TypeVar("Place"), TypeVar("Result")
 
 
 def run(
@@ -59,3 +64,26 @@ def _stop(number: int, frame: Any) -> None:
     end(RUNNING)
     sys.stdout.flush()
     os._exit(128 + number)  # other threads still wait for what has just been ended
+
+
+def side_by_side(work: Mapping[Key, Callable[[Place], Result]], places: Sequence[Place]) -> dict[Key, Result]:
+    """Call each with one of `places` (GPUs, say), as many at a time as there are; the results by key."""
+    free: queue.Queue[Place] = queue.Queue()
+    for place in places:
+        free.put(place)
+
+    def in_a_place(call: Callable[[Place], Result]) -> Result:
+        place = free.get()
+        try:
+            return call(place)
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return dict(zip(work, pool.map(in_a_place, work.values()), strict=True))
+
+
+def say(text: str) -> None:
+    """Plain lines, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -144,7 +144,7 @@ def _set_environment() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if _has_expandable_segments() and not any(name in os.environ for name in ALLOCATOR):
         # Unsloth sets the same when it is imported. That is too late here: torch reads it when CUDA starts, and
-        # set_device starts it. Without it batches of ever other sizes end in cudaMalloc, cudaFree and fragments.
+        # set_device starts it. It keeps batches of ever other sizes from leaving memory in fragments.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     me = distributed.ranks()
     if distributed.wants_cpu():

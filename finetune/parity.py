@@ -190,6 +190,12 @@ class Products:
         return math.sqrt(self.apart / self.first) if self.first else math.inf
 
     @classmethod
+    def of(cls, a: Any, b: Any) -> Products:
+        """Of two vectors."""
+        apart = a - b
+        return cls(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float(apart @ apart))
+
+    @classmethod
     def sum(cls, each: Iterable[Products]) -> Products:
         """Those of all tensors laid end to end."""
         each = list(each)
@@ -217,15 +223,10 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
         for name in sorted(first.keys()):
             one, two = first.get_tensor(name).flatten(), second.get_tensor(name).flatten()
             pieces = [
-                Products(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float((a - b) @ (a - b)))
-                for a, b in zip(map(_double, one.split(PIECE)), map(_double, two.split(PIECE)), strict=True)
+                Products.of(a.double(), b.double()) for a, b in zip(one.split(PIECE), two.split(PIECE), strict=True)
             ]
             found[name] = replace(Products.sum(pieces), dtype=str(one.dtype).removeprefix("torch."))
     return found
-
-
-def _double(tensor: Any) -> Any:
-    return tensor.double()
 
 
 def compare(reference: Path, other: Path, world: int) -> Comparison:

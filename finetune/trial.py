@@ -78,6 +78,11 @@ def typical_micro_batches(job: Job, count: int) -> np.ndarray:
     return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
 
 
+def settled(steps: Sequence[Any]) -> Sequence[Any]:
+    """The typical steps that count: without the first WARM_UP, but at least the last ENOUGH."""
+    return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
+
+
 class Parts(TrainerCallback):
     """Seconds of each part of each step, told apart by marks: CUDA events on a GPU, which make nobody wait, and the
     clock on a CPU. `other` is what stands before the data of a step, `data` the wait for it."""
@@ -350,8 +355,7 @@ class Trial:
             started: when the process began, in seconds since the epoch.
         """
         steps = self.parts.steps()
-        typical = list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:]
-        typical = typical[min(WARM_UP, max(len(typical) - ENOUGH, 0)) :]
+        typical = settled(list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:])
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical

@@ -253,3 +253,8 @@ def test_a_score_in_tensorboard() -> None:
     scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
     assert writer.texts["prediction"] == "not scored: no dry run"
     scoring.write(None, {"reason": None}, 7)  # a rank that does not write
+
+
+@pytest.mark.parametrize(("taken", "counted"), [(40, range(10, 40)), (12, range(6, 12)), (6, range(6)), (3, range(3))])
+def test_the_beginning_does_not_count_where_enough_is_left(taken: int, counted: range) -> None:
+    assert list(trial.settled(range(taken))) == list(counted)
