@@ -65,10 +65,8 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
         if me.local_world_size > torch.cuda.device_count():
             raise UserError(
                 f"{me.local_world_size} processes were launched on this machine and {torch.cuda.device_count()} GPUs "
-                "are "
-                f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process "
-                "needs one "
-                f"GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
+                f"are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process "
+                f"needs one GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
             )
         torch.cuda.set_device(me.local_rank)
         device = "cuda"

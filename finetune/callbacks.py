@@ -258,8 +258,7 @@ class Record(TrainerCallback):
             raise RunError(
                 f"The loss of step {bad[0]} is not finite ({losses[bad[0] - first]}). Training on would keep nothing "
                 "of worth. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
-                "place "
-                "of float16; then go on from the last checkpoint with training.resume_from_checkpoint: true."
+                "place of float16; then go on from the last checkpoint with training.resume_from_checkpoint: true."
             )
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -101,8 +101,7 @@ def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
         if place in seen:
             return (
                 f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make as many GPUs "
-                "visible "
-                "as there are processes, and leave CUDA_VISIBLE_DEVICES the same on all ranks"
+                "visible as there are processes, and leave CUDA_VISIBLE_DEVICES the same on all ranks"
             )
         seen[place] = one.rank
     return None
@@ -144,9 +143,8 @@ def no_search_for_unused_parameters_under_reentrant_checkpointing(facts: list[Fa
     for one in facts:
         if len(facts) > 1 and one.finds_unused and one.reentrant:
             return (
-                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; remove the "
-                "first, or set "
-                "training.gradient_checkpointing: false"
+                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; remove the first, "
+                "or set training.gradient_checkpointing: false"
             )
     return None
 

@@ -268,14 +268,13 @@ def _check_adapter(config: Config, adapter: dict) -> None:
     if config.model.full_finetuning:
         raise UserError(
             f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the "
-            "adapter "
-            "first, or give the base model."
+            "adapter first, or give the base model."
         )
     if not config.lora.continue_adapter:
         raise UserError(
             f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would "
-            "replace it. "
-            "To go on training this one set lora.continue_adapter: true; to start anew give the base model."
+            "replace it. To go on training this one set lora.continue_adapter: true; to start anew give the base "
+            "model."
         )
     wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
     found = {key: adapter.get(key) for key in wanted}

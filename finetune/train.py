@@ -376,9 +376,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
             [] if job.config.model.load_in_4bit or job.config.model.full_finetuning else ["model.load_in_4bit: true"]
         )
         raise RunError(
-            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens "
-            "per GPU. "
-            f"To go on, {less}" + (f"; {' and '.join(others)} need less, too" if others else "") + ". "
+            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
+            f"GPU. To go on, {less}" + (f"; {' and '.join(others)} need less, too" if others else "") + ". "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
 

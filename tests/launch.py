@@ -63,3 +63,13 @@ def train(how: str, arguments: list[str], *, out: Path, cache: Path, code: int =
 def read(out: Path) -> dict[str, Any]:
     """The run.json of an output folder."""
     return json.loads((out / "run.json").read_text())
+
+
+def packed_against_alone(model: Path, backend: str, documents: list[int], *, cache: Path) -> list[dict[str, Any]]:
+    """What `tests.packed_against_alone` found, for packs of so many documents."""
+    command = [sys.executable, "-m", "tests.packed_against_alone", str(model), backend, ",".join(map(str, documents))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(cache), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [one["documents"] for one in found] == documents
+    return found

@@ -1,6 +1,6 @@
-"""A line of packed documents against each document alone: logits and gradients of one model. Prints JSON.
+"""Packed documents against each document alone: logits and gradients of one model. Prints a line of JSON for each pack.
 
-python -m tests.packed_against_alone MODEL_FOLDER BACKEND DOCUMENTS [--section.key value ...]
+python -m tests.packed_against_alone MODEL_FOLDER BACKEND DOCUMENTS[,DOCUMENTS ...] [--section.key value ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 def main() -> int:
     """Relative differences (norm of the difference over norm) of logits and gradients, and of the summed loss."""
     os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
-    folder, backend, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder, backend, counts = sys.argv[1], sys.argv[2], [int(text) for text in sys.argv[3].split(",")]
     from finetune import bootstrap
     from finetune.config import load
 
@@ -35,14 +35,18 @@ def main() -> int:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
-    rng = np.random.default_rng(count)
-    documents = []
-    for length in rng.integers(2, 4000 // count if count > 16 else 250, size=count):
-        ids = rng.integers(3, 300, size=length).astype(np.int32)
-        labels = np.where(rng.random(length) < 0.7, ids, -100).astype(np.int32)
-        labels[0] = -100
-        labels[-1] = ids[-1]
-        documents.append((ids, labels))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def make_documents(count: int) -> list:
+        rng = np.random.default_rng(count)
+        documents = []
+        for length in rng.integers(2, 4000 // count if count > 16 else 250, size=count):
+            ids = rng.integers(3, 300, size=length).astype(np.int32)
+            labels = np.where(rng.random(length) < 0.7, ids, -100).astype(np.int32)
+            labels[0] = -100
+            labels[-1] = ids[-1]
+            documents.append((ids, labels))
+        return documents
 
     def measure(rows: list, pack_length: int | None):
         batch = collate(rows, pad_token_id=0, pack_length=pack_length)
@@ -58,27 +62,30 @@ def main() -> int:
             logits = model(**inputs).logits[0].float()
         return loss.detach().double(), logits
 
-    alone_loss, alone_logits = 0.0, []
-    for document in documents:
-        loss, logits = measure([[document]], None)
-        alone_loss += loss
-        alone_logits.append(logits[: len(document[0])])
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    alone = torch.cat([parameter.grad.flatten().double() for parameter in trained])
-    model.zero_grad()
-    packed_loss, logits = measure([documents], 4096)
-    packed = torch.cat([parameter.grad.flatten().double() for parameter in trained])
-    alone_logits = torch.cat(alone_logits)
-    logits = logits[: len(alone_logits)]
-    result = {
-        "documents": count,
-        "loss": abs(float((packed_loss - alone_loss) / alone_loss)),
-        "logits": float((logits - alone_logits).norm() / alone_logits.norm()),
-        "gradient": float((packed - alone).norm() / alone.norm()),
-        "ratio": float(packed.norm() / alone.norm()),
-        "patches": [verdict.name for verdict in stack.patches if verdict.applied],
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
+    def gradient() -> torch.Tensor:
+        found = torch.cat([parameter.grad.flatten().double() for parameter in trained])
+        model.zero_grad()
+        return found
+
+    for count in counts:
+        documents = make_documents(count)
+        loss, rows = 0.0, []
+        for document in documents:
+            own, logits = measure([[document]], None)
+            loss += own
+            rows.append(logits[: len(document[0])])
+        alone, alone_logits = gradient(), torch.cat(rows)
+        packed_loss, logits = measure([documents], 4096)
+        packed, logits = gradient(), logits[: len(alone_logits)]
+        result = {
+            "documents": count,
+            "loss": abs(float((packed_loss - loss) / loss)),
+            "logits": float((logits - alone_logits).norm() / alone_logits.norm()),
+            "gradient": float((packed - alone).norm() / alone.norm()),
+            "ratio": float(packed.norm() / alone.norm()),
+            "patches": [verdict.name for verdict in stack.patches if verdict.applied],
+        }
+        sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 

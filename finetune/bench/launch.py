@@ -103,10 +103,10 @@ def _failure(code: int, said: str, world_size: int) -> UserError:
         # The launcher ends with 1 whatever its ranks end with; each one's own code is in its report.
         own = {int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", said)} | {code}
         return (UserError if 2 in own else RunError)(told)
-    killed = re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*-(\d+)", said)
-    if killed:
-        # Those that the launcher itself ended, with SIGTERM, are not the reason.
-        rank, number = min(killed, key=lambda one: int(one[1]) == signal.SIGTERM)
-        name = signal.Signals(int(number)).name
+    ended = re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*(-?\d+)", said)
+    # Those that the launcher itself ended, with SIGTERM, are not the reason.
+    rank, number = min(ended, key=lambda one: int(one[1]) == -signal.SIGTERM, default=("", "0"))
+    if int(number) < 0:
+        name = signal.Signals(-int(number)).name
         return RunError(f"rank {rank} of {world_size} died ({name}); the others were stopped")
     return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {said[-3000:]}")

@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m finetune.convert",
         description="Turn an Unsloth notebook into a script that is safe on any number of devices: NAME.py,"
-        " NAME.yaml and "
-        "NAME.report.json. Exit codes: 0 written, 1 a verification failed, 2 bad input, 3 refused, with the reason.",
+        " NAME.yaml and NAME.report.json. Exit codes: 0 written, 1 a verification failed, 2 bad input, 3 refused,"
+        " with the reason.",
     )
     parser.add_argument("notebook", nargs="?", type=Path, help=".ipynb, or .py exported from one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files; default: beside the notebook")

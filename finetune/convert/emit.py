@@ -149,8 +149,8 @@ def _docstring(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     what = f"{kind} of {model['model_name_or_path']}"
     told = (
         f"From {notebook.name} (sha256 {notebook.sha256[:16]}), by finetune convert {__version__}. This is derived "
-        f"from that notebook, "
-        f"whose licence applies{_licence(notebook)}. What was left out, and why: {name}.report.json"
+        f"from that notebook, whose licence applies{_licence(notebook)}. What was left out, and why: "
+        f"{name}.report.json"
     )
     lines = [
         f'"""{what}, converted from a notebook.',

@@ -587,9 +587,8 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
     settings.set("data.assistant_only_loss", bool(only))
     if not columns:
         settings.notes.append(
-            "the columns of the data set are not known before it is loaded: as TRL does with conversations, all of"
-            " a row is learnt; "
-            "set data.assistant_only_loss: true where rows are prompt and completion"
+            "the columns of the data set are not known before it is loaded: as TRL does with conversations, all of a "
+            "row is learnt; set data.assistant_only_loss: true where rows are prompt and completion"
         )
 
 

@@ -313,9 +313,8 @@ def _nothing_left(name: str, ledger: Ledger, script: str | None) -> str:
     )
     return (
         f"{key}: none of the {ledger.rows_read:,} rows has a token to learn. Dropped: {reasons or 'none'}. Look at "
-        "the first "
-        "row named for each reason; data.columns, data.format, data.max_length, data.assistant_only_loss and "
-        "data.response_part decide what is kept."
+        "the first row named for each reason; data.columns, data.format, data.max_length, data.assistant_only_loss "
+        "and data.response_part decide what is kept."
     )
 
 

@@ -169,9 +169,8 @@ def entry(
                     )
     except (PermissionError, LockTimeout) as error:
         raise UserError(
-            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable "
-            "FINETUNE_CACHE, to "
-            "a folder that can."
+            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable FINETUNE_CACHE, "
+            "to a folder that can."
         ) from None
     except OSError as error:
         if error.errno == 30:  # read-only file system

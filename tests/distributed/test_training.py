@@ -31,8 +31,7 @@ def worst(one: list[float], other: list[float]) -> float:
 FULL = ("--model.full_finetuning", "--training.learning_rate", "1e-3")
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", ["unsloth-lora", "transformers-full"])
+@pytest.mark.parametrize(("kind", "accumulation"), [("unsloth-lora", 3), ("transformers-full", 1)])
 def test_two_ranks_train_as_one_process_does(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, kind: str, accumulation: int
 ) -> None:
@@ -64,8 +63,10 @@ def test_two_ranks_train_as_one_process_does(
         assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
-def test_training_equals_a_plain_loop(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "checkpointing"), [("unsloth", "true"), ("transformers", "false")])
+def test_training_equals_a_plain_loop(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str, checkpointing: str
+) -> None:
     """Final weights of a full fine-tuning against 6 steps written out in plain PyTorch, on the same rows."""
     out = tmp_path / "out"
     run = launch.train(
@@ -73,7 +74,7 @@ def test_training_equals_a_plain_loop(tiny_model: Path, tiny_data: Path, tmp_pat
         settings(
             tiny_model, tiny_data, *FULL, "--model.backend", backend, "--training.global_batch_size", "7",
             "--training.lr_scheduler_type", "constant", "--training.per_device_train_batch_size", "1",
-            "--training.optim", "adamw_torch",
+            "--training.optim", "adamw_torch", "--training.gradient_checkpointing", checkpointing,
         ),
         out=out,
         cache=tmp_path,
@@ -128,9 +129,9 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
     return losses, {name: tensor.detach() for name, tensor in trained.state_dict().items()}
 
 
-@pytest.mark.parametrize("how", ["python", "cpu_2.yaml"])
-def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
+def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Stopped after step 3 and resumed, with dropout; the newest checkpoint is torn and is passed over, said aloud."""
+    how = "cpu_2.yaml"
     extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
     arguments = settings(tiny_model, tiny_data, *extra)
     whole = tmp_path / "whole"
@@ -154,25 +155,17 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
 
 
 def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """From one process of `accelerate launch` without a profile, by torchrun on two ranks."""
     arguments = settings(tiny_model, tiny_data, "--training.save_steps", "3", "--training.global_batch_size", "4")
-    whole = launch.train("python", arguments, out=tmp_path / "whole", cache=tmp_path)
+    whole = launch.train("accelerate", arguments, out=tmp_path / "whole", cache=tmp_path)
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "whole", again)
     shutil.rmtree(again / "checkpoint-6")
     resumed = launch.train(
-        "cpu_2.yaml", [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path
+        "torchrun", [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path
     )
+    assert (whole["world_size"], resumed["world_size"]) == (1, 2)
     assert worst(whole["losses"][3:], resumed["losses"]) < 1e-5
-
-
-@pytest.mark.parametrize("how", ["accelerate", "torchrun"])
-def test_other_launchers(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
-    """`accelerate launch` without a profile, and torchrun."""
-    run = launch.train(
-        how, settings(tiny_model, tiny_data, "--training.global_batch_size", "4"), out=tmp_path / "out", cache=tmp_path
-    )
-    assert run["world_size"] == (2 if how == "torchrun" else 1)
-    assert run["status"] == "done"
 
 
 def test_multi_cpu_profile_that_starts_one_process_is_refused(
@@ -249,9 +242,10 @@ def test_a_failing_rank_ends_all_and_shows_its_own_error(
 def test_a_signal_saves_and_ends_with_130(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, kind: str
 ) -> None:
-    """One rank gets the signal; all save after the same step, and the run can be resumed to the same losses."""
+    """One rank gets the signal; all save after the same step, and the run is resumed to the losses of one that was not
+    stopped: exactly those where that ran on as many ranks."""
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
-    whole = launch.train(how, arguments, out=tmp_path / "whole", cache=tmp_path)
+    whole = launch.train("python", arguments, out=tmp_path / "whole", cache=tmp_path)
     out = tmp_path / "out"
     done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "python" else 1, 1)
     if how == "python":
@@ -263,7 +257,8 @@ def test_a_signal_saves_and_ends_with_130(
     assert 0 < record["steps"] < STEPS
     assert (out / f"checkpoint-{record['steps']}" / "checkpoint.json").is_file()
     resumed = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
-    assert record["losses"] + resumed["losses"] == whole["losses"]
+    losses = record["losses"] + resumed["losses"]
+    assert losses == whole["losses"] if how == "python" else worst(whole["losses"], losses) < 1e-5
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -74,38 +74,59 @@ def test_configuration_is_refused_before_torch_is_imported(folder: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, ["does not exist", "train.jsonl"]),
-        ("", ["is empty"]),
-        ('{"messages": []}\n{"messages": [\n', ["broken.jsonl:2"]),
-        ('{"text": 1}\n"just a string"\n', ["broken.jsonl:2"]),
-        ('{"id": 1, "body": "x"}\n', ["the columns are id, body", "messages needs"]),
-        (
-            '{"messages": [{"role": "user", "content": "hi"}]}\n',
-            ["none of the 1 rows", "no_assistant", "broken.jsonl:1"],
-        ),
-        (b'{"text": "caf\xe9"}\n', ["UTF-8"]),
-    ],
-    ids=["missing", "empty", "torn json", "no object", "columns", "no label tokens", "encoding"],
-)
-def test_data_that_cannot_be_used(
-    folder: Path, tiny_model: Path, content: str | bytes | None, expected: list[str]
-) -> None:
-    path = folder / "broken.jsonl"
-    if content is not None:
+BROKEN = {
+    "empty": ("", [], ["is empty"]),
+    "torn": ('{"messages": []}\n{"messages": [\n', [], ["torn.jsonl:2"]),
+    "no object": ('{"text": 1}\n"just a string"\n', [], ["no object.jsonl:2"]),
+    "columns": ('{"id": 1, "body": "x"}\n', [], ["the columns are id, body", "messages needs"]),
+    "no labels": (
+        '{"messages": [{"role": "user", "content": "hi"}]}\n',
+        [],
+        ["none of the 1 rows", "no_assistant", "no labels.jsonl:1"],
+    ),
+    "encoding": (b'{"text": "caf\xe9"}\n', [], ["UTF-8"]),
+    "mapping": (
+        '{"question": "1+1", "answer": "2"}\n',
+        ["--data.columns", "{prompt: frage, completion: answer}"],
+        ["frage", "question, answer"],
+    ),
+}
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from finetune import train
+for name, words in json.loads(sys.argv[1]).items():
+    print("CASE", name, flush=True)
+    print("CODE", train.main(words), flush=True)
+"""
+
+
+def test_data_that_cannot_be_used(folder: Path, tiny_model: Path) -> None:
+    """One process for all, which imports the libraries once."""
+    commands = {}
+    for name, (content, extra, _) in BROKEN.items():
+        path = folder / f"{name}.jsonl"
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    words = refused(folder, *model(tiny_model), *data(path))
-    for part in expected:
-        assert part in words, words
+        out = ["--training.output_dir", str(folder / "out")]
+        commands[name] = [*model(tiny_model), *data(path, *extra), *out]
+    script = folder / "script.py"
+    script.write_text(ONE_AFTER_THE_OTHER)
+    (folder / "cache").mkdir()
+    before = sorted(folder.iterdir())
+    done = launch.run("python", [json.dumps(commands)], cache=folder / "cache", script=script)
+    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout[-4000:]
+    said = dict(part.split("\n", 1) for part in done.stdout.split("CASE ")[1:])
+    assert said.keys() == BROKEN.keys()
+    for name, (_, _, expected) in BROKEN.items():
+        words = " ".join(said[name].split())
+        assert words.count("error: ") == 1 and words.endswith("CODE 2"), words
+        for part in expected:
+            assert part in words, words
+    assert sorted(folder.iterdir()) == before and not list(folder.glob("cache/data/*/*.arrow"))
 
 
-def test_a_mapping_to_columns_that_are_not_there_lists_those_that_are(folder: Path, tiny_model: Path) -> None:
-    path = folder / "qa.jsonl"
-    path.write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
-    words = refused(folder, *model(tiny_model), *data(path, "--data.columns", "{prompt: frage, completion: answer}"))
-    assert "frage" in words and "question, answer" in words
+def test_data_that_is_not_there(folder: Path, tiny_model: Path) -> None:
+    words = refused(folder, *model(tiny_model), *data(folder / "missing.jsonl"))
+    assert "missing.jsonl" in words and "does not exist" in words
 
 
 def test_model_that_is_nowhere(folder: Path) -> None:
@@ -124,10 +145,14 @@ def test_unsloth_where_it_cannot_run(folder: Path, tiny_model: Path) -> None:
 
 
 def test_unsloth_that_cannot_run_gives_way_under_auto(folder: Path, tiny_model: Path) -> None:
-    arguments = [*model(tiny_model), *data(folder / "train.jsonl")]
+    """And compressed data is read."""
+    path = folder / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
+    arguments = [*model(tiny_model), *data(path)]
     run = launch.train("python", arguments, out=folder / "o", cache=folder, UNSLOTH_DISABLE_CPU_FALLBACK="1")
     assert run["backend"] == "transformers"
     assert "Unsloth cannot run here" in run["backend_reason"]
+    assert run["ledger"]["train"]["rows_kept"] == 20
 
 
 def test_world_size_that_does_not_divide_the_global_batch(folder: Path, tiny_model: Path) -> None:
@@ -143,17 +168,8 @@ def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
     assert "holds another run" in words and "resume_from_checkpoint" in words
 
 
-def test_checkpoint_of_another_plan(folder: Path, tiny_model: Path) -> None:
-    arguments = [*model(tiny_model), *data(folder / "train.jsonl", "--training.seed", "1")]
-    launch.train("python", arguments, out=folder / "out", cache=folder)
-    changed = [*arguments[:-1], "2", "--training.resume_from_checkpoint", "true"]
-    done = launch.run("python", [*changed, "--training.output_dir", str(folder / "out")], cache=folder)
-    assert done.returncode == 2
-    assert "belongs to another plan of steps" in " ".join(done.stdout.split())
-
-
 def test_adapter_on_top_of_an_adapter(folder: Path, tiny_model: Path) -> None:
-    """Refused; and continued, from the weights it has, where that is asked for."""
+    """Refused; and continued, from the weights it has, where that is asked for. So is a checkpoint of another plan."""
     train = data(
         folder / "train.jsonl", "--logging.generate_samples", "0", "--data.eval_file", str(folder / "train.jsonl")
     )
@@ -166,6 +182,10 @@ def test_adapter_on_top_of_an_adapter(folder: Path, tiny_model: Path) -> None:
         assert second["eval_loss_before"] == pytest.approx(first["eval_loss_after"], rel=1e-6)
     words = refused(folder, *again, "--lora.r", "4")
     assert "'r': 16" in words and "'r': 4" in words
+    resumed = [*model(tiny_model), *train, "--training.seed", "2", "--training.resume_from_checkpoint", "true"]
+    done = launch.run("python", [*resumed, "--training.output_dir", str(folder / "first")], cache=folder)
+    assert done.returncode == 2
+    assert "belongs to another plan of steps" in " ".join(done.stdout.split())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -248,10 +268,3 @@ def test_help_and_version_are_quick_to_answer(folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "the nearest is `train`" in done.stderr
-
-
-def test_compressed_data_is_read(folder: Path, tiny_model: Path) -> None:
-    path = folder / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
-    run = launch.train("python", [*model(tiny_model), *data(path)], out=folder / "o", cache=folder)
-    assert run["ledger"]["train"]["rows_kept"] == 20

@@ -256,6 +256,7 @@ Root Cause (first observed failure):
         ("error: [rank 1] no such file\n" + REPORT.format(rank=1, code=2), UserError, r"^\[rank 1\] no such file$"),
         ("error: CUDA ran out of memory\n" + REPORT.format(rank=1, code=1), RunError, "^CUDA ran out of memory$"),
         ("Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1).replace("-15", "1"), RunError, "broken"),
+        ("Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1), RunError, "broken"),
     ],
 )
 def test_the_first_failure_is_told(said: str, kind: type, words: str) -> None:
