@@ -109,4 +109,5 @@ def _failure(code: int, said: str, world_size: int) -> UserError:
     if int(number) < 0:
         name = signal.Signals(-int(number)).name
         return RunError(f"rank {rank} of {world_size} died ({name}); the others were stopped")
-    return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {said[-3000:]}")
+    own = re.split(r"^[EIW]\d{4} [^\n]*torch/distributed/elastic", said, maxsplit=1, flags=re.MULTILINE)[0]
+    return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {own[-3000:]}")

@@ -237,6 +237,7 @@ def test_a_crowded_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- ranks that fail ------------------------------------------------------------------------------------------------
 
 REPORT = """\
+E1122 00:36:07.367000 12 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0
 Failures:
 [1]:
   time      : 2026-01-01_00:00:00
@@ -256,7 +257,11 @@ Root Cause (first observed failure):
         ("error: [rank 1] no such file\n" + REPORT.format(rank=1, code=2), UserError, r"^\[rank 1\] no such file$"),
         ("error: CUDA ran out of memory\n" + REPORT.format(rank=1, code=1), RunError, "^CUDA ran out of memory$"),
         ("Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1).replace("-15", "1"), RunError, "broken"),
-        ("Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1), RunError, "broken"),
+        (
+            "Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1),
+            RunError,
+            r"code 1: Trace[^:]*: broken\s*$",
+        ),
     ],
 )
 def test_the_first_failure_is_told(said: str, kind: type, words: str) -> None:
