@@ -487,7 +487,7 @@ def _triton_cache(config: Config, found: Found) -> Verdict:
     )
 
 
-def _data_files(config: Config, found: Found) -> Verdict:
+def _files(config: Config, found: Found) -> Verdict:
     if config.demo:
         return None
     from finetune.train import check_files
@@ -496,7 +496,7 @@ def _data_files(config: Config, found: Found) -> Verdict:
         check_files(config)
     except UserError as error:
         return "stop", str(error)
-    return "ok", "they are there" if config.data.train_file else "they are on the hub"
+    return "ok", "what is to be on this machine is there"
 
 
 def _batch(config: Config, found: Found) -> Verdict:
@@ -535,7 +535,7 @@ CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "data cache": _data_cache,
     "shared memory": _shared_memory,
     "Triton cache": _triton_cache,
-    "data files": _data_files,
+    "model and data files": _files,
     "batch": _batch,
     "4-bit weights": _4bit,
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from finetune import model_files
 from finetune.bootstrap import Stack, quiet_ranks
 from finetune.config import Config
 from finetune.errors import UserError
@@ -66,9 +66,7 @@ def check(config: Config, stack: Stack) -> bool:
     """
     if stack.backend == "transformers":
         _check_arguments(config, stack)
-    adapter = adapter_config(str(config.model.model_name_or_path), config.model.revision)
-    if adapter is not None:
-        _check_adapter(config, adapter)
+    adapter = model_files.adapter(config)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
     return adapter is not None
@@ -234,57 +232,6 @@ def _check_arguments(config: Config, stack: Stack) -> None:
             )
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------
-
-
-def adapter_config(name: str, revision: str | None = None) -> dict | None:
-    """The adapter_config.json of a folder or hub name that holds an adapter; None for a whole model."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(name)
-    if folder.is_dir():
-        file = folder / "adapter_config.json"
-        return json.loads(file.read_text()) if file.is_file() else None
-    cached = try_to_load_from_cache(name, "adapter_config.json", revision=revision)
-    if isinstance(cached, str):
-        return json.loads(Path(cached).read_text())
-    from huggingface_hub import constants, file_exists, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from requests import RequestException
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    try:
-        if not file_exists(name, "adapter_config.json", revision=revision):
-            return None
-        return json.loads(Path(hf_hub_download(name, "adapter_config.json", revision=revision)).read_text())
-    except (HfHubHTTPError, HFValidationError, RequestException, OSError):
-        return None  # loading the model itself says better what is wrong
-
-
-def _check_adapter(config: Config, adapter: dict) -> None:
-    name = config.model.model_name_or_path
-    base = adapter.get("base_model_name_or_path")
-    if config.model.full_finetuning:
-        raise UserError(
-            f"model.model_name_or_path is {name}, an adapter of {base}, and model.full_finetuning is set. Merge the "
-            "adapter first, or give the base model."
-        )
-    if not config.lora.continue_adapter:
-        raise UserError(
-            f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would "
-            "replace it. To go on training this one set lora.continue_adapter: true; to start anew give the base "
-            "model."
-        )
-    wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
-    found = {key: adapter.get(key) for key in wanted}
-    if wanted != found:
-        raise UserError(
-            f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration says {wanted}. "
-            "Set lora.r and lora.lora_alpha to the adapter's values."
-        )
-
-
 def _check_bitsandbytes(bits: int) -> None:
     try:
         import bitsandbytes  # noqa: F401
@@ -424,7 +371,7 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
         )
         raise UserError(
             f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
-            f"Check the spelling, download it first with `huggingface-cli download {name}`, or give a folder. "
+            f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
             f"(The library's first words: {text.splitlines()[0][:200]})"
         ) from error
 

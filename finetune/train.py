@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, invariants, keeping, metrics, strategy
+from finetune import distributed, interrupt, invariants, keeping, metrics, model_files, strategy
 from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
 from finetune.hooks import NO_HOOKS, Hooks
@@ -37,6 +37,8 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
         without: names of patches to leave out, needed or not.
         hooks: functions of the user's script.
     """
+    if not config.demo:
+        check_files(config)
     if not config.dry_run:
         strategy.apply(config)
     else:
@@ -49,8 +51,6 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
     resume = config.training.resume_from_checkpoint
     keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
     found = keeping.find(output_dir, resume)
-    if not demo:
-        check_files(config)
 
     from finetune import bootstrap
 
@@ -88,13 +88,14 @@ def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
 
 
 def check_files(config: Config) -> None:
-    """The data files are there: known before anything heavy is imported.
+    """The model's files and the data files are there: known before anything heavy is imported.
 
     Raises:
-        UserError: one is missing, or is nothing that can be read.
+        UserError: one is missing, or is nothing that can be read or trained.
     """
     from finetune.data import sources
 
+    model_files.check(config)
     for given in (config.data.train_file, config.data.eval_file):
         if given is not None:
             sources.expand([given] if isinstance(given, str) else given)

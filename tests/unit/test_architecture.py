@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 LAYERS = (
     {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"},
     {"hardware", "nccl", "statistics", "predict", "rules"},
-    {"bootstrap", "data", "model", "metrics", "communication", "samples", "job", "measurements"},
+    {"bootstrap", "data", "model", "model_files", "metrics", "communication", "samples", "job", "measurements"},
     {"trainer", "callbacks", "scoring"},
     {
         "train",

@@ -74,7 +74,8 @@ def test_configuration_is_refused_before_torch_is_imported(folder: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-BROKEN = {
+# What the file holds, further arguments, what is said.
+BROKEN: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "empty": ("", [], ["is empty"]),
     "torn": ('{"messages": []}\n{"messages": [\n', [], ["torn.jsonl:2"]),
     "no object": ('{"text": 1}\n"just a string"\n', [], ["no object.jsonl:2"]),
@@ -90,6 +91,7 @@ BROKEN = {
         ["--data.columns", "{prompt: frage, completion: answer}"],
         ["frage", "question, answer"],
     ),
+    "tokenizer": ("{}", ["--model.model_name_or_path", "HALF"], ["its tokenizer cannot be loaded", "lacks files"]),
 }
 ONE_AFTER_THE_OTHER = """
 import json, sys
@@ -103,11 +105,15 @@ for name, words in json.loads(sys.argv[1]).items():
 def test_data_that_cannot_be_used(folder: Path, tiny_model: Path) -> None:
     """One process for all, which imports the libraries once."""
     commands = {}
+    half = folder / "half"
+    half.mkdir()
+    (half / "config.json").write_text('{"model_type": "llama"}')
     for name, (content, extra, _) in BROKEN.items():
         path = folder / f"{name}.jsonl"
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         out = ["--training.output_dir", str(folder / "out")]
-        commands[name] = [*model(tiny_model), *data(path, *extra), *out]
+        given = [*model(tiny_model), *data(path, *extra), *out]
+        commands[name] = [word.replace("HALF", str(half)) for word in given]
     script = folder / "script.py"
     script.write_text(ONE_AFTER_THE_OTHER)
     (folder / "cache").mkdir()

@@ -137,10 +137,12 @@ def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.Monk
 
 
 def config_file(folder: Path, **training: Any) -> Path:
-    folder.mkdir(exist_ok=True)
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text('{"text": "a"}\n')
     settings = {
-        "model": {"model_name_or_path": "some/model", "backend": "transformers"},
+        "model": {"model_name_or_path": str(model), "backend": "transformers"},
         "data": {"train_file": str(folder / "rows.jsonl")},
         "training": {"output_dir": str(folder / "out"), "gradient_checkpointing": True, **training},
     }
@@ -285,7 +287,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     data = ("--model.model_name_or_path", "m", "--data.train_file", str(tmp_path / "*.csv"))
     held = verdict("output folder", two_gpus, *data, "--training.output_dir", str(tmp_path))
     assert held[0] == "stop" and "another run" in held[1]
-    missing = verdict("data files", two_gpus, *data)
+    missing = verdict("model and data files", two_gpus, *data)
     assert missing[0] == "stop" and "csv" in missing[1]
 
     monkeypatch.setattr(doctor.keeping.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
