@@ -5,11 +5,11 @@
 #     OUT=results benchmarks/gpu_study.sh dense 1,2       # the study's two models, its 50 runs, with and without peers
 #     OUT=results benchmarks/gpu_study.sh lora 1,8        # LoRA r16 of 1.2 B, packs of 16,384 tokens
 #     OUT=results benchmarks/gpu_study.sh large 1,8       # the same of 3 B, one run
-#     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2     # 22 cases, 11 side by side
+#     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2 full QLoRA  # cases by name, or 22
 #     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 LoRA           # advice against runs, by name
 #
-# GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out; the last word
-# names those of `predictions`, which adds the models of `dense` where $OUT has that study with the same numbers.
+# GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out. `predictions`
+# adds the models of `dense` where $OUT has that study with the same numbers.
 # PYTHON=... names the interpreter. JSON, Markdown and, where matplotlib is installed, PNG go to $OUT.
 set -eu
 : "${OUT:?set OUT to the folder of the results}"
@@ -34,8 +34,9 @@ dense) bench study --models 258K,6.9M --world-sizes "$worlds" --runs 50 --out "$
 lora) bench study --models llama-1.2b --world-sizes "$worlds" --runs 3 --steps 20 --out "$OUT/lora-$name" ;;
 large) bench study --models llama-3b --world-sizes "$worlds" --runs 1 --steps 20 --out "$OUT/large-$name" ;;
 parity)
+    shift && [ $# -eq 0 ] || shift  # what is left names cases; six side by side are as many as two GPUs gain by
     timeout 530 "${PYTHON:-python3}" -m benchmarks.parity_matrix --train "$TRAIN" --eval "$EVAL" --shape llama-1.2b \
-        --world-sizes "$worlds" --jobs 11 --work "$OUT/work" --out "$OUT/parity-$name.jsonl"
+        --cases "${@:-}" --world-sizes "$worlds" --jobs 6 --work "$OUT/work" --out "$OUT/parity-$name.jsonl"
     ;;
 predictions)
     set -- --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/work" --cases "${3:-}" --out "$OUT/predictions-$name.json"

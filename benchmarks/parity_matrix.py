@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--world-sizes", default="1,2,4")
     parser.add_argument("--shape", default="llama-1m", choices=list(SHAPES))
     parser.add_argument("--backends", nargs="+", default=["unsloth", "transformers"])
-    parser.add_argument("--cases", default="", help="only those whose name holds this")
+    parser.add_argument("--cases", nargs="+", default=[""], help="only those whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side: results do not depend on speed")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,8 @@ def main() -> int:
     few.write_text("".join(options.train.open(encoding="utf-8").readlines()[:13]), encoding="utf-8")
     held_out.write_text("".join(options.eval.open(encoding="utf-8").readlines()[:16]), encoding="utf-8")
     model = build(options.work / options.shape, options.shape, options.train)
-    cases = [(backend, name) for backend in options.backends for name in CASES if options.cases in name]
+    chosen = [name for name in CASES if any(part in name for part in options.cases)]
+    cases = [(backend, name) for backend in options.backends for name in chosen]
 
     def one(case: tuple[str, str]) -> bool:
         backend, name = case
