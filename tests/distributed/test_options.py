@@ -24,11 +24,28 @@ def train(model: Path, data: Path, tmp_path: Path, *extra: str) -> tuple[dict, d
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
-def test_adapter_options(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
+def test_qlora(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
+    """4-bit weights are 4-bit (bitsandbytes has CPU kernels), and only the adapter is trained and saved."""
+    run, adapter = train(tiny_model, tiny_data, tmp_path, "--model.backend", backend, "--model.load_in_4bit")
+    assert adapter["r"] == 16
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert weights and all("lora_" in name for name in weights)
+    assert len(run["losses"]) == 2 and all(loss > 0 for loss in run["losses"])
+
+
+@pytest.mark.parametrize(("backend", "checkpointing"), [("unsloth", "false"), ("transformers", "true")])
+def test_adapter_options_and_the_saved_model_in_plain_transformers(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str, checkpointing: str
+) -> None:
+    """Reload the final adapter outside the project, and compute the held-out loss by hand."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     run, adapter = train(
         tiny_model, tiny_data, tmp_path, "--model.backend", backend, "--lora.r", "4", "--lora.lora_alpha", "12",
         "--lora.use_rslora", "--lora.target_modules", "[q_proj, v_proj]", "--lora.modules_to_save", "[lm_head]",
-        "--training.gradient_checkpointing", "true", "--logging.profile_steps", "1", "--training.max_steps", "5",
+        "--data.eval_file", str(tiny_data / "eval.jsonl"), "--training.gradient_checkpointing", checkpointing,
+        "--training.learning_rate", "1e-2", "--training.max_steps", "5", "--logging.profile_steps", "1",
     )  # fmt: skip
     assert run["backend"] == backend
     assert (adapter["r"], adapter["lora_alpha"], adapter["use_rslora"]) == (4, 12, True)
@@ -40,36 +57,6 @@ def test_adapter_options(tiny_model: Path, tiny_data: Path, tmp_path: Path, back
     trace = json.loads((tmp_path / "out" / "runs" / "trace-rank-0.json").read_text())
     assert any("aten::linear" in event.get("name", "") for event in trace["traceEvents"])
 
-
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
-def test_qlora(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
-    """4-bit weights are 4-bit (bitsandbytes has CPU kernels), and only the adapter is trained and saved."""
-    run, adapter = train(tiny_model, tiny_data, tmp_path, "--model.backend", backend, "--model.load_in_4bit")
-    assert adapter["r"] == 16
-    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert weights and all("lora_" in name for name in weights)
-    assert len(run["losses"]) == 2 and all(loss > 0 for loss in run["losses"])
-
-
-@pytest.mark.parametrize(("backend", "checkpointing"), [("unsloth", "false"), ("transformers", "true")])
-def test_saved_model_gives_the_recorded_loss_in_plain_transformers(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str, checkpointing: str
-) -> None:
-    """Reload the final adapter outside the project, and compute the held-out loss by hand."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    extra = (
-        "--model.backend",
-        backend,
-        "--data.eval_file",
-        str(tiny_data / "eval.jsonl"),
-        "--training.learning_rate",
-        "1e-2",
-        "--training.gradient_checkpointing",
-        checkpointing,
-    )
-    run, _ = train(tiny_model, tiny_data, tmp_path, *extra)
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "out"
     )
