@@ -118,6 +118,7 @@ class SFTTrainer(trl.SFTTrainer):
             callbacks=callbacks,
         )
         self.remove_callback(transformers.PrinterCallback)
+        model.register_forward_pre_hook(_from_host, with_kwargs=True)
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
         self._step_loss: torch.Tensor | None = None
         self._counts_checked = False
@@ -156,10 +157,10 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a micro-batch to the device, but for the lengths of its documents: Unsloth reads them on the host, and
-        would have to wait for the device to get them back."""
+        would have to wait for the device to get them back. DDP would move them, too."""
         lengths = inputs.pop("packed_seq_lengths", None)
         inputs = super()._prepare_inputs(inputs)
-        return inputs if lengths is None else {**inputs, "packed_seq_lengths": lengths}
+        return inputs if lengths is None else {**inputs, "packed_seq_lengths": _OnHost(lengths)}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -347,6 +348,18 @@ class SFTTrainer(trl.SFTTrainer):
         """Train to the end, from the beginning or from a whole checkpoint."""
         self.resumed_step = 0 if resume_from_checkpoint is None else keeping.step_of(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+
+class _OnHost:
+    """A tensor of a forward's arguments that DDP leaves where it is: it moves all that it knows for tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _from_host(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward hook of the model inside DDP: the tensors themselves."""
+    return args, {name: value.tensor if isinstance(value, _OnHost) else value for name, value in kwargs.items()}
 
 
 class _PlanLoader(DataLoader):

@@ -69,7 +69,12 @@ def build_spied(*arguments):
         return batches, total
 
     trainer.get_batch_samples = get_batch_samples
+    trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     return trainer, telling, stop
+
+
+def look(model, args, kwargs):
+    assert all(torch.is_tensor(kwargs[name]) for name in ("packed_seq_lengths",) if name in kwargs), kwargs
 
 
 def documents(batch):

@@ -20,6 +20,42 @@ sys.exit(train.main())
 """
 
 
+# Counts what makes the host wait for the GPU between steps 5 and 10, on rank 0.
+WAITS = """
+import os, sys, warnings
+from pathlib import Path
+import torch
+from transformers import TrainerCallback
+from finetune import distributed, train
+
+build, waits = train.build_trainer, []
+
+
+class Watch(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *rest, **more: waits.append(str(message))
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 10:
+            torch.cuda.set_sync_debug_mode("default")
+            if distributed.ranks().is_main:
+                Path(os.environ["WAITS"]).write_text("\\n".join(one for one in waits if "synchronizing" in one))
+
+
+def build_watched(*arguments):
+    trainer, telling, stop = build(*arguments)
+    trainer.add_callback(Watch())
+    return trainer, telling, stop
+
+
+train.build_trainer = build_watched
+sys.exit(train.main())
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tiny.make_model(tmp_path / "model")
@@ -84,6 +120,33 @@ def test_two_gpus_give_the_losses_of_one(folder: Path) -> None:
         for how in ("single.yaml", "ddp_2.yaml")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.multigpu
+def test_the_host_waits_no_more_often_on_two_gpus(folder: Path) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: packs on Unsloth, whose lengths stay on the host (C7)."""
+    script = folder / "waits.py"
+    script.write_text(WAITS)
+    extra = ["--training.max_steps", "12", "--training.global_batch_size", "4", "--logging.logging_steps", "100"]
+    extra += [
+        "--data.packing",
+        "--data.max_length",
+        "128",
+        "--data.pack_length",
+        "256",
+        "--logging.generate_samples",
+        "0",
+    ]
+    waits = []
+    for how in ("single.yaml", "ddp_2.yaml"):
+        words = arguments(folder, *extra, "--training.per_device_train_batch_size", "1")
+        out, file = ["--training.output_dir", str(folder / how)], folder / f"{how}.txt"
+        done = launch.run(how, [*words, *out], cache=folder, script=script, WAITS=str(file))
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert launch.read(folder / how)["backend"] == "unsloth"
+        waits.append(file.read_text().count("synchronizing"))
+    sys.stdout.write(f"waits of six steps on one and two GPUs: {waits}\n")
+    assert waits[1] <= waits[0]
 
 
 @pytest.mark.gpu

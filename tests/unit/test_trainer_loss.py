@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from finetune.trainer import SFTTrainer
+from finetune.trainer import SFTTrainer, _from_host, _OnHost
 
 
 class MeanModel(torch.nn.Module):
@@ -89,3 +89,22 @@ def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> Non
     loss *= 2
     loss.backward()
     assert seen["extra"] == "kept" and int(seen["num_items_in_batch"]) == 4  # nothing is dropped on the way
+
+
+def test_ddp_leaves_the_lengths_of_documents_on_the_host() -> None:
+    """What DDP does with a forward's arguments, to a device that every build of torch has; defects C7."""
+    from torch.distributed.utils import _to_kwargs
+
+    class Model(torch.nn.Module):
+        def forward(self, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return kwargs
+
+    model = Model()
+    model.register_forward_pre_hook(_from_host, with_kwargs=True)
+    lengths = torch.tensor([3, 5])
+    given = {"input_ids": torch.ones(1, 8), "packed_seq_lengths": _OnHost(lengths)}
+    (moved,) = _to_kwargs((), given, torch.device("meta"), False)[1]
+    found = model(**moved)
+    assert found["input_ids"].device.type == "meta" and found["packed_seq_lengths"] is lengths
+    (moved,) = _to_kwargs((), {"packed_seq_lengths": lengths}, torch.device("meta"), False)[1]
+    assert moved["packed_seq_lengths"].device.type == "meta"  # else all this has no reason any more
