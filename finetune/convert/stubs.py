@@ -24,7 +24,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-SECONDS, STEPS, EVENTS, MEMORY = 2, 200_000, 2_000, 2 * 2**30  # steps and events of one statement
+# Steps and events of one statement decide. The seconds are for single operations that take for ever, and so many that a
+# slow machine decides nothing else by them.
+SECONDS, STEPS, EVENTS, MEMORY = 10, 200_000, 2_000, 2 * 2**30
 
 
 class Unsafe(BaseException):

@@ -13,7 +13,8 @@ from typing import Any
 from finetune.convert.read import Refusal, Statement
 
 _STUBS = Path(__file__).with_name("stubs.py")
-_SECONDS = 10  # the stubs limit steps themselves; this ends what one single operation takes for ever
+_SECONDS = 120  # on the clock; the stubs limit their steps and their own seconds, of which a busy machine gives few
+_OUT_OF_SECONDS = (-9, -24)  # SIGKILL and SIGXCPU, with which the kernel ends what is over its own seconds
 WORLDS = (True, False)
 
 Trace = dict[str, Any]
@@ -47,9 +48,9 @@ def _run(jobs: list[dict[str, Any]]) -> list[Trace]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise Refusal(
-            "R4", "its code does not end under the recording stubs, so the conversion cannot be verified"
-        ) from None
+        done = None
+    if done is None or done.returncode in _OUT_OF_SECONDS:
+        raise Refusal("R4", "its code does not end under the recording stubs, so the conversion cannot be verified")
     try:
         return json.loads(done.stdout)
     except ValueError:
