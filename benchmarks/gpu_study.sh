@@ -36,10 +36,10 @@ large) bench study --models llama-3b --world-sizes "$worlds" --runs 1 --steps 20
 parity)
     shift && [ $# -eq 0 ] || shift  # what is left names cases; six side by side are as many as two GPUs gain by
     timeout 530 "${PYTHON:-python3}" -m benchmarks.parity_matrix --train "$TRAIN" --eval "$EVAL" --shape llama-1.2b \
-        --cases "${@:-}" --world-sizes "$worlds" --jobs 6 --work "$OUT/work" --out "$OUT/parity-$name.jsonl"
+        --cases "${@:-}" --world-sizes "$worlds" --jobs 6 --work "$OUT/scratch" --out "$OUT/parity-$name.jsonl"
     ;;
 predictions)
-    set -- --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/work" --cases "${3:-}" --out "$OUT/predictions-$name.json"
+    set -- --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/scratch" --cases "${3:-}" --out "$OUT/predictions-$name.json"
     [ ! -f "$OUT/dense-$name/study.json" ] || set -- "$@" --study "$OUT/dense-$name/study.json"
     timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions "$@"
     ;;

@@ -223,10 +223,8 @@ def record(options: argparse.Namespace, results: dict[str, Any], name: str, foun
     results["cases"][name] = found
     options.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=1) + "\n"
-    for folder in (
-        options.work,
-        Path(os.environ["FINETUNE_CACHE"]),
-    ):  # a record names files, not this machine's folders
+    # A record names files, not this machine's folders.
+    for folder in (options.work, Path(os.environ["FINETUNE_CACHE"])):
         text = text.replace(f"{folder}/", "")
     options.out.write_text(text)
     parts = []

@@ -238,10 +238,9 @@ def test_a_failing_rank_ends_all_and_shows_its_own_error(
 def test_a_signal_saves_and_ends_with_130(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, kind: str
 ) -> None:
-    """One rank gets the signal; all save after the same step, and the run is resumed to the losses of one that was not
-    stopped: exactly those where that ran on as many ranks."""
+    """One rank gets the signal; all save after the same step, and the run can be resumed to the same losses."""
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
-    whole = launch.train("python", arguments, out=tmp_path / "whole", cache=tmp_path)
+    whole = launch.train(how, arguments, out=tmp_path / "whole", cache=tmp_path)
     out = tmp_path / "out"
     done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "python" else 1, 1)
     if how == "python":
@@ -253,8 +252,7 @@ def test_a_signal_saves_and_ends_with_130(
     assert 0 < record["steps"] < STEPS
     assert (out / f"checkpoint-{record['steps']}" / "checkpoint.json").is_file()
     resumed = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
-    losses = record["losses"] + resumed["losses"]
-    assert losses == whole["losses"] if how == "python" else worst(whole["losses"], losses) < 1e-5
+    assert record["losses"] + resumed["losses"] == whole["losses"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
 
 
 def test_adapter_on_top_of_an_adapter_and_another_plan(folder: Path, tiny_model: Path) -> None:
-    """Refused; and continued, from the weights it has, where that is asked for. So is a checkpoint of another plan."""
+    """Refused; and continued, from the weights it has, where that is asked for. A checkpoint of another plan, too, is
+    refused."""
     train = data(
         folder / "train.jsonl", "--logging.generate_samples", "0", "--data.eval_file", str(folder / "train.jsonl")
     )
