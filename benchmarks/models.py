@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 # Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
-# Llama-3.2-3B's 3.213 billion. The small one is for CPU ranks.
+# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The small one is for CPU ranks.
 SHAPES = {
     "llama-1m": dict(
         hidden_size=64,
@@ -16,6 +16,16 @@ SHAPES = {
         num_key_value_heads=2,
         vocab_size=8192,
         tie_word_embeddings=False,
+    ),
+    "llama-360m": dict(
+        hidden_size=960,
+        intermediate_size=2560,
+        num_hidden_layers=32,
+        num_attention_heads=15,
+        num_key_value_heads=5,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        rope_theta=100000.0,
     ),
     "llama-1.2b": dict(
         hidden_size=2048,

@@ -34,6 +34,7 @@ class Measurement:
     facts:              all that decides the figures: model, adapter, data, batch, types, device, versions
     seconds_per_micro_batch, seconds_per_token: forward and backward of a micro-batch are their sum, over its tokens
                         with padding
+    residual_seconds:   how far single micro-batches were from that, their mean taken out, without outliers
     backward_share:     of forward and backward, 0 to 1
     data_seconds:       wait for one micro-batch
     optimizer_seconds, other_seconds: of a step
@@ -51,6 +52,7 @@ class Measurement:
     global_size: int
     seconds_per_micro_batch: float
     seconds_per_token: float
+    residual_seconds: list[float]
     backward_share: float
     data_seconds: float
     optimizer_seconds: float
@@ -128,20 +130,35 @@ def micro_batch_tokens(rows: np.ndarray, layout: Layout) -> np.ndarray:
     return -(-longest // MULTIPLE) * MULTIPLE * per_device
 
 
-def slowest_rank_seconds(
-    plan: Plan, layout: Layout, *, world_size: int, per_device: int, line: tuple[float, float]
-) -> np.ndarray:
-    """Forward and backward of each step of the first epoch on the rank that has the most, float64 [steps].
+DRAWS = 256  # steps at least that chance is drawn for: their mean is then known to a sixteenth of one step's spread
 
-    DDP waits for that rank in the last micro-batch, so it decides the step.
+
+def slowest_rank_seconds(
+    plan: Plan,
+    layout: Layout,
+    *,
+    world_size: int,
+    per_device: int,
+    line: tuple[float, float],
+    residuals: Sequence[float] = (),
+) -> np.ndarray:
+    """Forward and backward of each step of the first epoch on the slowest rank, as expected, float64 [steps].
+
+    DDP waits for that rank in the last micro-batch, so it decides the step. It is the one that has the most tokens, or
+    the one that chance holds up: equal micro-batches take unequal times, by what their documents are like and by what
+    the host does beside. So every rank draws its micro-batches' residuals from those that were measured.
 
     Args:
         line: seconds of a micro-batch of no token, and of each of its tokens.
+        residuals: seconds that single micro-batches were off that line.
     """
     accumulation = plan.global_batch_size // (world_size * per_device)
     rows = plan.deal_epoch(0, world_size=world_size, per_device=per_device, accumulation=accumulation)
     seconds = line[0] + line[1] * micro_batch_tokens(rows, layout)
-    return seconds.sum(axis=1).max(axis=1)
+    if world_size > 1 and residuals:
+        times = -(-DRAWS // len(seconds))
+        seconds = seconds + np.random.default_rng(0).choice(residuals, (times, *seconds.shape))
+    return seconds.sum(axis=-2).max(axis=-1).reshape(-1, len(rows)).mean(axis=0)
 
 
 # --- what a measurement is of ---------------------------------------------------------------------------------------

@@ -46,7 +46,14 @@ def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -
     first step is left out, as it is in what they are compared with: it compiles."""
     plan, layout = job.plan(), job.layout
     line = measured.seconds_per_micro_batch, measured.seconds_per_token
-    seconds = slowest_rank_seconds(plan, layout, world_size=world, per_device=job.batch.per_device, line=line)
+    seconds = slowest_rank_seconds(
+        plan,
+        layout,
+        world_size=world,
+        per_device=job.batch.per_device,
+        line=line,
+        residuals=measured.residual_seconds,
+    )
     tokens = [float(layout.tokens[plan.step_rows(0, step)].sum()) for step in range(plan.steps_per_epoch)]
     count = job.config.training.max_steps
     ran = slice(min(1, len(seconds) - 1), count if count > 1 else None)

@@ -157,10 +157,14 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a micro-batch to the device, but for the lengths of its documents: Unsloth reads them on the host, and
-        would have to wait for the device to get them back. DDP would move them, too."""
+        would have to wait for the device to get them back. DDP would move them, too.
+
+        The host does not wait for the copies: it launches the forward pass while the device still works on the
+        micro-batch before. transformers' own method waits, tensor by tensor.
+        """
         lengths = inputs.pop("packed_seq_lengths", None)
-        inputs = super()._prepare_inputs(inputs)
-        return inputs if lengths is None else {**inputs, "packed_seq_lengths": _OnHost(lengths)}
+        moved = {name: value.to(self.args.device, non_blocking=True) for name, value in inputs.items()}
+        return moved if lengths is None else {**moved, "packed_seq_lengths": _OnHost(lengths)}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -23,7 +23,7 @@ from finetune.data.plan import Plan
 from finetune.job import Job
 from finetune.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.predict import line_through
-from finetune.statistics import WARM_UP
+from finetune.statistics import WARM_UP, without_outliers
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows as they come, of which at least ENOUGH are taken
@@ -362,6 +362,8 @@ class Trial:
             for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
         ]
         line = line_through(pairs)
+        residuals = without_outliers([seconds - line[0] - line[1] * size for size, seconds in pairs])
+        residuals = [float(one) for one in np.array(residuals) - np.mean(residuals)]
         forwards = [seconds for _, step in typical for seconds in step["forward"]]
         backwards = [seconds for _, step in typical for seconds in step["backward"]]
         accumulation = self.tokens.shape[1]
@@ -378,6 +380,7 @@ class Trial:
             global_size=batch.global_size,
             seconds_per_micro_batch=line[0],
             seconds_per_token=line[1],
+            residual_seconds=residuals,
             backward_share=median(b / (f + b) for f, b in zip(forwards, backwards, strict=True)),
             data_seconds=median(step["data"][0] for _, step in typical) / accumulation,
             optimizer_seconds=median(step["optimizer"][0] for _, step in typical),
@@ -386,7 +389,12 @@ class Trial:
             compute_seconds={
                 str(world): float(
                     slowest_rank_seconds(
-                        plan, job.layout, world_size=world, per_device=batch.per_device, line=line
+                        plan,
+                        job.layout,
+                        world_size=world,
+                        per_device=batch.per_device,
+                        line=line,
+                        residuals=residuals,
                     ).mean()
                 )
                 for world in held

@@ -32,7 +32,7 @@ def command(how: str) -> list[str]:
     if how == "accelerate":
         return [sys.executable, "-m", "accelerate.commands.launch"]
     # Port 0 takes a free one: tests run side by side. The file itself is used as it is shipped.
-    port = ["--main_process_port", "0"] if how == "cpu_2.yaml" else []
+    port = ["--main_process_port", "0"] if how in ("cpu_2.yaml", "ddp_2.yaml") else []
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(PROFILES / how), *port]
 
 

@@ -221,6 +221,7 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
         global_size=16,
         seconds_per_micro_batch=step / (16 / per_device),
         seconds_per_token=0.0,
+        residual_seconds=[],
         backward_share=0.6,
         data_seconds=0.0,
         optimizer_seconds=0.0,

@@ -202,6 +202,20 @@ def test_the_slowest_rank_decides_a_step() -> None:
     assert padded.tolist() == [1.0 + 0.5 * 2 * 64]
 
 
+def test_of_equal_micro_batches_the_one_that_chance_holds_up_decides() -> None:
+    plan, layout = plan_of([8] * 8, 4)
+    line, residuals = (1.0, 0.0), [-0.25, 0.25]  # as likely one as the other
+    alone = slowest_rank_seconds(plan, layout, world_size=1, per_device=1, line=line, residuals=residuals)
+    assert alone.tolist() == [4.0, 4.0]  # nobody to wait for
+    four = slowest_rank_seconds(plan, layout, world_size=4, per_device=1, line=line, residuals=residuals)
+    assert len(four) == 2
+    # All four are quick once in sixteen times: 0.25 * (15 - 1) / 16 is waited for on the average.
+    assert four.mean() == pytest.approx(1.0 + 0.25 * 14 / 16, abs=0.25 * 0.1)
+    two = slowest_rank_seconds(plan, layout, world_size=2, per_device=1, line=line, residuals=residuals)
+    # Of two sums of two draws (-1/2, 0, 0, 1/2) the larger: 1/2 with 7/16, 0 with 8/16, -1/2 with 1/16.
+    assert two.mean() == pytest.approx(2.0 + 0.5 * (7 - 1) / 16, abs=0.25 * 0.15)
+
+
 def test_a_measurement_is_found_by_its_facts_and_a_miss_is_explained(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     facts = {"model.model_name_or_path": "m", "device": "NVIDIA L4", "data": "1"}
