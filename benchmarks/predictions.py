@@ -3,8 +3,8 @@
     python -m benchmarks.predictions --train train.jsonl --work WORK --out OUT.json [--world-sizes 1,2]
 
 On GPUs of one host. First `finetune bench comm` with and without peer access (unless --work has its files), then for
-each case `finetune advise --as-given`, then the shipped training command on every number of GPUs, which scores its own
-prediction in run.json. What needs one GPU runs side by side, one on each; what needs several runs alone. The verdict is
+as many cases at a time as there are GPUs: `finetune advise --as-given`, and the shipped training command on one GPU,
+side by side, one on each; then that command on several, alone. It scores its own prediction in run.json. The verdict is
 held against the measured one by the same rule: the number of GPUs that is fastest at an efficiency of at least 70 %.
 `--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured.
 """
@@ -28,12 +28,16 @@ from benchmarks.processes import say, side_by_side
 from finetune.rules import EFFICIENCY_TO_JUSTIFY
 
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
-PACKED = ["--data.packing", "true", "--data.max_length", "2048", "--data.pack_length", "8192"]
 ONE_PACK = ["--training.per_device_train_batch_size", "1", "--training.global_batch_size", "4"]
 LORA = ["--lora.r", "16", "--training.learning_rate", "2e-4", "--training.gradient_checkpointing", "false"]
 FULL = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5"]
 LIMIT_SECONDS = 240
 LONG = 5000  # steps of the run that advice is asked for: in a short one the start of several ranks decides
+
+
+def packs_of(tokens: int) -> list[str]:
+    """Arguments of packed data, one pack a micro-batch, four a step."""
+    return ["--data.packing", "true", "--data.max_length", "2048", "--data.pack_length", str(tokens), *ONE_PACK]
 
 
 class Failed(Exception):
@@ -46,15 +50,19 @@ class Case:
 
     words: list[str]
     environment: dict[str, str]
-    steps: int = 80  # of two micro-batches at two ranks: a run begins slower than it goes on
+    steps: int  # a run begins slower than it goes on
 
 
 CASES = {
-    "LoRA, packs of 8,192": Case(words=[*LORA, *PACKED, *ONE_PACK], environment={}),
-    "QLoRA, packs of 8,192": Case(words=[*LORA, *PACKED, *ONE_PACK, "--model.load_in_4bit", "true"], environment={}),
-    "full, packs of 8,192": Case(words=[*FULL, *PACKED, *ONE_PACK], environment={}),
-    "full, packs of 8,192, no peer access": Case(words=[*FULL, *PACKED, *ONE_PACK], environment=NO_PEERS),
-    # Four short rows a step: launching kernels takes longer than computing.
+    "LoRA, packs of 16,384": Case(words=[*LORA, *packs_of(16384)], environment={}, steps=50),
+    "QLoRA, packs of 16,384": Case(
+        words=[*LORA, *packs_of(16384), "--model.load_in_4bit", "true"], environment={}, steps=50
+    ),
+    "full, packs of 16,384": Case(words=[*FULL, *packs_of(16384)], environment={}, steps=30),
+    "full, packs of 16,384, no peer access": Case(words=[*FULL, *packs_of(16384)], environment=NO_PEERS, steps=30),
+    # On an H200 the host takes longer to launch the kernels of such a micro-batch than the GPU to run them.
+    "LoRA, packs of 8,192": Case(words=[*LORA, *packs_of(8192)], environment={}, steps=80),
+    # Four short rows a step: more so.
     "LoRA, 4 rows of at most 64 tokens": Case(
         words=[*LORA, "--data.max_length", "64", "--training.global_batch_size", "4"], environment={}, steps=160
     ),
@@ -79,24 +87,10 @@ def main() -> int:
     results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "shape": options.shape, "cases": {}}
     comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
     model = build(options.work / "model", options.shape, options.train)
-    chosen = {name: case for name, case in CASES.items() if options.cases in name}
-    alone: dict[Any, Any] = {
-        name: tried(lambda gpu, case=case: advise(options, model, case, comm, gpu)) for name, case in chosen.items()
-    }
-    for case in chosen.values():  # the run on one GPU does not depend on how several would talk
-        alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, 1, gpu))
-    found = side_by_side(alone, range(max(options.world_sizes)))
-    for name, case in chosen.items():
-        advice, one = found[name], found[tuple(case.words)]
-        if isinstance(advice, Failed) or isinstance(one, Failed):
-            say(f"{name}: left out, a command failed")
-            continue
-        try:
-            runs = {1: one} | {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
-        except Failed as error:
-            say(f"{name}: left out: {error}")
-            continue
-        record(options, results, name, judge(advice, {world: scored(run) for world, run in runs.items()}))
+    chosen = [name for name in CASES if options.cases in name]
+    at_a_time = max(options.world_sizes)
+    for start in range(0, len(chosen), at_a_time):
+        measure(options, results, model, comm, {name: CASES[name] for name in chosen[start : start + at_a_time]})
     if options.study:
         study = json.loads(options.study.read_text())
         for size, batches in DENSE.items():
@@ -110,6 +104,29 @@ def main() -> int:
     wrong = [name for name, one in results["cases"].items() if not one["verdict_right"]]
     say(f"{len(results['cases']) - len(wrong)} of {len(results['cases'])} verdicts right; wrong: {wrong or 'none'}")
     return int(bool(wrong))
+
+
+def measure(
+    options: argparse.Namespace, results: dict[str, Any], model: Path, comm: dict[str, Path], cases: dict[str, Case]
+) -> None:
+    """Advice and runs of a few cases, into `results`."""
+    alone: dict[Any, Any] = {
+        name: tried(lambda gpu, case=case: advise(options, model, case, comm, gpu)) for name, case in cases.items()
+    }
+    for case in cases.values():  # the run on one GPU does not depend on how several would talk
+        alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, 1, gpu))
+    found = side_by_side(alone, range(max(options.world_sizes)))
+    for name, case in cases.items():
+        advice, one = found[name], found[tuple(case.words)]
+        if isinstance(advice, Failed) or isinstance(one, Failed):
+            say(f"{name}: left out, a command failed")
+            continue
+        try:
+            runs = {1: one} | {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
+        except Failed as error:
+            say(f"{name}: left out: {error}")
+            continue
+        record(options, results, name, judge(advice, {world: scored(run) for world, run in runs.items()}))
 
 
 def collectives(options: argparse.Namespace, name: str, variables: dict[str, str]) -> Path:
