@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 PROFILES = {True: {1: "single.yaml", 2: "ddp_2.yaml"}, False: {1: "single.yaml", 2: "cpu_2.yaml"}}
 STEPS = 8
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+WRITING = threading.Lock()
 KEPT = ("status", "world_size", "batch", "backend", "dtype", "data_fingerprint", "tokens", "steps", "losses", "error")
 
 
@@ -48,7 +50,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="llama-1.2b")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run")
-    parser.add_argument("--side-by-side", type=int, default=3, help="runs that share a GPU, or a pair of them")
+    parser.add_argument("--side-by-side", type=int, default=3, help="notebooks at a time, on the GPUs that there are")
     options = parser.parse_args()
     runs = yaml.safe_load((options.folder / "runs.yaml").read_text(encoding="utf-8"))
     options.work.mkdir(parents=True, exist_ok=True)
@@ -59,30 +61,27 @@ def main() -> int:
         parser.error("1 GPU is visible; 2 are needed, or none for ranks on the CPU (CUDA_VISIBLE_DEVICES=)")
     model = build(options.work / "model", options.shape, options.corpus).resolve()
 
-    places = {1: gpus or [""], 2: [",".join(pair) for pair in zip(gpus[::2], gpus[1::2], strict=False)] or [""]}
-    done: dict[int, list[dict]] = {}
-    for world, shared in places.items():
-        slots = shared * (options.side_by_side if gpus else 1)
-        jobs = {
-            number: lambda where, run=run, number=number, world=world: train(
-                run, world, where, 29500 + number, model, options
-            )
-            for number, run in enumerate(runs)
-        }
-        done[world] = list(side_by_side(jobs, slots).values())
-    pairs = zip(runs, done[1], done[2], strict=True)
-    results = {
+    pairs = [",".join(pair) for pair in zip(gpus[::2], gpus[1::2], strict=False)] or [""]
+    count = options.side_by_side if gpus else 1
+    slots = [((gpus or [""])[n % max(len(gpus), 1)], pairs[n % len(pairs)]) for n in range(count)]
+    results: dict[str, Any] = {
         "shape": options.shape,
         "steps": STEPS,
         "tolerance": LOSS_TOLERANCE,
         "date": time.strftime("%Y-%m-%d"),
         "device": "gpu" if gpus else "cpu",
-        "notebooks": {run["name"]: compare(run, one, two) for run, one, two in pairs},
+        "notebooks": {},
     }
-    records = [one["record"] for one in (*done[2], *done[1]) if one["record"]]
-    results |= {key: records[0].get(key) for key in ("versions", "hardware")} if records else {}
-    results["passed"] = all(one["passed"] for one in results["notebooks"].values())
-    (options.out / "notebooks.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    def both(number: int, run: dict, slot: tuple[str, str]) -> None:
+        one, two = (train(run, world, where, 29500 + number, model, options) for world, where in enumerate(slot, 1))
+        with WRITING:
+            results["notebooks"][run["name"]] = compare(run, one, two)
+            results.update({key: two["record"][key] for key in ("versions", "hardware") if key in two["record"]})
+            results["passed"] = all(one["passed"] for one in results["notebooks"].values())
+            (options.out / "notebooks.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    side_by_side({n: lambda slot, n=n, run=run: both(n, run, slot) for n, run in enumerate(runs)}, slots)
     table(results["notebooks"])
     say("PASSED" if results["passed"] else "FAILED")
     return 0 if results["passed"] else 1
