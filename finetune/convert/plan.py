@@ -452,6 +452,26 @@ def _dataset_hook(plan: Plan) -> None:
     _keep(plan, "dataset", {place for place in places if plan.fates.get(place, Fate(what="")).what != "settings"})
 
 
+def refuse_tokenizer_changed_after_data(plan: Plan) -> None:
+    """The script prepares the tokenizer before the data: where the notebook changes it in between, the data differ.
+
+    Asked where they do: most changes after the data, such as a padding token, make no difference to them.
+
+    Raises:
+        Refusal: R4, with the cell of the change.
+    """
+    cells, effects = [one.cell for one in plan.program.statements], plan.program.effects
+    users = [place for place in plan.hooks["dataset"] if effects[place].all_reads & set(plan.tokenizers)]
+    late = [place for place in plan.hooks["tokenizer"] if users and place > users[0]]
+    if late:
+        raise Refusal(
+            "R4",
+            f"the tokenizer is changed after cell {cells[users[0]]} has prepared data with it; move the change before"
+            " that cell",
+            cells[late[-1]],
+        )
+
+
 def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
     for place in sorted(places):
         for node in ast.walk(plan.program.statements[place].node):

@@ -18,7 +18,14 @@ from typing import Any
 from finetune.config import Config, ConfigError, load
 from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
 from finetune.convert.names import dotted_imports
-from finetune.convert.plan import EXPORTS, MODEL_BY_PACKAGE, MODEL_FLAGS, NO_ENVIRONMENT, Plan
+from finetune.convert.plan import (
+    EXPORTS,
+    MODEL_BY_PACKAGE,
+    MODEL_FLAGS,
+    NO_ENVIRONMENT,
+    Plan,
+    refuse_tokenizer_changed_after_data,
+)
 from finetune.convert.read import Notebook
 from finetune.convert.settings import (
     Described,
@@ -221,14 +228,12 @@ def trains_with_the_same(notebook: Notebook, plan: Plan, conversion: Conversion,
             found = scripts[world, rank]
             if found["failed"]:
                 raise NotVerified("V5", f"the script fails under the stubs: {next(iter(found['failed'].values()))}")
-            _same(
-                "notebook",
-                normal(plan, trace, notebook_side=True),
-                normal(plan, found, notebook_side=False),
-                trace,
-                found,
-                rank,
-            )
+            mine, theirs = normal(plan, trace, notebook_side=True), normal(plan, found, notebook_side=False)
+            try:
+                _same("notebook", mine, theirs, trace, found, rank)
+            except NotVerified:
+                refuse_tokenizer_changed_after_data(plan)
+                raise
 
 
 def load_config(conversion: Conversion) -> Config:

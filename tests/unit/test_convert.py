@@ -437,6 +437,7 @@ REFUSED = {
     "the command line": ({"data": "import argparse\nargs = argparse.ArgumentParser().parse_args()\n" + DATA.replace('"acme/questions"', "args.name")}, "R4"),
     "another model's chat tokens": ({"extra": "from trl import setup_chat_format\nmodel, tokenizer = setup_chat_format(model, tokenizer)"}, "R4"),
     "a loss of its own": ({"trainer": TRAINER.replace("args =", "compute_loss_func = len, args =")}, "R4"),
+    "a template after the data": ({"data": DATA + "\nrender = tokenizer.apply_chat_template\ndataset = dataset.map(lambda row: {'text': render(row)})", "extra": "tokenizer.chat_template = 'x'"}, "R4"),
     "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
     "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
     "unknown magic": ({"data": "%%cython\nint x\n"}, "E-MAGIC"),
