@@ -110,7 +110,7 @@ def exposed_seconds(filled: Sequence[int], backward_seconds: float, curve: Curve
 class Work:
     """One optimiser step of one rank, all but the communication; the means over the steps of a run.
 
-    compute_seconds:    forward and backward of its micro-batches, on the rank that has the most in each step
+    compute_seconds:    forward and backward of its micro-batches, on the slowest rank of each step
     accumulation:       micro-batches of the step
     backward_share:     of compute_seconds, 0 to 1
     data_seconds:       waits for data, over the step

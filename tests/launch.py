@@ -65,9 +65,12 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads((out / "run.json").read_text())
 
 
-def packed_against_alone(model: Path, backend: str, documents: list[int], *, cache: Path) -> list[dict[str, Any]]:
-    """What `tests.packed_against_alone` found, for packs of so many documents."""
+def packed_against_alone(
+    model: Path, backend: str, documents: list[int], *extra: str, cache: Path
+) -> list[dict[str, Any]]:
+    """What `tests.packed_against_alone` found, for packs of so many documents, with `extra` settings."""
     command = [sys.executable, "-m", "tests.packed_against_alone", str(model), backend, ",".join(map(str, documents))]
+    command += extra
     done = subprocess.run(command, capture_output=True, text=True, env=environment(cache), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
