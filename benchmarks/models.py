@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 # Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
-# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The small one is for CPU ranks.
+# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The smallest is for CPU ranks; 20.6 billion are of
+# no published model: trained in full, its weights, gradients and Adam's states are 165 GB in bfloat16.
 SHAPES = {
     "llama-1m": dict(
         hidden_size=64,
@@ -46,6 +47,17 @@ SHAPES = {
         num_key_value_heads=8,
         head_dim=128,
         vocab_size=128256,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+    ),
+    "llama-20b": dict(
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_hidden_layers=52,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=49152,
         tie_word_embeddings=True,
         rope_theta=500000.0,
     ),

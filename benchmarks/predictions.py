@@ -4,9 +4,12 @@
 
 On GPUs of one host. First `finetune bench comm` with and without peer access (unless --work has its files), then for
 as many cases at a time as there are GPUs: `finetune advise --as-given`, and the shipped training command on one GPU,
-side by side, one on each; then that command on several, alone. It scores its own prediction in run.json. The verdict is
-held against the measured one by the same rule: the number of GPUs that is fastest at an efficiency of at least 70 %.
-`--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured.
+side by side, one on each; then that command on several, on as many groups of GPUs as there are, at last on all. It
+scores its own prediction in run.json. The verdict is held against the measured one by the same rule: the number of GPUs
+that is fastest at an efficiency of at least 70 %.
+`--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured. `--too-large` does
+something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must refuse and a run
+must not survive, and then the run that the advice proposes in its place.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 ONE_PACK = ["--training.per_device_train_batch_size", "1", "--training.global_batch_size", "4"]
 LORA = ["--lora.r", "16", "--training.learning_rate", "2e-4", "--training.gradient_checkpointing", "false"]
 FULL = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5"]
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 300
 LONG = 5000  # steps of the run that advice is asked for: in a short one the start of several ranks decides
 
 
@@ -76,18 +80,23 @@ def main() -> int:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--world-sizes", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2])
+    parser.add_argument(
+        "--world-sizes", type=lambda text: sorted({1, *(int(one) for one in text.split(","))}), default=[1, 2]
+    )
     parser.add_argument("--shape", default="llama-1.2b")
-    parser.add_argument("--cases", default="", help="only those whose name holds this")
+    parser.add_argument("--cases", default="", help="only those whose name matches this regular expression")
     parser.add_argument("--study", type=Path, help="study.json of `finetune bench study` on this machine")
+    parser.add_argument("--too-large", metavar="SHAPE", help="only: full fine-tuning of this shape, on the first GPU")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     processes.end_with_this_one()
     os.environ.setdefault("FINETUNE_CACHE", str(options.work / "cache"))
     results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "shape": options.shape, "cases": {}}
+    if options.too_large:
+        return too_large(options, results | {"shape": options.too_large})
     comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
     model = build(options.work / "model", options.shape, options.train)
-    chosen = [name for name in CASES if options.cases in name]
+    chosen = [name for name in CASES if re.search(options.cases, name)]
     at_a_time = max(options.world_sizes)
     for start in range(0, len(chosen), at_a_time):
         measure(options, results, model, comm, {name: CASES[name] for name in chosen[start : start + at_a_time]})
@@ -110,23 +119,51 @@ def measure(
     options: argparse.Namespace, results: dict[str, Any], model: Path, comm: dict[str, Path], cases: dict[str, Case]
 ) -> None:
     """Advice and runs of a few cases, into `results`."""
+    gpus = max(options.world_sizes)
     alone: dict[Any, Any] = {
         name: tried(lambda gpu, case=case: advise(options, model, case, comm, gpu)) for name, case in cases.items()
     }
     for case in cases.values():  # the run on one GPU does not depend on how several would talk
-        alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, 1, gpu))
-    found = side_by_side(alone, range(max(options.world_sizes)))
-    for name, case in cases.items():
-        advice, one = found[name], found[tuple(case.words)]
-        if isinstance(advice, Failed) or isinstance(one, Failed):
+        alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, [gpu]))
+    found = side_by_side(alone, range(gpus))
+    several: dict[str, dict[int, Any]] = {name: {1: found[tuple(case.words)]} for name, case in cases.items()}
+
+    def one_of_several(name: str, group: range) -> None:
+        several[name][len(group)] = tried(lambda gpus: train(options, model, cases[name], gpus))(group)
+        if len(group) < gpus:
+            return
+        # The largest number comes last, case by case.
+        runs = several[name]
+        if any(isinstance(one, Failed) for one in (found[name], *runs.values())):
             say(f"{name}: left out, a command failed")
-            continue
-        try:
-            runs = {1: one} | {world: train(options, model, case, world) for world in options.world_sizes if world > 1}
-        except Failed as error:
-            say(f"{name}: left out: {error}")
-            continue
-        record(options, results, name, judge(advice, {world: scored(run) for world, run in runs.items()}))
+        else:
+            record(options, results, name, judge(found[name], {world: scored(run) for world, run in runs.items()}))
+
+    for world in options.world_sizes[1:]:
+        groups = [range(first, first + world) for first in range(0, gpus - world + 1, world)]
+        side_by_side({name: lambda group, name=name: one_of_several(name, group) for name in cases}, groups)
+
+
+def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
+    """Advice on a model that does not fit, the run as it was given, and the run as advised."""
+    model = build(options.work / options.too_large, options.too_large, options.train)
+    advice, out = options.work / "too-large.json", options.work / "too-large"
+    case = Case(words=[*FULL, *packs_of(16384)], environment={}, steps=10)
+    words = words_of(options, model, case, out.name)
+    refused = run(["-m", "finetune.advise", *words, "--json", str(advice)], allowed=(0, 1)) == 1
+    said = json.loads(advice.read_text())
+    fails = run(["-m", "finetune.train", *words], allowed=(0, 1)) == 1
+    as_given = json.loads((out / "run.json").read_text())
+    found: dict[str, Any] = {"advice": said, "as_given": {name: as_given.get(name) for name in ("status", "error")}}
+    fits = bool(said.get("fits_with"))
+    if fits:
+        run(["-m", "finetune.train", *words, *said["fits_with"]])
+        found["as_advised"] = json.loads((out / "run.json").read_text())
+    right = refused and fails and fits
+    results["cases"] = {f"full, {options.too_large}": found | {"verdict_right": right}}
+    options.out.write_text(json.dumps(results, indent=1).replace(f"{options.work}/", "") + "\n")
+    say(f"{options.too_large}: refused {refused}, fails {fails}, fits with {said.get('fits_with')}")
+    return int(not right)
 
 
 def collectives(options: argparse.Namespace, name: str, variables: dict[str, str]) -> Path:
@@ -162,11 +199,13 @@ def advise(options: argparse.Namespace, model: Path, case: Case, comm: dict[str,
     return json.loads(out.read_text())
 
 
-def train(options: argparse.Namespace, model: Path, case: Case, world: int, gpu: int | None = None) -> dict[str, Any]:
-    """run.json of the shipped command on so many GPUs."""
-    name = f"run-{world}-{gpu}"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
-    variables = case.environment | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu is not None else {})
+def train(options: argparse.Namespace, model: Path, case: Case, gpus: Sequence[int]) -> dict[str, Any]:
+    """run.json of the shipped command on these GPUs."""
+    seen = ",".join(map(str, gpus))
+    name = f"run-on-{seen.replace(',', '-')}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(len(gpus))]
+    launcher = launcher if len(gpus) > 1 else []
+    variables = case.environment | {"CUDA_VISIBLE_DEVICES": seen}
     run([*launcher, "-m", "finetune.train", *words_of(options, model, case, name)], variables)
     return json.loads((options.work / name / "run.json").read_text())
 
@@ -258,12 +297,12 @@ def record(options: argparse.Namespace, results: dict[str, Any], name: str, foun
     say(f"{name}: advised {found['advised']}, {right}; " + "; ".join(parts))
 
 
-def tried(call: Callable[[int], Any]) -> Callable[[int], Any]:
+def tried(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The same call, which returns the failure of its command: the others go on."""
 
-    def careful(gpu: int) -> Any:
+    def careful(place: Any) -> Any:
         try:
-            return call(gpu)
+            return call(place)
         except Failed as error:
             say(str(error))
             return error
@@ -271,8 +310,8 @@ def tried(call: Callable[[int], Any]) -> Callable[[int], Any]:
     return careful
 
 
-def run(words: list[str], variables: dict[str, str] | None = None) -> None:
-    """A command of this project.
+def run(words: list[str], variables: dict[str, str] | None = None, *, allowed: Sequence[int] = (0,)) -> int:
+    """A command of this project; its exit code, one of `allowed`.
 
     Raises:
         Failed: with what it said, or that it took too long.
@@ -285,8 +324,9 @@ def run(words: list[str], variables: dict[str, str] | None = None) -> None:
         said = output.read()
     shown = " ".join(word for word in words if not word.startswith("/"))[:110]
     say(f"  {time.monotonic() - began:4.0f} s, {'too long' if code is None else f'exit {code}'}: {shown}")
-    if code != 0:
+    if code not in allowed:
         raise Failed(said[-4000:])
+    return code
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
             f"--dry-run tries one device and was launched on {distributed.ranks().world_size} processes. Start it with "
             "`python -m finetune.train --dry-run ...`; it prints the launch line for the real run."
         )
-    from finetune.train import checkpoint_bytes, introduce, with_demo
+    from finetune.train import check_space, introduce, with_demo
 
     config, demo = with_demo(config)
     world, real = intended_batch(config)
@@ -74,7 +74,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
             )
         job = open_job(config, real, stack, hooks=hooks)
         introduce(job, keeping.Found(path=None, skipped=()))
-        keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
+        check_space(config, job.model)
         show_example(job)
         # Beside the real output folder, so that the real disk is tried.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:

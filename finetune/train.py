@@ -62,7 +62,7 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
         demo.materialise(bootstrap.cache_folder())
     record = RunRecord(output_dir)
     job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message), hooks=hooks)
-    keeping.check_space(output_dir, checkpoint_bytes(job.model), "a checkpoint and the final model")
+    check_space(config, job.model)
     if distributed.ranks().is_main and config.training.overwrite_output_dir:
         keeping.clear(output_dir)
     distributed.barrier()
@@ -232,10 +232,17 @@ def export(job: Job, record: RunRecord) -> None:
         raise
 
 
-def checkpoint_bytes(model: Any) -> int:
-    """Room for one checkpoint (weights, and two float32 moments of each) and the final weights, in bytes."""
+def check_space(config: Config, model: Any) -> None:
+    """Room for the final weights and, where there are checkpoints, for one (weights, and two float32 moments of each).
+
+    Raises:
+        UserError: the disk has less.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(parameter.numel() * (2 * parameter.element_size() + 8) for parameter in trainable) + keeping.SPARE_BYTES
+    needed, what = sum(parameter.numel() * parameter.element_size() for parameter in trainable), "the final model"
+    if config.training.save_steps:
+        needed, what = 2 * needed + 8 * sum(parameter.numel() for parameter in trainable), f"a checkpoint and {what}"
+    keeping.check_space(Path(config.training.output_dir), needed + keeping.SPARE_BYTES, what)
 
 
 # --- what is said and recorded --------------------------------------------------------------------------------------

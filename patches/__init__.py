@@ -9,6 +9,7 @@ from patches import (
     unsloth_fused_loss_backward,
     unsloth_fused_loss_view,
     unsloth_merged_export_ranks,
+    unsloth_packed_probe_in_checkpoint,
 )
 
 EARLY = (torch_varlen_gqa,)
@@ -17,4 +18,5 @@ LATE = (
     unsloth_fused_loss_backward,
     unsloth_merged_export_ranks,
     unsloth_embeddings_on_disk,
+    unsloth_packed_probe_in_checkpoint,
 )

@@ -55,9 +55,11 @@ def main() -> int:
         if lengths is not None and backend == "unsloth":
             inputs["packed_seq_lengths"] = lengths
         model.train()
-        loss = model(**inputs, num_items_in_batch=torch.tensor(1, device=stack.device)).loss
+        on_gpu = torch.device(stack.device).type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):  # as the trainer calls it
+            loss = model(**inputs, num_items_in_batch=torch.tensor(1, device=stack.device)).loss
         loss.backward()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
             inputs.pop("labels")
             logits = model(**inputs).logits[0].float()
         return loss.detach().double(), logits

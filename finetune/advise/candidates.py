@@ -213,13 +213,9 @@ def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
 
 def remedies(config: Config, on_cpu: bool) -> list[Change]:
     """What needs less memory, the mildest first; each on top of those before it."""
-    found = [
-        Change(
-            name="one row at a time",
-            arguments=(PER_DEVICE, "1"),
-            same_result=True,
-        )
-    ]
+    found = []
+    if resolve_batch(config.training, 1, config.data).per_device > 1:
+        found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True))
     if not config.training.gradient_checkpointing:
         kind = "true" if config.model.backend == "transformers" else "unsloth"
         arguments = ("--training.gradient_checkpointing", kind)

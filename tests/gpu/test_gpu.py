@@ -20,6 +20,8 @@ sys.exit(train.main())
 """
 
 
+PROFILES = ("single.yaml", "ddp_2.yaml")
+
 # Counts what makes the host wait for the GPU between steps 5 and 10, on rank 0.
 WAITS = """
 import os, sys, warnings
@@ -119,8 +121,7 @@ def test_two_gpus_give_the_losses_of_one(folder: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: bfloat16 LoRA, losses to 1e-3."""
     extra = ["--training.max_steps", "8", "--training.global_batch_size", "16", "--logging.generate_samples", "0"]
     losses = [
-        launch.train(how, arguments(folder, *extra), out=folder / how, cache=folder)["losses"]
-        for how in ("single.yaml", "ddp_2.yaml")
+        launch.train(how, arguments(folder, *extra), out=folder / how, cache=folder)["losses"] for how in PROFILES
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -141,7 +142,7 @@ def test_the_host_waits_no_more_often_on_two_gpus(folder: Path) -> None:
         "0",
     ]
     waits = []
-    for how in ("single.yaml", "ddp_2.yaml"):
+    for how in PROFILES:
         words = arguments(folder, *extra, "--training.per_device_train_batch_size", "1")
         out, file = ["--training.output_dir", str(folder / how)], folder / f"{how}.txt"
         done = launch.run(how, [*words, *out], cache=folder, script=script, WAITS=str(file))
@@ -197,3 +198,15 @@ def test_memory_is_taken_in_segments_that_grow(tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=launch.environment(tmp_path), capture_output=True, text=True, check=True
     )
     assert "RESULT True" in done.stdout
+
+
+@pytest.mark.multigpu
+def test_full_training_on_packs_begins_on_two_gpus(folder: Path) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: without `unsloth_packed_probe_in_checkpoint` the first step
+    never ends (D6)."""
+    extra = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5", "--data.packing"]
+    extra += ["--data.max_length", "128", "--data.pack_length", "256", "--training.per_device_train_batch_size", "1"]
+    extra += ["--training.max_steps", "4", "--training.global_batch_size", "4", "--logging.generate_samples", "0"]
+    runs = [launch.train(how, arguments(folder, *extra), out=folder / how, cache=folder) for how in PROFILES]
+    assert [run["backend"] for run in runs] == ["unsloth", "unsloth"]
+    assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=1e-3)
