@@ -348,7 +348,7 @@ def _ending(plan: Plan, hook: str) -> list[str]:
         return [
             "return " + ", ".join(f"{item}.map({convert}{more.format(item)})" for item in (train, held_out) if item)
         ]
-    if hook == "trainer" and plan.callbacks is not None:
+    if hook == "trainer":
         return _callback_lines(plan)
     return []
 
@@ -364,16 +364,19 @@ def _callback_lines(plan: Plan) -> list[str]:
     trainer = _parameters(plan, "trainer", [p for p in plan.hooks["trainer"] if not is_import(kept_node(plan, p))])[1][
         0
     ]
+    given = [] if plan.callbacks is None else [plan.callbacks]
+    texts = [ast.unparse(kept_node(plan, place)) for place in plan.hooks["trainer"]] + [
+        ast.unparse(one) for one in given
+    ]
     lines = []
-    assert plan.callbacks is not None
-    if "EarlyStoppingCallback" in ast.unparse(plan.callbacks) or any(
-        "EarlyStopping" in _text(plan, p) for p in plan.hooks["trainer"]
-    ):  # type: ignore[arg-type]
+    if any("EarlyStopping" in text for text in texts):
         lines += [f'{trainer}.args.metric_for_best_model = "eval_loss"', f"{trainer}.args.greater_is_better = False"]
-    if isinstance(plan.callbacks, ast.List | ast.Tuple):
-        return lines + [f"{trainer}.add_callback({ast.unparse(item)})" for item in plan.callbacks.elts]
-    assert plan.callbacks is not None
-    return [*lines, f"for callback in {ast.unparse(plan.callbacks)}:", f"    {trainer}.add_callback(callback)"]
+    for one in given:
+        if isinstance(one, ast.List | ast.Tuple):
+            lines += [f"{trainer}.add_callback({ast.unparse(item)})" for item in one.elts]
+        else:
+            lines += [f"for callback in {ast.unparse(one)}:", f"    {trainer}.add_callback(callback)"]
+    return lines
 
 
 def indented(text: str) -> str:

@@ -1,6 +1,7 @@
 """A function that sets up the training and is called once at the top level gives way to its statements.
 
-`def load_model(): ... return model, tokenizer`, `def main(): ...` and their like. Functions for data stay functions.
+`def load_model(): ... return model, tokenizer`, `def main(): ...`, `def seed_everything(seed): ...` and their like.
+Functions for data stay functions.
 What is not of the simple shape stays as it is, and is refused later (R4). That the result does the same is not believed
 but seen: the recording stubs note the same events before and after.
 """
@@ -8,6 +9,7 @@ but seen: the recording stubs note the same events before and after.
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +18,9 @@ from finetune.convert.read import Notebook, Statement
 from finetune.convert.trace import Trace, trace_notebook
 
 _SETS_UP = frozenset("from_pretrained get_peft_model train prepare_model_for_kbit_training SFTTrainer".split())
+_SETS_LIBRARY = re.compile(
+    r"(torch\.backends|os\.environ)\b[^\n=]*[^=!<>\n]=[^=]|torch\.(set_float32_matmul_precision|use_deterministic)\w*\("
+)
 
 
 def inline_setup(notebook: Notebook) -> list[str]:
@@ -68,11 +73,12 @@ def _next(statements: list[Statement]) -> tuple[int, Statement, list[tuple[int, 
 
 
 def _setting_up(statements: Sequence[Statement]) -> dict[str, Statement]:
-    """Functions that are defined once, mentioned once, and load, adapt or train, or call one that does."""
+    """Functions that are defined once, mentioned once, and load, adapt or train, set a library or the environment, or
+    call one that does."""
     names = [node.id for s in statements for node in ast.walk(s.node) if isinstance(node, ast.Name)]
     defined = [_name(s) for s in statements]
     once = {name: s for s in statements if (name := _name(s)) and names.count(name) == defined.count(name) == 1}
-    found: dict[str, Statement] = {}
+    found = {name: s for name, s in once.items() if _SETS_LIBRARY.search(ast.unparse(s.node))}
     while more := {n: s for n, s in once.items() if n not in found and _called(s.node) & (_SETS_UP | found.keys())}:
         found |= more
     return found

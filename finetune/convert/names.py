@@ -24,6 +24,7 @@ SEEDS = {
     "numpy.random.seed": ("numpy",),
     "torch.manual_seed": ("torch",),
 }
+_CASTS = frozenset("to float half double bfloat16 type requires_grad_".split())
 # Calls that only look at what they are given.
 _READERS = frozenset("print display pprint save_model len info debug warning plot hist generate".split())
 _LIBRARIES = ("torch", "transformers", "unsloth", "unsloth_zoo", "bitsandbytes")
@@ -66,7 +67,18 @@ def changed_in_loop(node: ast.stmt) -> set[str]:
     body = _Visitor()
     for inner in node.body:
         body.visit_statement(inner, certain=False)
-    return free_names(node.iter) if body.effects.changes & set(target_names(node.target)) else set()
+    changed = body.effects.changes & set(target_names(node.target)) or casts_modules(node)
+    return free_names(node.iter) if changed else set()
+
+
+def casts_modules(node: ast.stmt) -> bool:
+    """`for name, module in model.named_modules(): module = module.to(...)`: of modules these methods change what they
+    are called on."""
+    if not isinstance(node, ast.For) or "modules" not in getattr(getattr(node.iter, "func", None), "attr", ""):
+        return False
+    targets = set(target_names(node.target))
+    calls = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return any(isinstance(f, ast.Attribute) and f.attr in _CASTS and root(f) in targets for f in calls)
 
 
 def target_names(node: ast.AST) -> Iterator[str]:

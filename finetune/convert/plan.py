@@ -12,7 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.convert.names import Program, changed_in_loop, effects, free_names, root, target_names
+from finetune.convert.names import (
+    Program,
+    casts_modules,
+    changed_in_loop,
+    effects,
+    free_names,
+    root,
+    target_names,
+)
 from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
 from finetune.convert.trace import Trace
 
@@ -344,6 +352,7 @@ NO_ENVIRONMENT = {
     "HUGGING_FACE_HUB_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
     "HUGGINGFACE_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
     **dict.fromkeys("RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split(), "the launcher sets it"),
+    "PYTHONHASHSEED": "Python has read it when it started; training.seed seeds every rank",
 }
 
 
@@ -575,7 +584,7 @@ MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # one model over several 
 def _model_hook(plan: Plan) -> None:
     """What changes the model before the training, beside the adapter, and settings of libraries for the training."""
     program = plan.program
-    adapter = plan.key.get("adapter", plan.key["loader"])
+    attached = _adapter_place(plan)
     own = {
         place
         for place, statement in enumerate(program.statements[: plan.key["train"]])
@@ -601,18 +610,32 @@ def _model_hook(plan: Plan) -> None:
                 plan.fates[place] = Fate(what="settings", why="another name for the model")
                 continue
             raise Refusal("R4", "the model is replaced by another object before the training", statement.cell)
-        if "adapter" in plan.key and _only_freezes(node):
+        if attached is not None and _only_freezes(node):
             plan.fates[place] = Fate(what="dropped", why="PEFT freezes the base model")
             continue
-        if place < adapter and not _sets_config(plan, node):
-            raise Refusal("R4", "the model is changed before the adapter is attached", statement.cell)
+        resized = "adapter" not in plan.key and ".resize_token_embeddings(" in ast.unparse(node)  # in either order
+        if attached is not None and place < attached and not (resized or _sets_config(plan, node)):
+            raise Refusal(
+                "R4",
+                f"the model is changed before the adapter is attached (`{statement.head[:80]}`), and a script's"
+                " prepare_model comes after it; change it after the adapter, or leave it out",
+                statement.cell,
+            )
         own.add(place)
     stop = frozenset({*plan.tokenizers, *plan.models})
     kept = set(own)
-    for place in own:
-        kept |= program.slice(free_names_of(program.statements[place].node) - stop, place, stop)[0]
+    for place in own:  # of a library the import is enough: who seeds torch changes it, too
+        names = free_names_of(program.statements[place].node) - stop - program.imports.keys()
+        kept |= program.slice(names, place, stop)[0]
     _refuse_dependence(plan, kept, "the model's changes")
     _keep(plan, "model", kept - _key_places(plan))
+
+
+def _adapter_place(plan: Plan) -> int | None:
+    """The statement that attaches the adapter: get_peft_model, or the trainer that is given a peft_config."""
+    trainer = event_of(plan.trace, "trainer")
+    given = trainer is not None and trainer["forms"].get("peft_config") is not None
+    return plan.key.get("adapter", plan.key["trainer"] if given else None)
 
 
 def _only_freezes(node: ast.stmt) -> bool:
@@ -652,6 +675,13 @@ def _trainer_hook(plan: Plan) -> None:
         text = ast.unparse(node)
         if re.search(r"\.(train_dataset|eval_dataset|data_collator|compute_loss|optimizer|lr_scheduler)\s*=", text):
             raise Refusal("R4", f"the trainer is changed after it was made ({statement.head[:80]})", statement.cell)
+        if match := re.search(r"\.args\.(\w+)\s*=[^=]", text):
+            raise Refusal(
+                "R4",
+                f"{match[1]} is set after the trainer was made ({statement.head[:80]}); give it to the trainer's"
+                " configuration, where it can become a setting",
+                statement.cell,
+            )
         if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
             plan.fates[place] = Fate(what="dropped", why="evaluation before the training is done by the package")
             continue
@@ -835,7 +865,7 @@ _NOT_PURE = re.compile(
     r"^(os\.(system|popen|exec\w*|spawn\w*|kill|fork|remove|unlink|rename|replace|rmdir|removedirs)"
     r"|sys\.(settrace|setprofile)|requests\.(post|put|delete|patch)|urllib\.request\.urlretrieve|datasets\..*push_to_hub"
     r"|huggingface_hub\.(upload_\w+|create_repo|delete_\w+|HfApi.*)|unsloth\.dataprep\b.*|torch\.distributed\..*"
-    r"|torch\.set_default\w*|accelerate\..*launch\w*|.*\.SyntheticDataKit.*)$"
+    r"|torch\.set_(default|float32|deterministic)\w*|torch\.use_deterministic\w*|accelerate\..*launch\w*|.*\.SyntheticDataKit.*)$"
 )
 # Accounts and services: they leave nothing that is trained with.
 _ACCOUNTS = re.compile(
@@ -944,11 +974,11 @@ def _only_looks(plan: Plan, node: ast.stmt) -> bool:
 
 
 def _sets_elements(node: ast.stmt) -> set[str]:
-    """What a loop changes by assignments to its elements' attributes."""
+    """What a loop changes by assignments to its elements' attributes, or by casting modules."""
     stores = [
         n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store)
     ]
-    return changed_in_loop(node) if stores else set()
+    return changed_in_loop(node) if stores or casts_modules(node) else set()
 
 
 def _leaves_roles(plan: Plan, node: ast.stmt) -> bool:

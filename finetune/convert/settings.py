@@ -593,12 +593,25 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
 
 
 def _prompts_are_messages(plan: Plan) -> bool:
-    return any(
-        isinstance(key, ast.Constant) and key.value == "prompt" and isinstance(value, ast.List | ast.ListComp)
+    """Whether a prompt is made of messages; a list may as well be a column of texts."""
+    nodes = [
+        node
         for place in plan.hooks["dataset"] + plan.hooks["module"]
         for node in ast.walk(plan.program.statements[place].node)
-        if isinstance(node, ast.Dict)
-        for key, value in zip(node.keys, node.values, strict=True)
+    ]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+            if isinstance(key, ast.Constant) and key.value == "prompt" and isinstance(value, ast.List | ast.ListComp):
+                called = [functions[one.id] for one in ast.walk(value) if getattr(one, "id", None) in functions]
+                if any(_makes_a_message(inner) for tree in (value, *called) for inner in ast.walk(tree)):
+                    return True
+    return False
+
+
+def _makes_a_message(node: ast.AST) -> bool:
+    return isinstance(node, ast.Dict) and any(
+        isinstance(key, ast.Constant) and key.value == "role" for key in node.keys
     )
 
 
