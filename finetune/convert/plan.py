@@ -57,6 +57,7 @@ class Plan:
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
     key: dict[str, int] = field(default_factory=dict)  # loader, adapter, trainer, responses, train -> place
+    early_saves: set[int] = field(default_factory=set)  # before the training, which no function takes along
 
 
 def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
@@ -74,6 +75,7 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     _key_statements(plan, traces[0])
     _names_of_roles(plan)
     _trainer_call(plan)
+    _early_saves(plan)
     _environment(plan, notebook)
     _tokenizer_hook(plan)
     _dataset_hook(plan)
@@ -83,6 +85,7 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     _settings(plan)
     _shared_constants(plan)
     _dropped(plan, notebook)
+    _note_defaults(plan)
     _shells(plan, notebook)
     _not_run(plan, traces)
     return plan
@@ -300,11 +303,29 @@ def _spread(plan: Plan, value: ast.expr) -> dict[str, ast.expr]:
 
 
 def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
-    for place in sorted(places):
+    for place in sorted(set(places) - plan.early_saves):
         if place not in plan.hooks[hook]:
             plan.hooks[hook].append(place)
         plan.fates[place] = Fate(what="kept", where=hook)
     plan.hooks[hook].sort()
+
+
+def _early_saves(plan: Plan) -> None:
+    """`model.save_pretrained(...)`, `dataset.push_to_hub(...)` before the training: every rank would do it."""
+    for place, statement in enumerate(plan.program.statements[: plan.key["train"]]):
+        call = statement.node.value if isinstance(statement.node, ast.Expr) else None
+        if not isinstance(call, ast.Call):
+            continue
+        own = (
+            root(call.func) in plan.models | plan.trainers | set(plan.tokenizers)
+            and _method(call) in EXPORTS | _ORDINARY
+        )
+        if own or _method(call) == "push_to_hub":
+            plan.early_saves.add(place)
+            plan.fates[place] = Fate(what="dropped", why="saved before the training; do it once, apart from the script")
+            plan.notes.append(
+                f"cell {statement.cell}: `{statement.head[:60]}` is left out: it saves before the training"
+            )
 
 
 def _key_places(plan: Plan) -> set[int]:
@@ -456,6 +477,12 @@ def _dataset_hook(plan: Plan) -> None:
     if given & plan.trainers:
         raise Refusal("R4", "the data are made with the help of the trainer", program.statements[before].cell)
     _refuse_dependence(plan, places, "the data")
+    for place in sorted(places):
+        if any(_TEMPLATES.match(program.dotted(call.func)) for call in _calls(program.statements[place].node)):
+            plan.notes.append(
+                f"cell {program.statements[place].cell}: apply_chat_template also sets the tokenizer's template, but"
+                " the one that is saved may keep the model's: set model.chat_template for it"
+            )
     _note_unseeded(plan, places)
     _note_hosted_paths(plan, places)
     _keep(plan, "dataset", {place for place in places if plan.fates.get(place, Fate(what="")).what != "settings"})
@@ -527,6 +554,7 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                     "os.system",
                     "os.popen",
                     "input",
+                    "google.colab.files.upload",
                 ):
                     raise Refusal("R4", f"{what} depend on {name}()", statement.cell)
                 if _SERVICES.match(name):
@@ -543,6 +571,7 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
             raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
 
 
+_TEMPLATES = re.compile(r"unsloth\b.*\bapply_chat_template$")
 _SERVICES = re.compile(
     r"(openai|anthropic|groq|cohere|mistralai|litellm|ollama|together|google\.generativeai|google\.genai|vllm|distilabel"
     r"|requests\.post|huggingface_hub\.InferenceClient)\b"
@@ -734,6 +763,7 @@ def _save_hook(plan: Plan) -> None:
             merged |= program.effects[place].binds
         whole = bool(of_merged) or any(call.args and ast.unparse(call.args[0]) in folders for call in saving)
         if any(root(call.func) in again for call in saving):
+            again |= program.effects[place].binds
             why = "of what was loaded again after the training; do it apart, with the folder that is saved"
             plan.fates[place] = Fate(what="dropped", why=why)
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it is {why}")
@@ -743,7 +773,16 @@ def _save_hook(plan: Plan) -> None:
                 why="the final model and tokenizer are saved into training.output_dir, by the main rank",
             )
         elif any(root(call.func) in plan.trainers for call in saving):
-            plan.fates[place] = Fate(what="dropped", why="publish the finished folder with `hf upload`")
+            if any(_method(call) == "merge_and_unload" for call in saving):
+                raise Refusal(
+                    "R4",
+                    f"it merges the trainer's model ({statement.head[:60]}); merge `model` instead: an export has the"
+                    " model, and no trainer",
+                    statement.cell,
+                )
+            why = "publish the finished folder with `hf upload`"
+            plan.fates[place] = Fate(what="dropped", why=why)
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         elif any(
             _PLACEHOLDER.search(str(n.value))
             for call in saving
@@ -805,6 +844,18 @@ def _settings(plan: Plan) -> None:
                 "kbit": "the package prepares quantized models",
             }[name],
         )
+
+
+def _note_defaults(plan: Plan) -> None:
+    """Settings are written down: what a variable would have said is not asked again."""
+    for item in plan.trace["events"]:
+        place = plan.program.position(item["statement"]) if item["kind"] == "asked" else None
+        if place is not None and plan.fates[place].what == "settings":
+            name, default = item["detail"]
+            plan.notes.append(
+                f"cell {_cell(plan, item)}: {name} is asked for in the environment; its default {default!r} stands in"
+                " the settings"
+            )
 
 
 def _shared_constants(plan: Plan) -> None:
@@ -1041,6 +1092,18 @@ def _dropped(plan: Plan, notebook: Notebook) -> None:
                 statement.cell,
             )
         plan.fates[place] = Fate(what="dropped", why=why)
+        for call in _calls(statement.node):
+            said = None if after else _LEFT_TO_THE_READER.get(program.dotted(call.func))
+            if after and _method(call).startswith("upload_"):
+                said = "publish the finished folder with `hf upload`"
+            if said is not None:
+                plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {said}")
+
+
+_LEFT_TO_THE_READER = {
+    "google.colab.files.upload": "put the files beside the script",
+    "os.chdir": "start the script in that folder",
+}
 
 
 def _only_installs(plan: Plan, notebook: Notebook, cell: int) -> bool:
@@ -1120,8 +1183,13 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
     text = "\n".join(kept)
     literals = _literals(plan)
     trained = plan.program.statements[plan.key["train"]].cell
+    local = bool(_READS_LOCAL.search(text))
     for shell in notebook.shells:
         if shell.cell > trained:
+            continue
+        if match := re.match(r"[%!]?cd\s+(\S+)\s*$", shell.text):
+            if local:
+                plan.notes.append(f"cell {shell.cell}: paths are meant from {match[1]}; start the script there")
             continue
         if shell.kind == "file":
             if shell.writes and (
@@ -1144,9 +1212,10 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
                     "R4", f"the training needs {file}, which a shell command makes ({shell.text[:80]})", shell.cell
                 )
             continue
-        if _only_installs(plan, notebook, shell.cell):
+        named = any(word in literal for word in _words(shell.text) for literal in literals)
+        if _only_installs(plan, notebook, shell.cell) and not named:
             continue
-        if _READS_LOCAL.search(text) or any(word in literal for word in _words(shell.text) for literal in literals):
+        if local or named:
             raise Refusal(
                 "R4",
                 f"the training reads files, and a shell command may have made them ({shell.text[:80]})",

@@ -290,6 +290,8 @@ def _lora_config(value: Any) -> dict[str, Any]:
     if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
         given = known(value.item["kwargs"])
         targets = given.get("target_modules")
+        if targets == []:
+            raise Refusal("R4", "LoRA's modules are looked up at run time; name them, or write 'all-linear'")
         if has_unknown(targets) and "named_modules()" in str(targets):
             given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all but the head
         return given
@@ -528,6 +530,7 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
     )
     if plan.formatting is None:
         _not_token_ids(what, plan)
+    _rows_as_the_package_takes_them(what, plan)
     _format(settings, what, plan, what.config.get("dataset_text_field"))
     if _flag(what.config.get("packing", False), "packing"):
         settings.set("data.packing", True)
@@ -554,6 +557,20 @@ def _not_token_ids(what: Described, plan: Plan) -> None:
             )
     if found:
         raise Refusal("R4", "the notebook tokenises its rows itself; give the trainer rows of text or messages")
+
+
+def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
+    """One set of rows that ends, and one held-out set."""
+    if isinstance(what.trainer.get("eval_dataset"), dict):
+        raise Refusal("R4", "eval_dataset holds several sets; give one: there is one held-out loss")
+    train = what.trainer.get("train_dataset")
+    if isinstance(train, Unknown) and train.name.endswith("ConstantLengthDataset"):
+        raise Refusal("R4", "ConstantLengthDataset packs the rows; give the trainer the rows, and packing=True")
+    text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
+    if re.search(r"streaming\s*=\s*True", text) and not re.search(r"\.take\(|islice\(|\bDataset\.from_", text):
+        raise Refusal(
+            "R4", "the rows are a stream, and all are prepared before the training; take as many as it needs: .take(n)"
+        )
 
 
 def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:

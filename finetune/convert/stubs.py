@@ -358,7 +358,7 @@ _READS = frozenset(
     " cuda cpu"
     " half float head info describe show display convert_tokens_to_ids tokenize for_inference for_training get_vocab"
     " get evaluate predict keys values items get_input_embeddings get_output_embeddings state_dict num_parameters"
-    " get_chat_template log_metrics save_metrics save_state parse_response".split()
+    " get_chat_template log_metrics save_metrics save_state parse_response push_to_hub".split()
 )
 
 
@@ -520,6 +520,8 @@ def _get_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, 
         if key not in ENVIRONMENT:
             ENVIRONMENT[key] = default
         event("env", [key, form(default)], f"os.environ.setdefault({key!r})")
+    elif key not in ENVIRONMENT and default is not None:
+        event("asked", [key, plain(default)], f"os.getenv({key!r})")
     return ENVIRONMENT.get(key, default)
 
 

@@ -306,7 +306,8 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
         elif kind == "dataset":
             found["training data" if detail[0] == "train_dataset" else "held-out data"] = detail[1]
         elif kind == "change":
-            _note_change(found, item, trained)
+            if not (trained and role == "model") or _is_kept(plan, item, notebook_side):
+                _note_change(found, item, trained)
         elif kind == "call" and not trained and role == "trainer" and item["method"] not in _IGNORED_TRAINER:
             found["changes of the trainer"].append([item["method"], *detail[1:]])
         elif (

@@ -314,6 +314,41 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, 'from transformers import pipeline\ndef predict(rows, model, tokenizer):\n    found = []\n    for row in rows:\n        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\n        found.append(pipe(row)[0]["generated_text"])\n    return found\nfound = predict(["a"], model, tokenizer)', HUB_TRAINER],
         {}, [], ["predict"],
     ),
+    "columns of prompts": (
+        ['from datasets import Dataset\ndataset = Dataset.from_dict({"prompt": [str(row["q"]) for row in dataset], "completion": [row["a"] for row in dataset]})', HUB_MODEL, HUB_TRAINER],
+        {"data.format": "prompt_completion", "model.chat_template": "none"}, [], [],
+    ),
+    "prompts of messages": (
+        ['dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["q"]}], "completion": [{"role": "assistant", "content": row["a"]}]})', HUB_MODEL, HUB_TRAINER],
+        {"data.format": "prompt_completion", "model.chat_template": None}, [], [],
+    ),
+    "modules cast in a loop": (
+        [HUB_MODEL, HUB_TRAINER.replace("trainer.train()", 'for name, module in trainer.model.named_modules():\n    if "norm" in name:\n        module = module.to(torch.float32)\ntrainer.train()')],
+        {}, ["def prepare_trainer(trainer)", "module = module.to(torch.float32)"], [],
+    ),
+    "frozen before the trainer attaches the adapter": (
+        [HUB_MODEL + "\nfor p in model.parameters():\n    p.requires_grad = False", HUB_TRAINER], {"lora.r": 4}, [], ["requires_grad"],
+    ),
+    "resized before the trainer attaches the adapter": (
+        [HUB_MODEL + "\nmodel.resize_token_embeddings(len(tokenizer))", HUB_TRAINER], {}, ["model.resize_token_embeddings(len(tokenizer))"], [],
+    ),
+    "everything seeded": (
+        ["import os, random\nimport numpy as np\ndef seed_all(seed=42):\n    random.seed(seed)\n    np.random.seed(seed)\n    torch.manual_seed(seed)\n    os.environ['PYTHONHASHSEED'] = str(seed)\n    torch.backends.cudnn.deterministic = True\n    torch.set_float32_matmul_precision('high')\nseed_all()", HUB_MODEL, HUB_TRAINER],
+        {}, ["torch.backends.cudnn.deterministic = True", "torch.set_float32_matmul_precision"], ["seed_all", "PYTHONHASHSEED", "manual_seed"],
+    ),
+    "stopped early": (
+        [HUB_MODEL, HUB_TRAINER.replace("args=SFTConfig(", "eval_dataset=dataset, args=SFTConfig(eval_strategy='steps', eval_steps=5, ").replace("trainer.train()", "from transformers import EarlyStoppingCallback\ntrainer.add_callback(EarlyStoppingCallback(2))\ntrainer.train()")],
+        {"training.eval_steps": 5}, ['trainer.args.metric_for_best_model = "eval_loss"', "trainer.add_callback(EarlyStoppingCallback(2))"], [],
+    ),
+    "saved before": (
+        ['dataset.push_to_hub("me/rows")', HUB_MODEL + '\nmodel.save_pretrained("before")\ntokenizer.push_to_hub("me/tokens")', HUB_TRAINER],
+        {"training.output_dir": "o"}, [], ["push_to_hub", "save_pretrained"],
+    ),
+    "the trainer's model published": ([HUB_MODEL, HUB_TRAINER, 'model.config.use_cache = True\ntrainer.model.push_to_hub("me/mine")'], {}, [], ["push_to_hub"]),
+    "loaded again and merged by another name": (
+        [HUB_MODEL, HUB_TRAINER, 'from peft import AutoPeftModelForCausalLM\nmodel = AutoPeftModelForCausalLM.from_pretrained("o")\nmerged = model.merge_and_unload()\nmerged.save_pretrained("whole")'],
+        {"training.output_dir": "o"}, [], ["def export", "merge_and_unload"],
+    ),
     "in functions": (
         ['def load(name, four=True):\n    """Load it."""\n    # in bits\n    model = AutoModelForCausalLM.from_pretrained(name, load_in_4bit=four)\n    tok = AutoTokenizer.from_pretrained(name)\n    tok.pad_token = tok.eos_token  # padded\n    return model, tok', 'def main():\n    model, tokenizer = load("acme/tiny")\n    data = dataset.map(lambda row: {"text": row["q"] + tokenizer.eos_token})\n    args = SFTConfig(output_dir="o", max_steps=9)\n    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=data, args=args, peft_config=LoraConfig(r=4))\n    trainer.train()\n    trainer.save_model("there")\n\nif __name__ == "__main__":\n    main()'],
         {"model.load_in_4bit": True, "training.max_steps": 9, "training.output_dir": "there", "lora.r": 4}, ["tok.pad_token = tok.eos_token  # padded"], ["def load"],
@@ -332,7 +367,23 @@ def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path], tm
     assert all(word in conversion.script for word in there)
     assert not any(word in conversion.script for word in not_there)
     called_once = [note for note in conversion.report["notes"] if "is called once" in note]
-    assert len(called_once) == (2 if style == "in functions" else 0)
+    assert len(called_once) == {"in functions": 2, "everything seeded": 1}.get(style, 0)
+
+
+NOTES = {
+    "the folder, by a magic": ({"data": "%cd /content/drive/mine\n" + DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')}, "paths are meant from /content/drive/mine"),
+    "the folder, by a call": ({"extra": 'import os\nos.chdir("/content/drive/mine")'}, "start the script in that folder"),
+    "files that are sent": ({"extra": "from google.colab import files\nfiles.upload()"}, "put the files beside the script"),
+    "a default of the environment": ({"loader": LOADER.replace('"acme/tiny"', 'os.getenv("BASE", "acme/tiny")').replace("import torch", "import os, torch")}, "BASE is asked for in the environment"),
+    "a template with the data": ({"data": DATA + "\nfrom unsloth import apply_chat_template\ndataset = apply_chat_template(dataset, tokenizer = tokenizer, chat_template = '{INPUT}{OUTPUT}')"}, "the tokenizer's template"),
+    "published": ({"after": "from huggingface_hub import HfApi\napi = HfApi()\napi.upload_folder(folder_path = 'o', repo_id = 'me/x')"}, "hf upload"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_what_the_reader_has_to_know_is_said(case: str, notebook: Callable[..., Path]) -> None:
+    cells, said = NOTES[case]
+    assert any(said in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
 
 
 def test_a_function_gives_way_only_where_nothing_else_changes(notebook: Callable[..., Path]) -> None:
@@ -438,6 +489,15 @@ REFUSED = {
     "another model's chat tokens": ({"extra": "from trl import setup_chat_format\nmodel, tokenizer = setup_chat_format(model, tokenizer)"}, "R4"),
     "a loss of its own": ({"trainer": TRAINER.replace("args =", "compute_loss_func = len, args =")}, "R4"),
     "a template after the data": ({"data": DATA + "\nrender = tokenizer.apply_chat_template\ndataset = dataset.map(lambda row: {'text': render(row)})", "extra": "tokenizer.chat_template = 'x'"}, "R4"),
+    "several held-out sets": ({"trainer": TRAINER.replace("args =", "eval_dataset = {'a': dataset, 'b': dataset}, args =")}, "R4"),
+    "rows packed by TRL's class": ({"trainer": "from trl.trainer import ConstantLengthDataset\ndataset = ConstantLengthDataset(tokenizer, dataset)\n" + TRAINER}, "R4"),
+    "a stream": ({"data": DATA.replace('split = "train"', 'split = "train", streaming = True')}, "R4"),
+    "data that are sent": ({"data": "from google.colab import files\nsent = files.upload()\n" + DATA.replace('"acme/questions"', '"json", data_files = list(sent)[0]')}, "R4"),
+    "a file copied by a cell that installs": ({"loader": "!pip install unsloth\n!cp /drive/rows.jsonl rows.jsonl", "data": LOADER + "\n" + DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')}, "R4"),
+    "settings after the trainer": ({"trainer": TRAINER + "\ntrainer.args.learning_rate = 1e-5"}, "R4"),
+    "the trainer's model merged": ({"after": 'model = trainer.model.merge_and_unload()\nmodel.save_pretrained("whole")'}, "R4"),
+    "a head before the trainer's adapter": ({"adapter": "", "extra": "from peft import LoraConfig\nmodel.lm_head = torch.nn.Sequential(model.lm_head)", "trainer": TRAINER.replace("args =", "peft_config = LoraConfig(r = 8), args =")}, "R4"),
+    "modules by their names in print": ({"adapter": "import re\nfrom peft import LoraConfig, get_peft_model\nfound = re.findall(r'(\\w+): Linear', str(model))\nmodel = get_peft_model(model, LoraConfig(target_modules = found))"}, "R4"),
     "newer Python": ({"data": DATA + "\nmatch x:\n"}, "R5"),
     "vLLM": ({"loader": LOADER.replace("load_in_4bit", "fast_inference = True, load_in_4bit")}, "R6"),
     "unknown magic": ({"data": "%%cython\nint x\n"}, "E-MAGIC"),
