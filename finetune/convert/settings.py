@@ -620,7 +620,9 @@ def _prompts_are_messages(plan: Plan) -> bool:
     for node in nodes:
         for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
             if isinstance(key, ast.Constant) and key.value == "prompt" and isinstance(value, ast.List | ast.ListComp):
-                called = [functions[one.id] for one in ast.walk(value) if getattr(one, "id", None) in functions]
+                called = [
+                    functions[one.id] for one in ast.walk(value) if isinstance(one, ast.Name) and one.id in functions
+                ]
                 if any(_makes_a_message(inner) for tree in (value, *called) for inner in ast.walk(tree)):
                     return True
     return False

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from finetune import keeping
+from finetune import keeping, train
+from finetune.config import load
 from finetune.errors import RunError, UserError
 from finetune.record import RunRecord, write_json
 
@@ -80,6 +82,22 @@ def test_output_that_is_a_file_or_has_no_room(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="MiB free; a checkpoint needs"):
         keeping.check_space(tmp_path / "not" / "there", 2**62, "a checkpoint")
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(("save_steps", "weights"), [(500, 2), (0, 1)])
+def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, weights: int
+) -> None:
+    """Two float32 moments of each of 1,024 weights belong to a checkpoint."""
+    asked = []
+    monkeypatch.setattr(train.keeping, "check_space", lambda _, needed, what: asked.append((needed, what)))
+    files = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
+    config = load([*files, "--training.output_dir", str(tmp_path), "--training.save_steps", str(save_steps)])
+    train.check_space(config, torch.nn.Linear(32, 32, bias=False))
+    moments = 8 * 1024 * (weights - 1)
+    (needed, what) = asked[0]
+    assert needed == weights * 4 * 1024 + moments + keeping.SPARE_BYTES
+    assert ("checkpoint" in what) == (save_steps > 0)
 
 
 def test_full_disk_in_every_librarys_words(tmp_path: Path) -> None:
