@@ -137,7 +137,12 @@ def measure(
         if any(isinstance(one, Failed) for one in (found[name], *runs.values())):
             say(f"{name}: left out, a command failed")
         else:
-            record(options, results, name, judge(found[name], {world: scored(run) for world, run in runs.items()}))
+            measured = {world: scored(run) for world, run in runs.items()}
+            unscored = {
+                world: one for world, one in measured.items() if not (one["prediction"] or {}).get("step_seconds")
+            }
+            with_predictions(found[name], unscored)
+            record(options, results, name, judge(found[name], measured))
 
     for world in options.world_sizes[1:]:
         groups = [range(first, first + world) for first in range(0, gpus - world + 1, world)]

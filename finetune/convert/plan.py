@@ -20,6 +20,7 @@ from finetune.convert.names import (
     free_names,
     root,
     target_names,
+    written_path,
 )
 from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
 from finetune.convert.trace import Trace
@@ -1144,6 +1145,9 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "inference" if _leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
         return "display"
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and written_path(node.value) is not None:
+        if all(_harmless(plan, call) for call in calls if call is not node.value):
+            return "file that nothing kept reads"
     if _only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):

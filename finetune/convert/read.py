@@ -55,8 +55,9 @@ class Statement:
 
     @property
     def head(self) -> str:
-        """The first line, for reports."""
-        return self.source.strip().splitlines()[0]
+        """The first line that is no comment, for reports."""
+        lines = self.source.strip().splitlines()
+        return next((line.strip() for line in lines if not line.lstrip().startswith("#")), lines[0])
 
 
 @dataclass(kw_only=True)

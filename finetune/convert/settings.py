@@ -491,7 +491,12 @@ def _lora(settings: Settings, what: Described) -> None:
             settings.notes.append("the adapter is left out: full fine-tuning trains every weight")
         return
     if what.adapter is None:
-        raise Refusal("R4", "no adapter is attached, and full_finetuning is not set: nothing would be trained")
+        raise Refusal(
+            "R4",
+            "no adapter is attached, and full_finetuning is not set: nothing would be trained, unless the model's name"
+            " is that of an adapter; to go on with one, load its base model and call get_peft_model, then name the"
+            " adapter in the settings and replace their lora section by continue_adapter: true",
+        )
     given = {key: value for key, value in what.adapter.items() if value is not None}
     defaults = _ADAPTERS[what.adapter_kind]
     for key in ("r", "lora_alpha", "lora_dropout"):

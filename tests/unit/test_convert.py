@@ -314,6 +314,14 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, 'from transformers import pipeline\ndef predict(rows, model, tokenizer):\n    found = []\n    for row in rows:\n        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\n        found.append(pipe(row)[0]["generated_text"])\n    return found\nfound = predict(["a"], model, tokenizer)', HUB_TRAINER],
         {}, [], ["predict"],
     ),
+    "a file that nothing reads before": (
+        ['held = load_dataset("acme/questions", split="test")\nheld.select(range(9)).to_json("test.json", orient="records")', HUB_MODEL, HUB_TRAINER, 'held = load_dataset("json", data_files="test.json")'],
+        {}, [], ["to_json"],
+    ),
+    "a class that a branch may choose": (
+        ['from transformers import AutoModelForImageTextToText\nname = "acme/tiny"\nif name == "acme/tiny":\n    kind = AutoModelForCausalLM\nelse:\n    kind = AutoModelForImageTextToText\nmodel = kind.from_pretrained(name, **dict(torch_dtype=torch.bfloat16))\ntokenizer = AutoTokenizer.from_pretrained(name)', HUB_TRAINER],
+        {"model.model_name_or_path": "acme/tiny", "model.dtype": "bfloat16"}, [], ["kind"],
+    ),
     "columns of prompts": (
         ['from datasets import Dataset\ndataset = Dataset.from_dict({"prompt": [str(row["q"]) for row in dataset], "completion": [row["a"] for row in dataset]})', HUB_MODEL, HUB_TRAINER],
         {"data.format": "prompt_completion", "model.chat_template": "none"}, [], [],
