@@ -903,7 +903,7 @@ _LOOKS = frozenset(
     " sub group evaluate state_dict device_count from_list from_dict from_pandas stack unsqueeze squeeze encode_plus"
     " get_added_vocab get_nb_trainable_parameters features isoformat zfill title capitalize isdigit nunique dropna"
     " fillna"
-    " drop merge idxmax to_dict to_list isin str len iterrows itertuples read readlines".split()
+    " mkdir most_common drop merge idxmax to_dict to_list isin str len iterrows itertuples read readlines".split()
 )
 _PURE_ROOTS = frozenset(
     "torch platform gc psutil time math os re json random collections itertools functools datetime copy string"
@@ -911,7 +911,8 @@ _PURE_ROOTS = frozenset(
     " datasets transformers unsloth trl peft warnings logging textwrap typing sys matplotlib seaborn tqdm IPython"
     " requests"
     " huggingface_hub accelerate bitsandbytes importlib packaging xformers triton scipy sklearn plotly inspect"
-    " pprint locale dataclasses enum rich tabulate nvidia_smi pynvml GPUtil urllib google kaggle_secrets dotenv".split()
+    " pprint locale dataclasses enum rich tabulate nvidia_smi pynvml GPUtil urllib google kaggle_secrets dotenv"
+    " types pathlib omegaconf easydict munch box ml_collections".split()
 )
 _NOT_PURE = re.compile(
     r"^(os\.(system|popen|exec\w*|spawn\w*|kill|fork|remove|unlink|rename|replace|rmdir|removedirs)"
@@ -1048,6 +1049,11 @@ def _changes_role(plan: Plan, node: ast.Expr) -> bool:
     return any(isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING for call in _calls(node))
 
 
+_PURE_MAKERS = frozenset(
+    "re os json textwrap string math types pathlib yaml omegaconf easydict munch box ml_collections".split()
+)
+
+
 def _pure(plan: Plan, place: int) -> bool:
     """Whether a statement only makes a value from constants and other pure ones."""
     node = plan.program.statements[place].node
@@ -1067,7 +1073,7 @@ def _pure(plan: Plan, place: int) -> bool:
                 and call.func.attr in _LOOKS
                 and root(call.func) not in plan.program.imports
             )
-            or plan.program.dotted(call.func).split(".")[0] in ("re", "os", "json", "textwrap", "string", "math")
+            or plan.program.dotted(call.func).split(".")[0] in _PURE_MAKERS
             for call in _calls(node)
         )
         return safe and not effects(node).all_reads & (plan.models | plan.trainers | set(plan.tokenizers))

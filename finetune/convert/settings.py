@@ -672,6 +672,8 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
         settings.set("training.per_device_train_batch_size", per_device)
     max_steps = given.pop("max_steps", -1)
     epochs = given.pop("num_train_epochs")
+    if isinstance(max_steps, Unknown):
+        raise Refusal("R4", f"the setting training.max_steps is only known at run time ({max_steps}); write a number")
     if isinstance(max_steps, int) and max_steps > 0:
         settings.set("training.max_steps", max_steps, "demo")
     else:
@@ -901,6 +903,8 @@ def _saved(plan: Plan, trace: Trace) -> list[str]:
             args = item["detail"][1][1:]
             kwargs = {key: value for key, value in item["detail"][2][1:]}
             name = args[0] if args else kwargs.get("save_directory", kwargs.get("output_dir"))
+            if isinstance(name, list) and name[0] == "path":
+                name = name[1]
             if place > plan.key["train"] and isinstance(name, str) and name and "<<" not in name:
                 found.append(name)
     return found

@@ -22,6 +22,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
 # Steps and events of one statement decide. The seconds are for single operations that take for ever, and so many that a
@@ -190,10 +191,17 @@ def form(value: Any, depth: int = 0) -> Any:
         return function_form(value, depth)
     if isinstance(value, type):
         return ["class", value.__name__, value.__dict__.get("_source_", "")]
-    if dataclasses.is_dataclass(value) or "_source_" in type(value).__dict__:
+    if isinstance(value, Path):
+        return ["path", str(value)]
+    if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace) or _of_class(value):
         own = {key: item for key, item in vars(value).items()}
         return ["object", form(type(value)), form(own, depth + 1)]
     return ["other", type(value).__name__, str(value) if not callable(value) else getattr(value, "__name__", "")]
+
+
+def _of_class(value: Any) -> bool:
+    """Whether a class of the notebook made it."""
+    return "_source_" in type(value).__dict__
 
 
 def function_form(value: Any, depth: int) -> Any:
@@ -552,6 +560,69 @@ def _random(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return NotImplemented
 
 
+# --- configuration objects and paths ----------------------------------------------------------------------------------
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose keys are attributes, too: OmegaConf's, EasyDict and their like."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        raise AttributeError(key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = _with_attributes(value)
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Attributes({key: _with_attributes(item) for key, item in value.items()})
+    return [_with_attributes(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_attributes(item) for key, item in value.items()}
+    return [_without_attributes(item) for item in value] if isinstance(value, list) else value
+
+
+def _attribute_dict(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = YAML.get(args[0]) if args and isinstance(args[0], str) else args[0] if args else {}
+    if not isinstance(given, dict) or len(args) > 1 or "flags" in kwargs:
+        return NotImplemented
+    if re.search(r"\$\{|\?\?\?", json.dumps(given, default=str)):  # OmegaConf would look them up
+        return NotImplemented
+    return _with_attributes(given | kwargs)
+
+
+def _plain_dict(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _without_attributes(args[0]) if args and isinstance(args[0], Attributes) else NotImplemented
+
+
+# What the literal texts of a program say as YAML: the parent reads them.
+YAML: dict[str, Any] = {}
+
+
+def _safe_load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 1 and isinstance(args[0], str) and args[0] in YAML:
+        return _without_attributes(YAML[args[0]])  # a copy
+    return NotImplemented
+
+
+class Path(PurePosixPath):
+    """A path that is known by its name alone; whatever asks for the file is a symbol."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):
+            raise AttributeError(key)
+        return attribute(Symbol(["path", str(self)], repr(self)), key)
+
+
+def _path(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return Path(*args) if args and not any(holds_symbol(item) for item in args) else NotImplemented
+
+
 RANDOM: list[Any] = []
 _HANDLERS: dict[str, Callable[..., Any]] = {
     "from_pretrained": _load,
@@ -573,6 +644,14 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "os.getenv": _get_environment,
     "os.environ.setdefault": _get_environment,
     "os.environ.update": _update_environment,
+    "pathlib.Path": _path,
+    "yaml.safe_load": _safe_load,
+    "omegaconf.OmegaConf.create": _attribute_dict,
+    "omegaconf.OmegaConf.to_container": _plain_dict,
+    "easydict.EasyDict": _attribute_dict,
+    "munch.Munch": _attribute_dict,
+    "box.Box": _attribute_dict,
+    "ml_collections.ConfigDict": _attribute_dict,
     "random.shuffle": _shuffle,
     "numpy.random.shuffle": _shuffle,
     **{f"random.{n}": _random for n in "random randint choice choices sample uniform randrange gauss".split()},
@@ -600,6 +679,8 @@ def values(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else {"other": repr(value)}
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, set | frozenset):
         return {"set": sorted((values(item) for item in value), key=str)}
     return {"other": words(value), "form": form(value)}
@@ -641,6 +722,7 @@ _PURE_MODULES: dict[str, str] = {
     "bisect": "bisect bisect_left bisect_right",
     "ast": "literal_eval",
     "argparse": "ArgumentParser Namespace",
+    "types": "SimpleNamespace",
     "os.path": "join basename dirname splitext normpath",
 }
 _REAL_VALUES: dict[str, Any] = {
@@ -1152,6 +1234,8 @@ def main() -> None:
     sys.setrecursionlimit(600)
     results = []
     for job in jobs:
+        YAML.clear()
+        YAML.update(job["yaml"])
         if job["kind"] == "notebook":
             results.append(run_notebook([tuple(item) for item in job["statements"]], job["world"]))
         else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,39 @@ Trace = dict[str, Any]
 def trace_notebook(statements: Sequence[Statement]) -> list[Trace]:
     """One trace per world: `events`, `failed` (statement id as text -> why) and `words` of hashes."""
     items = [(statement.id, statement.source) for statement in statements]
-    return _run([{"kind": "notebook", "statements": items, "world": world} for world in WORLDS])
+    common = {"kind": "notebook", "statements": items, "yaml": _yaml(source for _, source in items)}
+    return _run([common | {"world": world} for world in WORLDS])
 
 
 def trace_script(source: str, *, own_tokenizer: bool = False) -> dict[tuple[bool, int], Trace]:
     """Traces of a converted script by world and rank. `own_tokenizer`: it loads another than the model's."""
     keys = [(world, rank) for world in WORLDS for rank in (0, 1)]
-    common = {"kind": "script", "source": source, "own_tokenizer": own_tokenizer}
+    common = {"kind": "script", "source": source, "own_tokenizer": own_tokenizer, "yaml": _yaml([source])}
     jobs = [common | {"world": world, "rank": rank} for world, rank in keys]
     return dict(zip(keys, _run(jobs), strict=True))
+
+
+def _yaml(sources: Iterable[str]) -> dict[str, Any]:
+    """What literal texts say as YAML, of programs that read YAML: the stubs have no parser.
+
+    Texts with aliases are left out, which can be short and say a lot."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    programs = list(sources)
+    if not any("safe_load" in source or "OmegaConf" in source for source in programs):
+        return found
+    for node in (node for source in programs for node in ast.walk(ast.parse(source))):
+        text = getattr(node, "value", None)
+        if isinstance(node, ast.Constant) and isinstance(text, str) and ":" in text and len(text) < 20_000:
+            try:
+                if not any(isinstance(item, yaml.AliasEvent) for item in yaml.parse(text)):
+                    value = yaml.safe_load(text)
+                    if json.loads(json.dumps(value)) == value:
+                        found[text] = value
+            except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+                continue
+    return found
 
 
 def _run(jobs: list[dict[str, Any]]) -> list[Trace]:

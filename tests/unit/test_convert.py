@@ -220,6 +220,30 @@ STYLES = {
         {"loader": "from dataclasses import dataclass\n@dataclass\nclass C:\n    lr: float = 3e-4\n" + LOADER, "trainer": TRAINER.replace("2e-4", "C().lr")},
         {"training.learning_rate": 3e-4},
     ),
+    "a namespace": (
+        {"loader": "from types import SimpleNamespace\ncfg = SimpleNamespace(lr=1e-4, steps=7)\ncfg.steps += 2\n" + LOADER, "trainer": TRAINER.replace("2e-4", "cfg.lr").replace("60", "cfg.steps")},
+        {"training.learning_rate": 1e-4, "training.max_steps": 9},
+    ),
+    "YAML in a text": (
+        {"loader": 'import yaml\ncfg = yaml.safe_load("""\ntrain:\n  lr: 1.0e-4\n  name: acme/tiny\n""")["train"]\n' + LOADER.replace('"acme/tiny"', 'cfg["name"]'), "trainer": TRAINER.replace("2e-4", 'cfg["lr"]')},
+        {"training.learning_rate": 1e-4, "model.model_name_or_path": "acme/tiny"},
+    ),
+    "OmegaConf": (
+        {"loader": 'from omegaconf import OmegaConf\ncfg = OmegaConf.create({"lora": {"r": 4}, "lr": 1e-4})\ncfg.steps = 9\nprint(OmegaConf.to_yaml(cfg))\n' + LOADER, "adapter": ADAPTER.replace("r = 8", "r = cfg.lora.r"), "trainer": TRAINER.replace("2e-4", "cfg.lr").replace("60", "cfg.get('steps', 1)")},
+        {"training.learning_rate": 1e-4, "training.max_steps": 9, "lora.r": 4},
+    ),
+    "EasyDict": (
+        {"loader": 'from easydict import EasyDict as edict\ncfg = edict(lr=1e-4)\ncfg.name = "questions"\n' + LOADER, "data": DATA.replace('"acme/questions"', 'f"acme/{cfg.name}"'), "trainer": TRAINER.replace("2e-4", "cfg.lr")},
+        {"training.learning_rate": 1e-4},
+    ),
+    "paths": (
+        {"loader": 'from pathlib import Path\nOUT = Path("runs") / "x"\nOUT.mkdir(parents=True, exist_ok=True)\n' + LOADER, "trainer": TRAINER.replace('"outputs"', "str(OUT / 'all')"), "after": "trainer.save_model(OUT)"},
+        {"training.output_dir": "runs/x"},
+    ),
+    "a path of the trainer": (
+        {"loader": 'import pathlib\n' + LOADER, "trainer": TRAINER.replace('"outputs"', "pathlib.Path('runs', 'x')")},
+        {"training.output_dir": "runs/x"},
+    ),
     "resumed": ({"train": "trainer.train(resume_from_checkpoint = True)"}, {"training.resume_from_checkpoint": True}),
     "packed": ({"trainer": TRAINER.replace("    max_seq", "    packing = True, max_seq")}, {"data.packing": True}),
     "responses": (
@@ -483,8 +507,12 @@ REFUSED = {
     "a collator of its own": ({"trainer": "def collate(rows):\n    return rows\n" + TRAINER.replace("args =", "data_collator = collate, args =")}, "R4"),
     "another loss": ({"trainer": TRAINER.replace("seed", 'loss_type = "dft", seed')}, "R4"),
     "unknown at run time": ({"trainer": TRAINER.replace("2e-4", "float(input())")}, "R4"),
+    "an unknown number of steps": ({"trainer": TRAINER.replace("60", "len(dataset) // 8")}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
+    "YAML with aliases": ({"loader": 'import yaml\ncfg = yaml.safe_load("a: &a 1\\nb: *a")\n' + LOADER, "trainer": TRAINER.replace("2e-4", 'cfg["b"]')}, "R4"),
+    "YAML of a file": ({"loader": 'import yaml\ncfg = yaml.safe_load(open("config.yaml"))\n' + LOADER, "trainer": TRAINER.replace("2e-4", 'cfg["b"]')}, "R4"),
+    "values that refer to others": ({"loader": 'from omegaconf import OmegaConf\ncfg = OmegaConf.create({"a": 1, "b": "${a}"})\n' + LOADER, "trainer": TRAINER.replace("60", 'cfg.b')}, "R4"),
     "new tokens": ({"loader": LOADER + "\nfrom unsloth import add_new_tokens\nadd_new_tokens(model, tokenizer, new_tokens = ['<a>'])"}, "R4"),
     "in a function that is called twice": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()\ntrainer = go()"}, "R4"),
     "in a function that returns early": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    if not dataset:\n        return None\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
@@ -642,6 +670,7 @@ HOSTILE = {
     "shell": 'import os\nos.system("touch {mark}")',
     "process": 'import subprocess\nsubprocess.run(["touch", "{mark}"])',
     "pathlib": 'from pathlib import Path\nPath("{mark}").write_text("x")',
+    "a path's parts": 'from pathlib import Path\nfor name in ("touch", "unlink", "rmdir"):\n    getattr(Path("{mark}").parent / "mark", name)()',
     "exec": "exec('import os; os.system(\"touch {mark}\")')",
     "import": '__import__("os").system("touch {mark}")',
     "subclasses": "for c in ().__class__.__base__.__subclasses__():\n    if c.__name__ == '_wrap_close':\n        c.__init__.__globals__['system']('touch {mark}')",
