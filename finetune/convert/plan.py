@@ -54,6 +54,8 @@ class Plan:
     formatting: ast.expr | None = None
     callbacks: ast.expr | None = None
     own_tokenizer: bool = False  # it is another one than the model's
+    scratch: set[str] = field(default_factory=set)  # names of charts, tables, metrics
+    collections: set[str] = field(default_factory=set)  # names of lists, dicts, counters
     notes: list[str] = field(default_factory=list)
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
@@ -75,6 +77,7 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     plan = Plan(program=program, trace=traces[0])
     _key_statements(plan, traces[0])
     _names_of_roles(plan)
+    _names_of_scratch(plan)
     _trainer_call(plan)
     _early_saves(plan)
     _environment(plan, notebook)
@@ -235,6 +238,63 @@ def _names_of_roles(plan: Plan) -> None:
             plan.models.update(names)
         elif place < plan.key["train"] and _makes_tokenizer(plan, node.value):
             plan.tokenizers += [name for name in names if name not in plan.tokenizers]
+
+
+# Libraries whose objects show or measure, and have no part in the training.
+_SHOWING = frozenset("matplotlib seaborn plotly bokeh altair wordcloud rich prettytable ipywidgets evaluate".split())
+
+
+def _names_of_scratch(plan: Plan) -> None:
+    """Names that are only ever bound to objects of libraries that show, or to collections."""
+    bound: dict[str, list[ast.expr | None]] = {}
+    for statement in plan.program.statements:
+        for node in ast.walk(statement.node):
+            for target, value in _bindings(node):
+                for name in target_names(target):
+                    bound.setdefault(name, []).append(value)
+    plan.collections = {name for name, values in bound.items() if all(_is_collection(plan, v) for v in values)}
+    while more := {
+        name
+        for name, values in bound.items()
+        if name not in plan.scratch and all(_is_scratch(plan, value) for value in values)
+    }:
+        plan.scratch |= more
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Targets with what they are bound to, or with None where it is not told."""
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+        yield node.target, node.value
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield node.optional_vars, node.context_expr
+    elif isinstance(node, ast.For | ast.comprehension):
+        name = getattr(node.iter.func, "id", "") if isinstance(node.iter, ast.Call) else ""
+        given = node.iter.args if isinstance(node.iter, ast.Call) else []
+        parts = node.target.elts if isinstance(node.target, ast.Tuple) else []
+        if name == "zip" and len(parts) == len(given):
+            yield from zip(parts, given, strict=True)
+        elif name == "enumerate" and len(parts) == 2:
+            yield from ((parts[0], None), (parts[1], given[0]))
+        else:
+            yield node.target, node.iter
+
+
+def _is_collection(plan: Plan, value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        name = plan.program.dotted(value.func)
+        return name in ("list", "dict", "set") or name.startswith("collections.")
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def _is_scratch(plan: Plan, value: ast.expr | None) -> bool:
+    if value is None:
+        return False
+    made = isinstance(value, ast.Call) and (
+        plan.program.dotted(value.func).split(".")[0] in _SHOWING or _method(value) in ("plot", "hist", "boxplot")
+    )
+    return made or root(value) in plan.scratch
 
 
 def _is_alias(plan: Plan, value: ast.expr) -> bool:
@@ -903,7 +963,8 @@ _LOOKS = frozenset(
     " sub group evaluate state_dict device_count from_list from_dict from_pandas stack unsqueeze squeeze encode_plus"
     " get_added_vocab get_nb_trainable_parameters features isoformat zfill title capitalize isdigit nunique dropna"
     " fillna"
-    " mkdir most_common drop merge idxmax to_dict to_list isin str len iterrows itertuples read readlines".split()
+    " mkdir most_common get_train_dataloader get_eval_dataloader data_collator"
+    " drop merge idxmax to_dict to_list isin str len iterrows itertuples read readlines".split()
 )
 _PURE_ROOTS = frozenset(
     "torch platform gc psutil time math os re json random collections itertools functools datetime copy string"
@@ -912,6 +973,7 @@ _PURE_ROOTS = frozenset(
     " requests"
     " huggingface_hub accelerate bitsandbytes importlib packaging xformers triton scipy sklearn plotly inspect"
     " pprint locale dataclasses enum rich tabulate nvidia_smi pynvml GPUtil urllib google kaggle_secrets dotenv"
+    " evaluate bokeh altair wordcloud prettytable ipywidgets"
     " types pathlib omegaconf easydict munch box ml_collections".split()
 )
 _NOT_PURE = re.compile(
@@ -944,7 +1006,7 @@ def _harmless(
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):
         return _reads_file(call)
-    if last in _DISPLAY or _ACCOUNTS.match(name) or last in _LOOKS:
+    if last in _DISPLAY or _ACCOUNTS.match(name) or last in _LOOKS or _on_scratch(plan, call):
         return True
     if name.split(".")[0] in ("unsloth", "peft", "trl") and last[:1].islower() and last != "pipeline":
         if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):
@@ -971,6 +1033,22 @@ def _harmless(
     if root(call.func) in local and last not in _CHANGING - {"append", "extend", "update"}:
         return True
     return bool(name) and name.split(".")[0] in _PURE_ROOTS and root(call.func) in plan.program.imports
+
+
+_FILLS = frozenset(
+    "add append appendleft clear discard extend insert pop popitem remove reverse setdefault sort subtract"
+    " update".split()
+)
+
+
+def _on_scratch(plan: Plan, call: ast.Call) -> bool:
+    """A method of what only shows, or one that fills a collection: where the training needs it, it is kept."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, method = root(call.func), call.func.attr
+    if name in plan.collections:
+        return method in _FILLS and not isinstance(call.func.value, ast.Call | ast.Attribute)
+    return name in plan.scratch and method not in EXPORTS | _ORDINARY
 
 
 def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool:
@@ -1046,7 +1124,7 @@ _CHANGING = frozenset(
 
 
 def _changes_role(plan: Plan, node: ast.Expr) -> bool:
-    return any(isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING for call in _calls(node))
+    return any(_method(call) in _CHANGING and not _on_scratch(plan, call) for call in _calls(node))
 
 
 _PURE_MAKERS = frozenset(

@@ -270,7 +270,8 @@ def _readable(form: Any, words: dict[str, str]) -> str:
 
 
 _IGNORED_TRAINER = frozenset(
-    "train evaluate predict save_model save_state log log_metrics save_metrics push_to_hub get_train_dataloader".split()
+    "train evaluate predict save_model save_state log log_metrics save_metrics push_to_hub get_train_dataloader"
+    " get_eval_dataloader data_collator".split()
 )
 
 

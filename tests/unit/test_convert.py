@@ -468,6 +468,34 @@ def test_generation_is_written_on_request(notebook: Callable[..., Path]) -> None
     ast.parse(infer)
 
 
+# Cells before the training that show or measure.
+SHOWN = {
+    "a counter": "from collections import Counter, defaultdict\nc = Counter()\nfor row in dataset['text']:\n    c.update(row.split())\nfor word, n in c.most_common(5):\n    print(word, n)\nprint(Counter(len(t) for t in dataset['text']).most_common(3))",
+    "groups": "from collections import defaultdict\ngroups = defaultdict(list)\nfor row in dataset:\n    groups[row['lang']].append(len(row['text']))\nprint({k: len(v) for k, v in groups.items()})",
+    "a chart": "import matplotlib.pyplot as plt\nlengths = [len(t) for t in dataset['text']]\nfig, ax = plt.subplots()\nax.hist(lengths, bins=20)\nax.set_xlabel('characters')\nax2 = ax.twinx()\nax2.set_ylim(0, 1)\nfig.savefig('lengths.png')\nplt.show()",
+    "several charts": "import matplotlib.pyplot as plt\nimport seaborn as sns\nfig, axes = plt.subplots(1, 2)\nfor one, name in zip(axes, ['q', 'a']):\n    one.boxplot([len(t) for t in dataset[name]])\nfor n, one in enumerate(axes):\n    one.set_title(str(n))\ngrid = sns.histplot([1])\ngrid.set(title='x')",
+    "a table": "from rich.table import Table\ntable = Table()\ntable.add_row('a')\nprint(table)",
+    "a metric": "import evaluate\nrouge = evaluate.load('rouge')\ndef scores(pair):\n    return rouge.compute(predictions=pair[0], references=pair[1])\nprint(scores((['a'], ['a'])))",
+    "a batch": TRAINER + "\nbatch = next(iter(trainer.get_train_dataloader()))\nprint(batch['input_ids'].shape)\nprint(tokenizer.decode(batch['input_ids'][0]))\nfor batch in trainer.get_eval_dataloader():\n    break",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_what_shows_or_measures_is_left_out(shown: str, notebook: Callable[..., Path]) -> None:
+    plain = converted(notebook(*with_cells()))
+    before = converted(
+        notebook(*with_cells(trainer=SHOWN[shown] if "trainer" in SHOWN[shown] else SHOWN[shown] + "\n" + TRAINER))
+    )
+    after = converted(notebook(*with_cells(after=SHOWN[shown].removeprefix(TRAINER))))
+    assert body(before) == body(after) == body(plain)
+
+
+def test_a_collection_that_the_training_needs_is_kept(notebook: Callable[..., Path]) -> None:
+    data = "from datasets import Dataset\nrows = []\nfor q in ['a', 'b']:\n    rows.append({'text': q})\nrows.extend([{'text': 'c'}])\nseen = set()\nseen.add('a')\ndataset = Dataset.from_list(rows)"
+    script = converted(notebook(*with_cells(data=data))).script
+    assert "rows.append" in script and "rows.extend" in script and "seen" not in script
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 HF, WANDB, OPENAI = "hf_" + "aB3" * 10, "0123456789abcdef" * 2 + "01234567", "sk-proj-" + "x1Y" * 10
@@ -508,6 +536,7 @@ REFUSED = {
     "another loss": ({"trainer": TRAINER.replace("seed", 'loss_type = "dft", seed')}, "R4"),
     "unknown at run time": ({"trainer": TRAINER.replace("2e-4", "float(input())")}, "R4"),
     "an unknown number of steps": ({"trainer": TRAINER.replace("60", "len(dataset) // 8")}, "R4"),
+    "a model in a list": ({"extra": "parts = [model]\nparts[0].resize_token_embeddings(10)"}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
     "YAML with aliases": ({"loader": 'import yaml\ncfg = yaml.safe_load("a: &a 1\\nb: *a")\n' + LOADER, "trainer": TRAINER.replace("2e-4", 'cfg["b"]')}, "R4"),
