@@ -22,7 +22,7 @@ from finetune.convert.names import (
     target_names,
     written_path,
 )
-from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead, process_command
 from finetune.convert.trace import Trace
 
 BY_NAME = "SFTTrainer"  # who loads the model where the notebook gives the trainer its name
@@ -1002,6 +1002,8 @@ def _harmless(
 
     name = plan.program.dotted(call.func)
     last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
+    if command := process_command(call):
+        return bool(_INSTALLS.match(command) or _NO_TRACE.match(command))
     if _NOT_PURE.match(name):
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):

@@ -256,7 +256,7 @@ def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) 
     """Add a statement; what stands in `if True:` or under the guard is added piece by piece."""
     if isinstance(node, ast.Pass):
         return
-    if (shell := _ipython_call(node)) is not None:
+    if (shell := _ipython_call(node) or _installing_process(node)) is not None:
         _shell(notebook, cell, line, shell)
         return
     if isinstance(node, ast.If) and (
@@ -293,6 +293,38 @@ def _ipython_call(node: ast.stmt) -> str | None:
     values = [item.value for item in call.args if isinstance(item, ast.Constant)]
     words = " ".join(str(value) for value in values)
     return words if call.func.attr in ("system", "getoutput") else f"%{words}"
+
+
+_PROCESSES = frozenset(
+    f"{module}{name}"
+    for module in ("subprocess.", "sp.", "")
+    for name in ("run", "call", "check_call", "check_output", "Popen", "getoutput")
+) | {"os.system", "os.popen"}
+
+
+def process_command(call: ast.Call) -> str | None:
+    """The one command that `os.system` or `subprocess.run` is given, with `?` for words that are not literal."""
+    if ast.unparse(call.func) not in _PROCESSES or not call.args:
+        return None
+    given = call.args[0]
+    parts = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
+    text = " ".join(_word(part) for part in parts)
+    return None if re.search(r"[;&|>`\n]|\$\(", text) else text
+
+
+def _word(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_word(part) for part in node.values)
+    return "python" if ast.unparse(node) == "sys.executable" else "?"
+
+
+def _installing_process(node: ast.stmt) -> str | None:
+    """`subprocess.run([sys.executable, "-m", "pip", "install", "x"])` is a shell line like `!pip install x`."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    text = process_command(call) if isinstance(call, ast.Call) else None
+    return text if text and _INSTALL.search(text) else None
 
 
 def _parses(source: str) -> bool:

@@ -172,6 +172,13 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
     assert report["verification"] == {f"V{number}": "passed" for number in range(1, 7)}
 
 
+def test_packages_that_a_process_installs_are_in_the_report(notebook: Callable[..., Path]) -> None:
+    cell = 'import subprocess, sys\nsubprocess.run([sys.executable, "-m", "pip", "install", "trl==0.22.2"])'
+    report = converted(notebook(cell, *with_cells())).report
+    assert report["requirements"] == ["trl==0.22.2"]
+    assert [item["text"] for item in report["not_python"]] == ["python -m pip install trl==0.22.2"]
+
+
 def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> None:
     script = converted(notebook(*ALL)).script
     assert formatted(script) == script
@@ -476,6 +483,7 @@ SHOWN = {
     "several charts": "import matplotlib.pyplot as plt\nimport seaborn as sns\nfig, axes = plt.subplots(1, 2)\nfor one, name in zip(axes, ['q', 'a']):\n    one.boxplot([len(t) for t in dataset[name]])\nfor n, one in enumerate(axes):\n    one.set_title(str(n))\ngrid = sns.histplot([1])\ngrid.set(title='x')",
     "a table": "from rich.table import Table\ntable = Table()\ntable.add_row('a')\nprint(table)",
     "a metric": "import evaluate\nrouge = evaluate.load('rouge')\ndef scores(pair):\n    return rouge.compute(predictions=pair[0], references=pair[1])\nprint(scores((['a'], ['a'])))",
+    "installations": "import subprocess, sys, os\nsubprocess.check_call([sys.executable, '-m', 'pip', 'install', '-q', 'peft'])\nos.system('pip install peft')\ndef install(name):\n    subprocess.run([sys.executable, '-m', 'pip', 'install', name], check=True)\nfor name in ['a', 'b']:\n    install(name)\nprint(subprocess.run(['nvidia-smi'], capture_output=True, text=True).stdout)\nif 'google.colab' in sys.modules:\n    os.system(f'pip install {name}')",
     "a batch": TRAINER + "\nbatch = next(iter(trainer.get_train_dataloader()))\nprint(batch['input_ids'].shape)\nprint(tokenizer.decode(batch['input_ids'][0]))\nfor batch in trainer.get_eval_dataloader():\n    break",
 }  # fmt: skip
 
@@ -528,6 +536,8 @@ REFUSED = {
     "images": ({"loader": LOADER.replace("FastLanguageModel", "FastVisionModel")}, "R3"),
     "sound": ({"extra": "import torchaudio"}, "R3"),
     "a process": ({"extra": 'import subprocess\nsubprocess.run(["make", "data"])'}, "R4"),
+    "a shell behind an installation": ({"extra": 'import os\nos.system("pip install x; make data")'}, "R4"),
+    "a process of a computed name": ({"extra": 'import subprocess\nfor name in ["a", "b"]:\n    subprocess.run([name, "install"])'}, "R4"),
     "a shell": ({"extra": 'import os\nos.system("make data")'}, "R4"),
     "a file from the shell": ({"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')}, "R4"),
     "a module from a cell": ({"data": "from helper import f\n" + DATA.replace("prompt.format", "f")}, "R4"),
