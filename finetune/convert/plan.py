@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.convert.names import (
@@ -699,7 +699,11 @@ def _model_hook(plan: Plan) -> None:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in plan.models:
                 plan.fates[place] = Fate(what="settings", why="another name for the model")
                 continue
-            raise Refusal("R4", "the model is replaced by another object before the training", statement.cell)
+            if not _gives_back_the_model(plan, node):
+                raise _replaced(plan, statement)
+        if (reasons := _all_by_package(plan, node)) is not None:
+            plan.fates[place] = Fate(what="dropped", why=reasons)
+            continue
         if attached is not None and _only_freezes(node):
             plan.fates[place] = Fate(what="dropped", why="PEFT freezes the base model")
             continue
@@ -744,10 +748,78 @@ def _by_package(plan: Plan, node: ast.stmt) -> str | None:
 
 
 def _sets_config(plan: Plan, node: ast.stmt) -> bool:
+    """`model.config.x = ...`, also under a condition, or in a function of the notebook that is given the model."""
+    if isinstance(node, ast.If):
+        return all(_sets_config(plan, inner) for inner in [*node.body, *node.orelse])
+    if (called := _call_with_model(plan, node)) is not None:
+        body, name = called
+        inside = replace(plan, models={name})
+        return all(_sets_config(inside, inner) or _by_package(inside, inner) is not None for inner in body) and not (
+            _moves(body)
+        )
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Attribute)
-        and ".config." in ast.unparse(node.targets[0]) + "."
+        and bool(re.search(r"\.(config|generation_config)\.", ast.unparse(node.targets[0])))
+    )
+
+
+def _all_by_package(plan: Plan, node: ast.stmt) -> str | None:
+    """Why a function that is given the model is not called: the package does all that it does."""
+    if (called := _call_with_model(plan, node)) is None:
+        return None
+    reasons = [_by_package(replace(plan, models={called[1]}), inner) for inner in called[0]]
+    return "; ".join(dict.fromkeys(filter(None, reasons))) if reasons and all(reasons) else None
+
+
+def _call_with_model(plan: Plan, node: ast.stmt) -> tuple[list[ast.stmt], str] | None:
+    """What a function of the notebook does that the statement calls with the model, and its name for the model."""
+    call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+        return None
+    function = _definition(plan, call.func.id)
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return None
+    names = [item.arg for item in [*function.args.posonlyargs, *function.args.args]]
+    given = list(zip(names, call.args, strict=False)) + [(item.arg or "", item.value) for item in call.keywords]
+    models = [name for name, value in given if isinstance(value, ast.Name) and value.id in plan.models]
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    body = body[:-1] if body and isinstance(body[-1], ast.Return) else body
+    return (body, models[0]) if len(models) == 1 else None
+
+
+def _moves(body: list[ast.stmt]) -> bool:
+    """Whether the model may get another device or dtype, which is not for a function that is kept to decide."""
+    return any(_method(call) in ("to", "cuda", "half", "float", "bfloat16") for inner in body for call in _calls(inner))
+
+
+def _gives_back_the_model(plan: Plan, node: ast.stmt) -> bool:
+    """`model = prepare(model)`, where the function returns what it was given."""
+    called = _call_with_model(plan, node)
+    if called is None or not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        return False
+    body, name = called
+    assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+    last = getattr(_definition(plan, node.value.func.id), "body", [None])[-1]
+    again = any(name in effects(inner).binds | effects(inner).may_bind for inner in body)
+    again = again or _moves(body)
+    early = any(isinstance(one, ast.Return) for inner in body for one in _own_nodes(inner))
+    return (
+        isinstance(last, ast.Return)
+        and isinstance(last.value, ast.Name)
+        and last.value.id == name
+        and not (again or early)
+    )
+
+
+def _replaced(plan: Plan, statement: Statement) -> Refusal:
+    remedy = "leave it out, or change the model in place"
+    if any(plan.program.dotted(call.func) == "torch.compile" for call in _calls(statement.node)):
+        remedy = "leave it out, or give SFTConfig torch_compile=True"
+    return Refusal(
+        "R4",
+        f"the model is replaced by another object before the training (`{statement.head[:80]}`); {remedy}",
+        statement.cell,
     )
 
 

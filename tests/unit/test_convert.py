@@ -329,6 +329,18 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, 'def freeze(model):\n    for name, p in model.named_parameters():\n        p.requires_grad = "layers.3" in name\nfreeze(model)\nfor p in model.lm_head.parameters():\n    p.requires_grad = False', HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
         {"model.full_finetuning": True}, ["freeze(model)", "for p in model.lm_head.parameters()"], [],
     ),
+    "a function that gives the model back": (
+        [HUB_MODEL, 'def prepare(m):\n    """In place."""\n    m.config.use_cache = False\n    m.enable_input_require_grads()\n    return m\nmodel = prepare(model)', "model = get_peft_model(model, LoraConfig(r=4))", HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
+        {"lora.r": 4}, ["model = prepare(model)", "m.config.use_cache = False"], [],
+    ),
+    "a function that does what the package does": (
+        [HUB_MODEL, "def prepare(model):\n    model.gradient_checkpointing_enable()\n    model.enable_input_require_grads()\n    return model\nmodel = prepare(model)", HUB_TRAINER],
+        {"training.gradient_checkpointing": True}, [], ["prepare(model)"],
+    ),
+    "the configuration before the adapter": (
+        [HUB_MODEL, "tokenizer.pad_token = tokenizer.eos_token\nmodel.config.pad_token_id = tokenizer.pad_token_id\nif model.config.eos_token_id is None:\n    model.config.eos_token_id = tokenizer.eos_token_id\nmodel.config.pretraining_tp = 1\nmodel.generation_config.temperature = 0.1", "model = get_peft_model(model, LoraConfig(r=4))", HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
+        {"lora.r": 4}, ["model.config.pretraining_tp = 1", "model.generation_config.temperature = 0.1"], [],
+    ),
     "rows changed in a loop": (
         ['import json\nrows = json.load(open("rows.json"))\nfor row in rows:\n    row["text"] = row["q"] + row["a"]\nfrom datasets import Dataset\ndataset = Dataset.from_list(rows)', HUB_MODEL, HUB_TRAINER],
         {"data.format": "text"}, ['row["text"] = '], [],
@@ -546,6 +558,10 @@ REFUSED = {
     "another loss": ({"trainer": TRAINER.replace("seed", 'loss_type = "dft", seed')}, "R4"),
     "unknown at run time": ({"trainer": TRAINER.replace("2e-4", "float(input())")}, "R4"),
     "an unknown number of steps": ({"trainer": TRAINER.replace("60", "len(dataset) // 8")}, "R4"),
+    "a compiled model": ({"extra": "model = torch.compile(model)"}, "R4"),
+    "a function that gives another model": ({"extra": "def wrap(model):\n    model = torch.nn.DataParallel(model)\n    return model\nmodel = wrap(model)"}, "R4"),
+    "a function that casts the model": ({"extra": "def cast(model):\n    model.config.use_cache = False\n    model.half()\n    return model\nmodel = cast(model)"}, "R4"),
+    "a function that may give another model": ({"extra": "def pick(model):\n    if model.config.use_cache:\n        return None\n    return model\nmodel = pick(model)"}, "R4"),
     "a model in a list": ({"extra": "parts = [model]\nparts[0].resize_token_embeddings(10)"}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
