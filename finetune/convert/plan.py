@@ -98,8 +98,31 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
 # --- the statements that make the training ----------------------------------------------------------------------------
 
 
+def _once(plan: Plan, trace: Trace) -> None:
+    """Refuse (R2) what trains, or attaches an adapter, more than once."""
+    for kind, call in (("train", "train()"), ("adapt", "get_peft_model()")):
+        events = [item for item in trace["events"] if item["kind"] == kind]
+        if len(events) < 2:
+            continue
+        last = plan.program.statements[plan.program.position(events[-1]["statement"])]
+        cells = list(dict.fromkeys(str(_cell(plan, item)) for item in events))
+        if isinstance(last.node, ast.For | ast.While) and kind == "train":
+            reason = (
+                f"it trains {len(events)} times in a loop (`{last.head[:80]}`); keep one training: epochs are"
+                " num_train_epochs, and for a sweep start the script once per value, such as"
+                " --training.learning_rate 1e-4"
+            )
+        else:
+            reason = (
+                f"{call} is called {len(events)} times (cell{'s' * (len(cells) > 1)} {', '.join(cells)}); keep one, or"
+                " split it into one notebook each"
+            )
+        raise Refusal("R2", reason, last.cell)
+
+
 def _key_statements(plan: Plan, trace: Trace) -> None:
     program = plan.program
+    _once(plan, trace)
     for name, kind in (
         ("loader", "load"),
         ("tokenizer", "load_tokenizer"),
@@ -110,8 +133,6 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
         ("kbit", "kbit"),
     ):
         events = [item for item in trace["events"] if item["kind"] == kind]
-        if name in ("train", "adapter") and len(events) > 1:
-            raise Refusal("R2", f"it has {len(events)} calls of the kind `{name}`", _cell(plan, events[-1]))
         if events:
             place = program.position(events[-1]["statement"])  # a cell that does it again replaces the one before
             plan.key[name] = place
@@ -217,7 +238,15 @@ def _names_of_roles(plan: Plan) -> None:
     elif isinstance(targets, ast.Name):
         plan.models.add(targets.id)
     else:
-        raise Refusal("R4", "the loaded model has no name", program.statements[plan.key["loader"]].cell)
+        kind = type(loader).__name__.lower()
+        found = f"the model is loaded inside `{kind}`" if hasattr(loader, "body") else "the loaded model has no name"
+        statement = program.statements[plan.key["loader"]]
+        raise Refusal(
+            "R4",
+            f"{found} (`{statement.head[:80]}`); load it at the top level of the cell, as `model, tokenizer = ...` or"
+            " `model = ...`",
+            statement.cell,
+        )
     if "tokenizer" in plan.key:
         node = program.statements[plan.key["tokenizer"]].node
         plan.tokenizers += [name for target in getattr(node, "targets", []) for name in target_names(target)]
@@ -483,11 +512,7 @@ def _tokenizer_hook(plan: Plan) -> None:
                 )
             kept = _tokenizer_part(plan, node)
             if kept is None:
-                raise Refusal(
-                    "R4",
-                    "one statement changes both the model and the tokenizer; separate them",
-                    program.statements[place].cell,
-                )
+                raise _both_changed(plan, program.statements[place])
             plan.replaced[place] = kept
         own.add(place)
     stop = frozenset(names | plan.models)
@@ -500,6 +525,13 @@ def _tokenizer_hook(plan: Plan) -> None:
     kept -= _key_places(plan)
     _refuse_dependence(plan, kept, "the tokenizer's changes")
     _keep(plan, "tokenizer", kept)
+
+
+def _both_changed(plan: Plan, statement: Statement) -> Refusal:
+    reason, remedy = "one statement changes both the model and the tokenizer", "separate them"
+    if any(re.search(r"add_(new_|special_)?tokens$", _last_name(plan, call.func)) for call in _calls(statement.node)):
+        reason, remedy = "it adds tokens to the tokenizer and to the model", "use tokens that the model knows"
+    return Refusal("R4", f"{reason} (`{statement.head[:80]}`); {remedy}", statement.cell)
 
 
 def _tokenizer_part(plan: Plan, node: ast.stmt) -> ast.stmt | None:

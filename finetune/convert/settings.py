@@ -329,10 +329,10 @@ def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
     what = described(traces[0])
     settings = Settings()
     _model(settings, what)
-    _lora(settings, what)
+    _lora(settings, what, plan)
     _data(settings, what, plan)
     _training(settings, what, plan)
-    _responses(settings, what)
+    _responses(settings, what, plan)
     _output(settings, what, plan, traces[0])
     _decided(settings, what, traces[1])
     for name, value in [(f"{s}.{k}", v) for s, keys in settings.sections.items() for k, v in keys.items()]:
@@ -485,7 +485,7 @@ def dtype_of(value: Any, what: Described) -> str:
     return "auto"
 
 
-def _lora(settings: Settings, what: Described) -> None:
+def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     if settings.sections["model"].get("full_finetuning"):
         if what.adapter:
             settings.notes.append("the adapter is left out: full fine-tuning trains every weight")
@@ -522,6 +522,13 @@ def _lora(settings: Settings, what: Described) -> None:
         given.pop(key, None)
     if not given.get("loftq_config"):
         given.pop("loftq_config", None)
+    if has_unknown(given.get("loftq_config")):
+        raise Refusal(
+            "R4",
+            "the adapter's weights are initialised by LoftQ (loftq_config), which no settings can say; leave"
+            " loftq_config and init_lora_weights out",
+            plan.program.statements[plan.key.get("adapter", plan.key["trainer"])].cell,
+        )
     if given:
         settings.set("lora.adapter_kwargs", given)
 
@@ -838,7 +845,7 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
 # --- what is learnt of a text -----------------------------------------------------------------------------------------
 
 
-def _responses(settings: Settings, what: Described) -> None:
+def _responses(settings: Settings, what: Described, plan: Plan) -> None:
     given = what.responses
     collator = what.trainer.get("data_collator")
     if given is None and isinstance(collator, Unknown) and collator.name.endswith("DataCollatorForCompletionOnlyLM"):
@@ -852,6 +859,13 @@ def _responses(settings: Settings, what: Described) -> None:
         }
     if given is None:
         return
+    if what.responses is None and not isinstance(given["response_part"], str | None):
+        raise Refusal(
+            "R4",
+            f"DataCollatorForCompletionOnlyLM is given token ids ({_short(given['response_part'])}); give it the text"
+            ' of the template: response_template="..."',
+            plan.program.statements[plan.key["trainer"]].cell,
+        )
     extra = [key for key in ("mask_out_tokens",) if given.get(key)]
     if extra:
         raise Refusal("R4", f"train_on_responses_only: {extra[0]} cannot be set here")

@@ -341,6 +341,10 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, "tokenizer.pad_token = tokenizer.eos_token\nmodel.config.pad_token_id = tokenizer.pad_token_id\nif model.config.eos_token_id is None:\n    model.config.eos_token_id = tokenizer.eos_token_id\nmodel.config.pretraining_tp = 1\nmodel.generation_config.temperature = 0.1", "model = get_peft_model(model, LoraConfig(r=4))", HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
         {"lora.r": 4}, ["model.config.pretraining_tp = 1", "model.generation_config.temperature = 0.1"], [],
     ),
+    "a loader that reports its failure": (
+        ["try:\n    " + HUB_MODEL.replace("\n", "\n    ") + "\nexcept Exception as error:\n    print(error)\n    raise", HUB_TRAINER],
+        {"model.model_name_or_path": "acme/tiny", "lora.r": 4}, [], ["try"],
+    ),
     "rows changed in a loop": (
         ['import json\nrows = json.load(open("rows.json"))\nfor row in rows:\n    row["text"] = row["q"] + row["a"]\nfrom datasets import Dataset\ndataset = Dataset.from_list(rows)', HUB_MODEL, HUB_TRAINER],
         {"data.format": "text"}, ['row["text"] = '], [],
@@ -610,6 +614,29 @@ def test_refusals_say_code_and_reason_and_write_nothing(
     found = json.loads(result.read_text())
     assert found["code"] == code and len(found["reason"]) > 15
     assert code in capsys.readouterr().err
+
+
+# A reason names the statement, and what to do.
+REASONS = {
+    "a sweep": ([HUB, HUB_MODEL, "for lr in [1e-4, 2e-4]:\n    " + HUB_TRAINER.replace("\n", "\n    ")], "R2", ["`for lr in [1e-4, 2e-4]:`", "--training.learning_rate"]),
+    "a sweep by a function": ([HUB, HUB_MODEL, "def go(lr):\n    " + HUB_TRAINER.replace("\n", "\n    ") + "\nfor lr in [1e-4, 2e-4]:\n    go(lr)"], "R2", ["in a loop (`for lr"]),
+    "epochs": ([HUB, HUB_MODEL, HUB_TRAINER.replace("trainer.train()", "for epoch in range(3):\n    trainer.train()")], "R2", ["3 times in a loop", "num_train_epochs"]),
+    "two adapters": ([LOADER, ADAPTER, ADAPTER, DATA, TRAINER, TRAIN], "R2", ["get_peft_model() is called 2 times (cells 2, 3)"]),
+    "LoftQ": ([HUB, HUB_MODEL, HUB_TRAINER.replace("r=4", "r=4, init_lora_weights='loftq', loftq_config=peft.LoftQConfig(loftq_bits=4)").replace("trainer =", "import peft\ntrainer =", 1)], "R4", ["LoftQ", "leave loftq_config"]),
+    "new tokens": ([LOADER, "from unsloth import add_new_tokens\nadd_new_tokens(model, tokenizer, new_tokens = ['<a>'])", ADAPTER, DATA, TRAINER, TRAIN], "R4", ["`add_new_tokens(model", "tokens that the model knows"]),
+    "a compiled model": ([HUB, HUB_MODEL, "model = torch.compile(model)", HUB_TRAINER], "R4", ["`model = torch.compile(model)`", "torch_compile=True"]),
+    "a loader that falls back": ([HUB, HUB_MODEL.splitlines()[1], 'try:\n    model = AutoModelForCausalLM.from_pretrained("a/b")\nexcept OSError:\n    model = AutoModelForCausalLM.from_pretrained("acme/tiny")', HUB_TRAINER], "R4", ["inside `try`", "at the top level"]),
+    "a loader under a condition": ([HUB, HUB_MODEL.splitlines()[1], 'if torch.cuda.is_available():\n    model = AutoModelForCausalLM.from_pretrained("acme/tiny")', HUB_TRAINER], "R4", ["inside `if`"]),
+    "a template as token ids": ([HUB, HUB_MODEL, "from trl import DataCollatorForCompletionOnlyLM\nids = tokenizer.encode('### A:', add_special_tokens=False)[2:]\ncollator = DataCollatorForCompletionOnlyLM(ids, tokenizer=tokenizer)", HUB_TRAINER.replace("args=", "data_collator=collator, args=")], "R4", ["token ids", 'response_template="..."']),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_reasons_say_what_was_found_and_what_to_do(case: str, notebook: Callable[..., Path]) -> None:
+    cells, code, wanted = REASONS[case]
+    outcome = convert(notebook(*cells))
+    assert (outcome.result, outcome.code) == ("refused", code), outcome
+    assert outcome.cell is not None and all(word in outcome.reason for word in wanted), outcome.reason
 
 
 def test_other_languages_are_refused(tmp_path: Path) -> None:
