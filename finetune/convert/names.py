@@ -7,6 +7,7 @@ import builtins
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from finetune.convert.read import Statement
 
@@ -232,6 +233,10 @@ def is_path(value: object) -> bool:
     )
 
 
+def is_constant_path(node: ast.expr) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and is_path(node.value)
+
+
 def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[set[str], set[str]]:
     """Names read where the definition stands (decorators, defaults, bases), and those read when it is called."""
     now: set[str] = set()
@@ -308,8 +313,36 @@ class Program:
         self.effects = [effects(statement.node) for statement in self.statements]
         self.imports = dotted_imports(statement.node for statement in self.statements)
         for statement, found in zip(self.statements, self.effects, strict=True):
+            found.changes |= self._written(statement.node)
             if self.sets_library(statement.node):
                 found.changes.clear()  # it holds for the process, and nothing is made from it
+
+    def _written(self, node: ast.stmt) -> set[str]:
+        """Files that a function of the notebook writes, where it is called with their names."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return set()
+        calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name)]
+        paths = [path for call in calls for path in self._paths_written(call)]
+        names = {f"file:{path.value.removeprefix('./')}" for path in paths if is_constant_path(path)}
+        return names | {name for path in paths if (name := root(path))}
+
+    def _paths_written(self, call: ast.Call) -> list[ast.expr]:
+        """What a call gives for those parameters of the notebook's function that it opens for writing."""
+        definition = next(
+            (
+                one.node
+                for one in self.statements
+                if isinstance(one.node, ast.FunctionDef) and one.node.name == getattr(call.func, "id", None)
+            ),
+            None,
+        )
+        if definition is None:
+            return []
+        names = [item.arg for item in [*definition.args.posonlyargs, *definition.args.args]]
+        given = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
+        opened = [written_path(inner) for inner in ast.walk(definition) if isinstance(inner, ast.Call)]
+        written = {root(path) for path in opened if path is not None}
+        return [value for name, value in given if name in written]
 
     def position(self, identity: int) -> int:
         """The place of a statement by its id."""
