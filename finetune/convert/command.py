@@ -119,7 +119,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     """Read, refuse, trace, plan, emit: the notebook, its plan, its traces and the conversion, not yet verified."""
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.emit import emit
-    from finetune.convert.inline import inline_setup
+    from finetune.convert.inline import data_in_memory, inline_setup
     from finetune.convert.names import Program
     from finetune.convert.plan import live_statements, make_plan
     from finetune.convert.read import read
@@ -128,7 +128,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.trace import trace_notebook
 
     notebook = read(path)
-    notes = remove_secrets(notebook) + inline_setup(notebook)
+    notes = remove_secrets(notebook) + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     traces = traces or trace_notebook(program.statements)

@@ -12,8 +12,9 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from finetune.convert.names import effects, target_names
+from finetune.convert.names import effects, free_names, target_names
 from finetune.convert.read import Notebook, Statement
 from finetune.convert.trace import Trace, trace_notebook
 
@@ -43,6 +44,54 @@ def inline_setup(notebook: Notebook) -> list[str]:
         return []
     notebook.statements = statements
     return notes
+
+
+def data_in_memory(notebook: Notebook) -> list[str]:
+    """`data.save_to_disk("x")` and `data = load_from_disk("x")` give way to the data themselves, in place: every rank
+    would write the folder. Returns what was done, for the report."""
+    statements, notes = list(notebook.statements), []
+    for loading in notebook.statements:
+        path = _loaded_folder(loading.node)
+        place = statements.index(loading)
+        saving = next((s for s in reversed(statements[:place]) if path and _saved_folder(s.node) == path), None)
+        if saving is None or _mentions(notebook, str(path)) != 2 or not _same_between(statements, saving, loading):
+            continue
+        assert isinstance(loading.node, ast.Assign)
+        data, target = ast.unparse(saving.node).split(".save_to_disk")[0], ast.unparse(loading.node.targets[0])
+        source = f"{target} = {data}"
+        made = replace(loading, node=ast.parse(source).body[0], source=source)
+        statements[place : place + 1] = [made] if target != data else []
+        statements.remove(saving)
+        notes.append(
+            f"cell {saving.cell}: the data are not saved to {path} and loaded from there; {data} stays in memory"
+        )
+    notebook.statements = statements
+    return notes
+
+
+def _loaded_folder(node: ast.stmt) -> str | None:
+    call = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
+    named = isinstance(call, ast.Call) and re.search(r"\bload_from_disk$", ast.unparse(call.func))
+    return ast.unparse(call.args[0]) if isinstance(call, ast.Call) and named and len(call.args) == 1 else None
+
+
+def _saved_folder(node: ast.stmt) -> str | None:
+    call = node.value if isinstance(node, ast.Expr) else None
+    named = isinstance(call, ast.Call) and re.fullmatch(r"\w+\.save_to_disk", ast.unparse(call.func))
+    return ast.unparse(call.args[0]) if isinstance(call, ast.Call) and named and len(call.args) == 1 else None
+
+
+def _mentions(notebook: Notebook, path: str) -> int:
+    """How many statements name a folder: with another one, somebody else may need it."""
+    wanted = ast.dump(ast.parse(path, mode="eval").body)
+    return sum(any(ast.dump(node) == wanted for node in ast.walk(s.node)) for s in notebook.statements)
+
+
+def _same_between(statements: Sequence[Statement], saving: Statement, loading: Statement) -> bool:
+    """Whether the data and the folder's name are when it is loaded what they were when it was saved."""
+    between = statements[statements.index(saving) + 1 : statements.index(loading)]
+    names = free_names(ast.parse(ast.unparse(saving.node)).body[0])
+    return not any(names & (e.binds | e.may_bind | e.changes) for e in (effects(one.node) for one in between))
 
 
 def _events(statements: Sequence[Statement]) -> list[list[Trace]]:

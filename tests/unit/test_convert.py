@@ -341,6 +341,14 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, "tokenizer.pad_token = tokenizer.eos_token\nmodel.config.pad_token_id = tokenizer.pad_token_id\nif model.config.eos_token_id is None:\n    model.config.eos_token_id = tokenizer.eos_token_id\nmodel.config.pretraining_tp = 1\nmodel.generation_config.temperature = 0.1", "model = get_peft_model(model, LoraConfig(r=4))", HUB_TRAINER.replace('peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), ', "")],
         {"lora.r": 4}, ["model.config.pretraining_tp = 1", "model.generation_config.temperature = 0.1"], [],
     ),
+    "data that are saved and loaded again": (
+        ['from datasets import load_from_disk\nFOLDER = "processed"\nrows = dataset.map(lambda row: {"text": row["q"]})\nrows.save_to_disk(FOLDER)\nrows = load_from_disk(FOLDER)\nrows.save_to_disk("again")\ndata = load_from_disk("again")\nprint(data)', HUB_MODEL, HUB_TRAINER.replace("train_dataset=dataset", "train_dataset=data")],
+        {"data.format": "text"}, ["data = rows"], ["disk"],
+    ),
+    "a file that a function writes": (
+        ['import json\ndef dump(rows, path):\n    with open(path, "w") as file:\n        for row in rows:\n            file.write(json.dumps({"text": row}) + "\\n")\nheld_out = "held_out.jsonl"\ndump(["a"], "rows.jsonl")\ndump(["b"], path=held_out)\ndataset = load_dataset("json", data_files={"train": "rows.jsonl", "test": held_out})["train"]', HUB_MODEL, HUB_TRAINER],
+        {"data.format": "text"}, ['dump(["a"], "rows.jsonl")', 'dump(["b"], path=held_out)'], [],
+    ),
     "a loader that reports its failure": (
         ["try:\n    " + HUB_MODEL.replace("\n", "\n    ") + "\nexcept Exception as error:\n    print(error)\n    raise", HUB_TRAINER],
         {"model.model_name_or_path": "acme/tiny", "lora.r": 4}, [], ["try"],
@@ -566,6 +574,9 @@ REFUSED = {
     "a function that gives another model": ({"extra": "def wrap(model):\n    model = torch.nn.DataParallel(model)\n    return model\nmodel = wrap(model)"}, "R4"),
     "a function that casts the model": ({"extra": "def cast(model):\n    model.config.use_cache = False\n    model.half()\n    return model\nmodel = cast(model)"}, "R4"),
     "a function that may give another model": ({"extra": "def pick(model):\n    if model.config.use_cache:\n        return None\n    return model\nmodel = pick(model)"}, "R4"),
+    "a folder that changes": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset.save_to_disk("x")\ndataset = load_from_disk("x")'}, "R4"),
+    "a folder with other data": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset = load_from_disk("x")'}, "R4"),
+    "a folder that a shell reads": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\nimport os\nos.system("touch x")\nos.remove("x")\ndataset = load_from_disk("x")'}, "R4"),
     "a model in a list": ({"extra": "parts = [model]\nparts[0].resize_token_embeddings(10)"}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
     "early stopping by epochs": ({"trainer": "from transformers import EarlyStoppingCallback\n" + TRAINER.replace("args =", "callbacks = [EarlyStoppingCallback()], args =")}, "R4"),
