@@ -7,7 +7,6 @@ import builtins
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 from finetune.convert.read import Statement
 
@@ -199,8 +198,7 @@ class _Visitor:
                 if name := root(path):
                     self.effects.changes.add(name)
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Constant) and is_path(inner.value):
-                name = f"file:{str(inner.value).removeprefix('./')}"
+            if (name := file_name(inner)) is not None:
                 (self.effects.changes if inner in written else self.effects.reads).add(name)
 
 
@@ -233,8 +231,11 @@ def is_path(value: object) -> bool:
     )
 
 
-def is_constant_path(node: ast.expr) -> TypeGuard[ast.Constant]:
-    return isinstance(node, ast.Constant) and is_path(node.value)
+def file_name(node: ast.AST) -> str | None:
+    """The name under which a literal path is followed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_path(node.value):
+        return f"file:{node.value.removeprefix('./')}"
+    return None
 
 
 def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[set[str], set[str]]:
@@ -323,8 +324,7 @@ class Program:
             return set()
         calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name)]
         paths = [path for call in calls for path in self._paths_written(call)]
-        names = {f"file:{path.value.removeprefix('./')}" for path in paths if is_constant_path(path)}
-        return names | {name for path in paths if (name := root(path))}
+        return {name for path in paths if (name := file_name(path) or root(path))}
 
     def _paths_written(self, call: ast.Call) -> list[ast.expr]:
         """What a call gives for those parameters of the notebook's function that it opens for writing."""

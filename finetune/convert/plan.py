@@ -270,7 +270,9 @@ def _names_of_roles(plan: Plan) -> None:
 
 
 # Libraries whose objects show or measure, and have no part in the training.
-_SHOWING = frozenset("matplotlib seaborn plotly bokeh altair wordcloud rich prettytable ipywidgets evaluate".split())
+_SHOWING = frozenset(
+    "matplotlib seaborn plotly bokeh altair wordcloud rich prettytable ipywidgets evaluate logging".split()
+)
 
 
 def _names_of_scratch(plan: Plan) -> None:
@@ -1112,7 +1114,9 @@ def _harmless(
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):
         return _reads_file(call)
-    if last in _DISPLAY or _ACCOUNTS.match(name) or last in _LOOKS or _on_scratch(plan, call):
+    if last in _DISPLAY or _ACCOUNTS.match(name) or last in _LOOKS:
+        return True
+    if root(call.func) not in local and _on_scratch(plan, call):
         return True
     if name.split(".")[0] in ("unsloth", "peft", "trl") and last[:1].islower() and last != "pipeline":
         if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):

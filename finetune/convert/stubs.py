@@ -605,7 +605,7 @@ YAML: dict[str, Any] = {}
 
 
 def _safe_load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) == 1 and isinstance(args[0], str) and args[0] in YAML:
+    if args and isinstance(args[0], str) and args[0] in YAML:
         return _without_attributes(YAML[args[0]])  # a copy
     return NotImplemented
 
@@ -646,6 +646,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "os.environ.update": _update_environment,
     "pathlib.Path": _path,
     "yaml.safe_load": _safe_load,
+    "yaml.load": _safe_load,
     "omegaconf.OmegaConf.create": _attribute_dict,
     "omegaconf.OmegaConf.to_container": _plain_dict,
     "easydict.EasyDict": _attribute_dict,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from finetune.convert.read import Refusal, Statement
 _STUBS = Path(__file__).with_name("stubs.py")
 _SECONDS = 120  # on the clock; the stubs limit their steps and their own seconds, of which a busy machine gives few
 _OUT_OF_SECONDS = (-9, -24)  # SIGKILL and SIGXCPU, with which the kernel ends what is over its own seconds
+_YAML_TEXTS, _YAML_LETTERS = 100, 20_000  # of one program, of one text: a configuration has a hundredth
 WORLDS = (True, False)
 
 Trace = dict[str, Any]
@@ -44,18 +46,21 @@ def _yaml(sources: Iterable[str]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     programs = list(sources)
-    if not any("safe_load" in source or "OmegaConf" in source for source in programs):
+    if not any("yaml" in source or "OmegaConf" in source for source in programs):
         return found
-    for node in (node for source in programs for node in ast.walk(ast.parse(source))):
-        text = getattr(node, "value", None)
-        if isinstance(node, ast.Constant) and isinstance(text, str) and ":" in text and len(text) < 20_000:
-            try:
-                if not any(isinstance(item, yaml.AliasEvent) for item in yaml.parse(text)):
-                    value = yaml.safe_load(text)
-                    if json.loads(json.dumps(value)) == value:
-                        found[text] = value
-            except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+    nodes = (node for source in programs for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    literals = [node.value for node in nodes if isinstance(node.value, str) and ":" in node.value]
+    for text in (
+        text for literal in literals[:_YAML_TEXTS] for text in {literal, literal.strip(), textwrap.dedent(literal)}
+    ):
+        try:
+            if len(text) > _YAML_LETTERS or any(isinstance(item, yaml.AliasEvent) for item in yaml.parse(text)):
                 continue
+            value = yaml.safe_load(text)
+            if json.loads(json.dumps(value)) == value:
+                found[text] = value
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+            continue
     return found
 
 

@@ -235,6 +235,10 @@ STYLES = {
         {"loader": 'import yaml\ncfg = yaml.safe_load("""\ntrain:\n  lr: 1.0e-4\n  name: acme/tiny\n""")["train"]\n' + LOADER.replace('"acme/tiny"', 'cfg["name"]'), "trainer": TRAINER.replace("2e-4", 'cfg["lr"]')},
         {"training.learning_rate": 1e-4, "model.model_name_or_path": "acme/tiny"},
     ),
+    "YAML in an indented text": (
+        {"loader": 'import yaml, textwrap\ncfg = yaml.load(textwrap.dedent("""\n  lr: 1.0e-4\n  names: [a, b]\n"""), Loader=yaml.FullLoader)\n' + LOADER, "trainer": TRAINER.replace("2e-4", 'cfg["lr"]')},
+        {"training.learning_rate": 1e-4},
+    ),
     "OmegaConf": (
         {"loader": 'from omegaconf import OmegaConf\ncfg = OmegaConf.create({"lora": {"r": 4}, "lr": 1e-4})\ncfg.steps = 9\nprint(OmegaConf.to_yaml(cfg))\n' + LOADER, "adapter": ADAPTER.replace("r = 8", "r = cfg.lora.r"), "trainer": TRAINER.replace("2e-4", "cfg.lr").replace("60", "cfg.get('steps', 1)")},
         {"training.learning_rate": 1e-4, "training.max_steps": 9, "lora.r": 4},
@@ -505,6 +509,7 @@ SHOWN = {
     "groups": "from collections import defaultdict\ngroups = defaultdict(list)\nfor row in dataset:\n    groups[row['lang']].append(len(row['text']))\nprint({k: len(v) for k, v in groups.items()})",
     "a chart": "import matplotlib.pyplot as plt\nlengths = [len(t) for t in dataset['text']]\nfig, ax = plt.subplots()\nax.hist(lengths, bins=20)\nax.set_xlabel('characters')\nax2 = ax.twinx()\nax2.set_ylim(0, 1)\nfig.savefig('lengths.png')\nplt.show()",
     "several charts": "import matplotlib.pyplot as plt\nimport seaborn as sns\nfig, axes = plt.subplots(1, 2)\nfor one, name in zip(axes, ['q', 'a']):\n    one.boxplot([len(t) for t in dataset[name]])\nfor n, one in enumerate(axes):\n    one.set_title(str(n))\ngrid = sns.histplot([1])\ngrid.set(title='x')",
+    "a log": "import logging\nlogger = logging.getLogger(__name__)\nlogger.addHandler(logging.StreamHandler())\nlogger.info(len(dataset))",
     "a table": "from rich.table import Table\ntable = Table()\ntable.add_row('a')\nprint(table)",
     "a metric": "import evaluate\nrouge = evaluate.load('rouge')\ndef scores(pair):\n    return rouge.compute(predictions=pair[0], references=pair[1])\nprint(scores((['a'], ['a'])))",
     "installations": "import subprocess, sys, os\nsubprocess.check_call([sys.executable, '-m', 'pip', 'install', '-q', 'peft'])\nos.system('pip install peft')\ndef install(name):\n    subprocess.run([sys.executable, '-m', 'pip', 'install', name], check=True)\nfor name in ['a', 'b']:\n    install(name)\nprint(subprocess.run(['nvidia-smi'], capture_output=True, text=True).stdout)\nif 'google.colab' in sys.modules:\n    os.system(f'pip install {name}')",
