@@ -1339,7 +1339,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "inference" if _leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
         return "display"
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and written_path(node.value) is not None:
+    path = written_path(node.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    if path is not None and not _kept_names(plan, path):
         if all(_harmless(plan, call) for call in calls if call is not node.value):
             return "file that nothing kept reads"
     if _only_looks(plan, node):
@@ -1347,6 +1348,16 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):
         return "value that nothing kept needs" if calls else "literal that nothing kept needs"
     return None
+
+
+def _kept_names(plan: Plan, path: ast.expr) -> bool:
+    """Whether something kept names the file or folder, or what its path is made of."""
+    kept = [plan.program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
+    read = {name for node in kept for name in effects(node).all_reads} - plan.program.imports.keys()
+    texts = {node.value for node in ast.walk(path) if isinstance(node, ast.Constant)}
+    return bool(free_names(path) & read) or any(
+        isinstance(inner, ast.Constant) and inner.value in texts for node in kept for inner in ast.walk(node)
+    )
 
 
 def _makes(plan: Plan, node: ast.stmt, *names: str) -> bool:
