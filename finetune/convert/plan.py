@@ -1339,9 +1339,10 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "inference" if _leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
         return "display"
-    path = written_path(node.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    writing = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    path = None if writing is None else written_path(writing)
     if path is not None and not _kept_names(plan, path):
-        if all(_harmless(plan, call) for call in calls if call is not node.value):
+        if all(_harmless(plan, call) for call in calls if call is not writing):
             return "file that nothing kept reads"
     if _only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"

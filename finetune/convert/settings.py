@@ -290,8 +290,6 @@ def _lora_config(value: Any) -> dict[str, Any]:
     if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
         given = known(value.item["kwargs"])
         targets = given.get("target_modules")
-        if targets == []:
-            raise Refusal("R4", "LoRA's modules are looked up at run time; name them, or write 'all-linear'")
         if has_unknown(targets) and "named_modules()" in str(targets):
             given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all but the head
         return given
@@ -502,7 +500,9 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     for key in ("r", "lora_alpha", "lora_dropout"):
         value = given.pop(key, defaults[key])
         settings.set(f"lora.{key}", float(value) if key == "lora_dropout" and isinstance(value, int) else value)
-    if (targets := given.pop("target_modules", None)) is not None:
+    if (targets := given.pop("target_modules", None)) == []:
+        raise Refusal("R4", "LoRA's modules are looked up at run time; name them, or write 'all-linear'")
+    if targets is not None:
         settings.set("lora.target_modules", list(targets) if isinstance(targets, tuple) else targets)
     elif what.adapter_kind == "peft":
         name = str(what.loader.get("model_name")).lower()
@@ -522,7 +522,7 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
         given.pop(key, None)
     if not given.get("loftq_config"):
         given.pop("loftq_config", None)
-    if has_unknown(given.get("loftq_config")):
+    if given.get("loftq_config"):
         raise Refusal(
             "R4",
             "the adapter's weights are initialised by LoftQ (loftq_config), which no settings can say; leave"

@@ -317,6 +317,10 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, 'def find_linear(model):\n    names = set()\n    for name, module in model.named_modules():\n        names.add(name.split(".")[-1])\n    return list(names)\nmodules = find_linear(model)', HUB_TRAINER.replace("r=4", "r=4, target_modules=modules")],
         {"lora.target_modules": "all-linear"}, [], ["find_linear"],
     ),
+    "targets of one kind of layer": (
+        [HUB_MODEL, 'import bitsandbytes as bnb\ndef find_linear(model):\n    names = set()\n    for name, module in model.named_modules():\n        if isinstance(module, bnb.nn.Linear4bit):\n            names.add(name.split(".")[-1])\n    return list(names)\nmodules = find_linear(model)', HUB_TRAINER.replace("r=4", "r=4, target_modules=modules")],
+        {"lora.target_modules": "all-linear"}, [], ["find_linear"],
+    ),
     "the tokenizer of another model": (
         [HUB_MODEL.replace('AutoTokenizer.from_pretrained("acme/tiny")', 'AutoTokenizer.from_pretrained("acme/chat")'), HUB_TRAINER],
         {"model.model_name_or_path": "acme/tiny"}, ['tokenizer = AutoTokenizer.from_pretrained("acme/chat")'], [],
