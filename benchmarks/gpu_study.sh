@@ -6,7 +6,8 @@
 #     OUT=results benchmarks/gpu_study.sh lora 1,8        # LoRA r16 of 1.2 B, packs of 16,384 tokens
 #     OUT=results benchmarks/gpu_study.sh large 1,8       # the same of 3 B, one run
 #     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2 full QLoRA  # cases by name, or 22
-#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 LoRA           # advice against runs, by name
+#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 '^(LoRA|full), packs of 16'  # advice against runs
+#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh too-large       # advice on 20 B in full; 90 GB of disk
 #
 # GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out. `predictions`
 # adds the models of `dense` where $OUT has that study with the same numbers.
@@ -43,8 +44,12 @@ predictions)
     [ ! -f "$OUT/dense-$name/study.json" ] || set -- "$@" --study "$OUT/dense-$name/study.json"
     timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions "$@"
     ;;
+too-large)
+    CUDA_VISIBLE_DEVICES=0 timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions --train "$TRAIN" --work "$OUT/scratch" \
+        --too-large llama-20b --out "$OUT/too-large.json"
+    ;;
 *)
-    echo "gpu_study.sh takes comm, dense, lora, large, parity or predictions; given: $what" >&2
+    echo "gpu_study.sh takes comm, dense, lora, large, parity, predictions or too-large; given: $what" >&2
     exit 2
     ;;
 esac
