@@ -64,10 +64,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     }
     alone = measure(models, 1, {}, options, machine) if models else {}
     for name, environment in modes(machine) if models else ():
-        runs = {1: alone} | {world: measure(models, world, environment, options, machine) for world in worlds[1:]}
-        found["modes"].append({"name": name, "environment": environment, "rows": rows(models, runs)})
-        if options.out:  # what is measured is kept, whatever comes after
-            write_json(options.out / "study.json", found)
+        runs, mode = {1: alone}, {"name": name, "environment": environment, "rows": []}
+        found["modes"].append(mode)
+        for world in worlds:
+            if world > 1:
+                runs[world] = measure(models, world, environment, options, machine)
+            mode["rows"] = rows(models, runs)
+            if options.out:  # what is measured is kept, whatever comes after
+                write_json(options.out / "study.json", found)
     if shapes:
         found["lora"] = study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine)
     study_report.show(found)

@@ -336,6 +336,24 @@ def whole_study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
+def test_what_the_study_has_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second number of ranks fails; the first is in the file."""
+    cases = [(model.name, batch) for model in study.MODELS for batch in model.batches]
+
+    def measure(models: Any, world: int, *rest: Any) -> dict[tuple[str, int], dict[str, Any]]:
+        if world > 1:
+            raise RunError("a rank died")
+        return {case: measured(0.010, 1) for case in cases}
+
+    monkeypatch.setattr(study, "measure", measure)
+    monkeypatch.setattr(study, "survey", lambda: hardware.Hardware(**_cpu()))
+    options = argparse.Namespace(world_sizes=[1, 2], models=["258K", "6.9M"], runs=1, steps=1, out=tmp_path)
+    with pytest.raises(RunError):
+        study.run(options, [])
+    rows = json.loads((tmp_path / "study.json").read_text())["modes"][0]["rows"]
+    assert [(row["model"], row["batch"]) for row in rows] == cases and {row["world_size"] for row in rows} == {1}
+
+
 def test_rates_and_ratios_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
     found = whole_study(monkeypatch)
     assert [mode["name"] for mode in found["modes"]] == ["peer access", "NCCL_P2P_DISABLE=1"]
