@@ -103,11 +103,14 @@ def _failure(code: int, said: str, world_size: int) -> UserError:
         # The launcher ends with 1 whatever its ranks end with; each one's own code is in its report.
         own = {int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", said)} | {code}
         return (UserError if 2 in own else RunError)(told)
-    ended = re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*(-?\d+)", said)
-    # Those that the launcher itself ended, with SIGTERM, are not the reason.
-    rank, number = min(ended, key=lambda one: int(one[1]) == -signal.SIGTERM, default=("", "0"))
-    if int(number) < 0:
-        name = signal.Signals(-int(number)).name
+    ended = [
+        (rank, int(number)) for rank, number in re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*(-?\d+)", said)
+    ]
+    # A rank that died comes first: an error of another one may only say that it lost its peer. Those that the launcher
+    # itself ended, with SIGTERM, are not the reason.
+    rank, number = min(ended, key=lambda one: (one[1] == -signal.SIGTERM, one[1] >= 0), default=("", 0))
+    if number < 0:
+        name = signal.Signals(-number).name
         return RunError(f"rank {rank} of {world_size} died ({name}); the others were stopped")
     own = re.split(r"^[EIW]\d{4} [^\n]*torch/distributed/elastic", said, maxsplit=1, flags=re.MULTILINE)[0]
     return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {own[-3000:]}")

@@ -254,6 +254,12 @@ Root Cause (first observed failure):
     ("said", "kind", "words"),
     [
         (REPORT.format(rank=3, code=-9), RunError, r"^rank 3 of 4 died \(SIGKILL\); the others were stopped$"),
+        # Under load both are seen at once: the one that died, and the one that lost its peer.
+        (
+            "RuntimeError: Connection reset by peer\n" + REPORT.format(rank=1, code=-9).replace("-15", "1"),
+            RunError,
+            r"^rank 1 of 4 died \(SIGKILL\); the others were stopped$",
+        ),
         ("error: [rank 1] no such file\n" + REPORT.format(rank=1, code=2), UserError, r"^\[rank 1\] no such file$"),
         ("error: CUDA ran out of memory\n" + REPORT.format(rank=1, code=1), RunError, "^CUDA ran out of memory$"),
         ("Traceback ...\nValueError: broken\n" + REPORT.format(rank=1, code=1).replace("-15", "1"), RunError, "broken"),
