@@ -4,8 +4,8 @@ Where all weights are trained on packs, Unsloth compiles each decoder layer and,
 `_varlen_in_graph_probe`: a forward and a backward of that kernel on zeros. On several ranks checkpointing is the kind
 that is not reentrant, which takes what any forward inside the layer saves: the trial's backward asks for it, and so has
 the layer computed again, on autograd's thread, which waits for the compiler, which waits for the trial.
-Without this: full fine-tuning on packs with gradient checkpointing never ends its first step on two GPUs; no error,
-no time-out, as no collective has begun. With it the trial keeps what it saves to itself.
+Without this: full fine-tuning on packs with gradient checkpointing hangs in its first step on two GPUs, without an
+error. With it the trial keeps what it saves to itself.
 """
 
 import functools

@@ -65,6 +65,20 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads((out / "run.json").read_text())
 
 
+def on_the_installed_unsloth(code: str, cache: Path, **switches: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code that imports Unsloth on this CPU, in a process of its own."""
+    cpu = {"UNSLOTH_ALLOW_CPU": "1", "CUDA_VISIBLE_DEVICES": "", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    made = {"UNSLOTH_COMPILE_LOCATION": str(cache / "made")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(cache, **cpu, **made, **switches),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def packed_against_alone(
     model: Path, backend: str, documents: list[int], *extra: str, cache: Path
 ) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 `def load_model(): ... return model, tokenizer`, `def main(): ...`, `def seed_everything(seed): ...` and their like.
 Functions for data stay functions.
+So do data that are saved and loaded again: they stay in memory.
 What is not of the simple shape stays as it is, and is refused later (R4). That the result does the same is not believed
 but seen: the recording stubs note the same events before and after.
 """
@@ -47,8 +48,8 @@ def inline_setup(notebook: Notebook) -> list[str]:
 
 
 def data_in_memory(notebook: Notebook) -> list[str]:
-    """`data.save_to_disk("x")` and `data = load_from_disk("x")` give way to the data themselves, in place: every rank
-    would write the folder. Returns what was done, for the report."""
+    """`data.save_to_disk("x")` and `data = load_from_disk("x")` give way to the data themselves, in place, where the
+    notebook names the folder nowhere else. Returns what was done, for the report."""
     statements, notes = list(notebook.statements), []
     for loading in notebook.statements:
         path = _loaded_folder(loading.node)
@@ -82,9 +83,11 @@ def _saved_folder(node: ast.stmt) -> str | None:
 
 
 def _mentions(notebook: Notebook, path: str) -> int:
-    """How many statements name a folder: with another one, somebody else may need it."""
-    wanted = ast.dump(ast.parse(path, mode="eval").body)
-    return sum(any(ast.dump(node) == wanted for node in ast.walk(s.node)) for s in notebook.statements)
+    """How many statements and shell lines name a folder: with another one, somebody else may need it."""
+    wanted = ast.parse(path, mode="eval").body
+    text = wanted.value if isinstance(wanted, ast.Constant) else path
+    named = sum(any(ast.dump(node) == ast.dump(wanted) for node in ast.walk(s.node)) for s in notebook.statements)
+    return named + sum(str(text) in shell.text for shell in notebook.shells)
 
 
 def _same_between(statements: Sequence[Statement], saving: Statement, loading: Statement) -> bool:

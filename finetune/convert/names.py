@@ -328,21 +328,22 @@ class Program:
 
     def _paths_written(self, call: ast.Call) -> list[ast.expr]:
         """What a call gives for those parameters of the notebook's function that it opens for writing."""
-        definition = next(
-            (
-                one.node
-                for one in self.statements
-                if isinstance(one.node, ast.FunctionDef) and one.node.name == getattr(call.func, "id", None)
-            ),
-            None,
-        )
-        if definition is None:
+        definition = self.definition(getattr(call.func, "id", ""))
+        if not isinstance(definition, ast.FunctionDef):
             return []
         names = [item.arg for item in [*definition.args.posonlyargs, *definition.args.args]]
         given = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
         opened = [written_path(inner) for inner in ast.walk(definition) if isinstance(inner, ast.Call)]
         written = {root(path) for path in opened if path is not None}
         return [value for name, value in given if name in written]
+
+    def definition(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+        """The function or class of this name; the last one, where a later cell defines it again."""
+        for statement in reversed(self.statements):
+            node = statement.node
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+                return node
+        return None
 
     def position(self, identity: int) -> int:
         """The place of a statement by its id."""

@@ -403,7 +403,7 @@ def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
 
 
 def _early_saves(plan: Plan) -> None:
-    """`model.save_pretrained(...)`, `dataset.push_to_hub(...)` before the training: every rank would do it."""
+    """`model.save_pretrained(...)`, `dataset.push_to_hub(...)` before the training: a script saves once, after it."""
     for place, statement in enumerate(plan.program.statements[: plan.key["train"]]):
         call = statement.node.value if isinstance(statement.node, ast.Expr) else None
         if not isinstance(call, ast.Call):
@@ -811,7 +811,7 @@ def _call_with_model(plan: Plan, node: ast.stmt) -> tuple[list[ast.stmt], str] |
     call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
         return None
-    function = _definition(plan, call.func.id)
+    function = plan.program.definition(call.func.id)
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return None
     names = [item.arg for item in [*function.args.posonlyargs, *function.args.args]]
@@ -834,7 +834,7 @@ def _gives_back_the_model(plan: Plan, node: ast.stmt) -> bool:
         return False
     body, name = called
     assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
-    last = getattr(_definition(plan, node.value.func.id), "body", [None])[-1]
+    last = getattr(plan.program.definition(node.value.func.id), "body", [None])[-1]
     again = any(name in effects(inner).binds | effects(inner).may_bind for inner in body)
     again = again or _moves(body)
     early = any(isinstance(one, ast.Return) for inner in body for one in _own_nodes(inner))
@@ -1108,7 +1108,7 @@ def _harmless(
 
     name = plan.program.dotted(call.func)
     last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
-    if command := process_command(call):
+    if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
         return bool(_INSTALLS.match(command) or _NO_TRACE.match(command))
     if _NOT_PURE.match(name):
         return False
@@ -1124,7 +1124,7 @@ def _harmless(
     if isinstance(call.func, ast.Name):
         if call.func.id in {*plan.tokenizers, *plan.models, *local}:
             return True
-        definition = _definition(plan, call.func.id)
+        definition = plan.program.definition(call.func.id)
         if definition is not None and call.func.id not in seen:
             return isinstance(definition, ast.ClassDef) or _harmless_function(plan, definition, seen | {call.func.id})
         if call.func.id in plan.program.imports:
@@ -1183,15 +1183,6 @@ def _reads_file(call: ast.Call) -> bool:
     return name == "open" and (
         mode is None or (isinstance(mode, ast.Constant) and not set(str(mode.value)) & set("wax+"))
     )
-
-
-def _definition(plan: Plan, name: str) -> ast.stmt | None:
-    found = [
-        s.node
-        for s in plan.program.statements
-        if isinstance(s.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and s.node.name == name
-    ]
-    return found[-1] if found else None
 
 
 def _only_looks(plan: Plan, node: ast.stmt) -> bool:
@@ -1254,7 +1245,7 @@ def _pure(plan: Plan, place: int) -> bool:
         safe = all(
             (
                 isinstance(call.func, ast.Name)
-                and (hasattr(builtins, call.func.id) or _definition(plan, call.func.id) is not None)
+                and (hasattr(builtins, call.func.id) or plan.program.definition(call.func.id) is not None)
             )
             or (
                 isinstance(call.func, ast.Attribute)

@@ -520,9 +520,7 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     del checkpointing  # in the training section
     for key in ("max_seq_length", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision"):
         given.pop(key, None)
-    if not given.get("loftq_config"):
-        given.pop("loftq_config", None)
-    if given.get("loftq_config"):
+    if given.pop("loftq_config", None):
         raise Refusal(
             "R4",
             "the adapter's weights are initialised by LoftQ (loftq_config), which no settings can say; leave"

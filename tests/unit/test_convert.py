@@ -377,6 +377,9 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [HUB_MODEL, 'from transformers import pipeline\ndef predict(rows, model, tokenizer):\n    found = []\n    for row in rows:\n        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\n        found.append(pipe(row)[0]["generated_text"])\n    return found\nfound = predict(["a"], model, tokenizer)', HUB_TRAINER],
         {}, [], ["predict"],
     ),
+    "a function of its own that is called run": (
+        ['def run(name):\n    print(name)\nrun("acme")', HUB_MODEL, HUB_TRAINER], {}, [], ["run(name)"],
+    ),
     "a file that nothing reads before": (
         ['held = load_dataset("acme/questions", split="test")\nheld.select(range(9)).to_json("test.json", orient="records")', HUB_MODEL, HUB_TRAINER, 'held = load_dataset("json", data_files="test.json")'],
         {}, [], ["to_json"],
@@ -585,6 +588,7 @@ REFUSED = {
     "a function that may give another model": ({"extra": "def pick(model):\n    if model.config.use_cache:\n        return None\n    return model\nmodel = pick(model)"}, "R4"),
     "a folder that changes": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset.save_to_disk("x")\ndataset = load_from_disk("x")'}, "R4"),
     "a folder with other data": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset = load_from_disk("x")'}, "R4"),
+    "a folder that a shell line names": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("rows")\n!mv rows/a rows/b\ndataset = load_from_disk("rows")'}, "R4"),
     "a folder that a shell reads": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\nimport os\nos.system("touch x")\nos.remove("x")\ndataset = load_from_disk("x")'}, "R4"),
     "a model in a list": ({"extra": "parts = [model]\nparts[0].resize_token_embeddings(10)"}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from patches import core
 from patches import unsloth_embeddings_on_disk as patch
-from tests.launch import environment
+from tests import launch
 
 
 def offload(model: Any, temporary_location: str) -> None:
@@ -63,19 +62,6 @@ def test_the_installed_unsloth(tmp_path: Path) -> None:
         "import unsloth.models.llama; print('FOUND', sorted(patch._loaded()[1]), [v.needed for v in core.run([patch])],"
         "patch.needed())"
     )
-    switches = {
-        "UNSLOTH_ALLOW_CPU": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "UNSLOTH_COMPILE_LOCATION": str(tmp_path / "made"),
-        "UNSLOTH_DISABLE_STATISTICS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(tmp_path, **switches),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = launch.on_the_installed_unsloth(script, tmp_path)
     found = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), done.stderr[-4000:])
     assert found == f"FOUND {sorted(patch.NAMES)} [True] False", found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from patches import core
 from patches import unsloth_fused_loss_backward as deaf
 from patches import unsloth_fused_loss_view as view
-from tests.launch import environment
+from tests import launch
 
 
 def release(*, returns_view: bool, ignores_incoming: bool, scaling: float | None = None) -> types.ModuleType:
@@ -179,18 +178,6 @@ def test_probes_are_silent_on_the_installed_unsloth(path: str, tmp_path: Path) -
         "assert a.fused_loss() is not None; loss, *_ = a.small_loss(a.fused_loss());"
         "print('RESULT', float(loss.detach()) > 1, [verdict.needed for verdict in core.run([a, b])])"
     )
-    switches = {
-        "UNSLOTH_ALLOW_CPU": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "UNSLOTH_COMPILE_LOCATION": str(tmp_path / "made"),
-    }
-    switches |= {} if path == "default" else {path: "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(tmp_path, UNSLOTH_DISABLE_STATISTICS="1", **switches),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    switches = {} if path == "default" else {path: "0"}
+    done = launch.on_the_installed_unsloth(script, tmp_path, **switches)
     assert "RESULT True [False, False]" in done.stdout, done.stderr[-4000:]

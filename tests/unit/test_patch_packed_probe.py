@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from patches import core
 from patches import unsloth_packed_probe_in_checkpoint as patch
-from tests.launch import environment
+from tests import launch
 
 INSTALLED = """
 import torch, unsloth
@@ -105,19 +104,6 @@ def test_a_release_without_the_trial(unsloth: types.ModuleType) -> None:
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """Its trial, with a CPU in place of the GPU and a product in place of the kernel, has the defect, which is gone
     with the patch. Once a release is repaired, this says when to remove it."""
-    switches = {
-        "UNSLOTH_ALLOW_CPU": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "UNSLOTH_COMPILE_LOCATION": str(tmp_path / "made"),
-        "UNSLOTH_DISABLE_STATISTICS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALLED],
-        env=environment(tmp_path, **switches),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = launch.on_the_installed_unsloth(INSTALLED, tmp_path)
     found = [line for line in done.stdout.splitlines() if line.startswith(("CPU", "FOUND"))]
     assert found == ["CPU False", "FOUND [True] False True"], done.stderr[-4000:]
