@@ -63,7 +63,8 @@ def build(case: dict[str, Any], *, seed: int) -> Parts:
     me = distributed.ranks()
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
     torch.manual_seed(seed)
-    model: nn.Module = dense(case["widths"], case["dropout"]).to(device)
+    with device:  # a CPU draws the weights of the larger model for longer than a GPU takes for a run's steps
+        model: nn.Module = dense(case["widths"], case["dropout"])
     if me.world_size > 1:
         model = DistributedDataParallel(model, device_ids=[device.index] if rank.on_gpu() else None)
     optimiser = torch.optim.Adam(model.parameters())
