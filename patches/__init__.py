@@ -6,6 +6,7 @@ EARLY runs before `import unsloth`, LATE after it. A patch is applied only where
 from patches import (
     torch_varlen_gqa,
     unsloth_embeddings_on_disk,
+    unsloth_full_checkpointing,
     unsloth_fused_loss_backward,
     unsloth_fused_loss_view,
     unsloth_merged_export_ranks,
@@ -18,5 +19,6 @@ LATE = (
     unsloth_fused_loss_backward,
     unsloth_merged_export_ranks,
     unsloth_embeddings_on_disk,
+    unsloth_full_checkpointing,
     unsloth_packed_probe_in_checkpoint,
 )

@@ -202,8 +202,8 @@ def test_memory_is_taken_in_segments_that_grow(tmp_path: Path) -> None:
 
 @pytest.mark.multigpu
 def test_full_training_on_packs_begins_on_two_gpus(folder: Path) -> None:
-    """`python -m pytest -m multigpu tests/gpu` on two GPUs: without `unsloth_packed_probe_in_checkpoint` the first step
-    never ends (D6)."""
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: without `unsloth_packed_probe_in_checkpoint` and
+    `unsloth_full_checkpointing` the first step never ends (D6, D7)."""
     extra = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5", "--data.packing"]
     extra += ["--data.max_length", "128", "--data.pack_length", "256", "--training.per_device_train_batch_size", "1"]
     extra += ["--training.max_steps", "4", "--training.global_batch_size", "4", "--logging.generate_samples", "0"]
