@@ -155,18 +155,26 @@ def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
     advice, out = options.work / "too-large.json", options.work / "too-large"
     case = Case(words=[*FULL, *packs_of(16384)], environment={}, steps=10)
     words = words_of(options, model, case, out.name)
+    found: dict[str, Any] = {}
+    results["cases"] = {f"full, {options.too_large}": found}
+
+    def keep(**new: Any) -> None:
+        """What is known stays, whatever comes after."""
+        found.update(new)
+        options.out.write_text(json.dumps(results, indent=1).replace(f"{options.work}/", "") + "\n")
+
     refused = run(["-m", "finetune.advise", *words, "--json", str(advice)], allowed=(0, 1)) == 1
     said = json.loads(advice.read_text())
+    keep(advice=said, refused=refused)
     fails = run(["-m", "finetune.train", *words], allowed=(0, 1)) == 1
     as_given = json.loads((out / "run.json").read_text())
-    found: dict[str, Any] = {"advice": said, "as_given": {name: as_given.get(name) for name in ("status", "error")}}
+    keep(as_given={name: as_given.get(name) for name in ("status", "error")}, fails=fails)
     fits = bool(said.get("fits_with"))
     if fits:
         run(["-m", "finetune.train", *words, *said["fits_with"]])
-        found["as_advised"] = json.loads((out / "run.json").read_text())
-    right = refused and fails and fits
-    results["cases"] = {f"full, {options.too_large}": found | {"verdict_right": right}}
-    options.out.write_text(json.dumps(results, indent=1).replace(f"{options.work}/", "") + "\n")
+        keep(as_advised=json.loads((out / "run.json").read_text()))
+    right = refused and fits and fails
+    keep(verdict_right=right)
     say(f"{options.too_large}: refused {refused}, fails {fails}, fits with {said.get('fits_with')}")
     return int(not right)
 

@@ -62,6 +62,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "modes": [],
         "lora": None,
     }
+
+    def keep(lora: dict[str, Any] | None = None) -> None:
+        """What is measured stays, whatever comes after."""
+        found["lora"] = lora
+        if options.out:
+            write_json(options.out / "study.json", found)
+
     alone = measure(models, 1, {}, options, machine) if models else {}
     for name, environment in modes(machine) if models else ():
         runs, mode = {1: alone}, {"name": name, "environment": environment, "rows": []}
@@ -70,10 +77,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
             if world > 1:
                 runs[world] = measure(models, world, environment, options, machine)
             mode["rows"] = rows(models, runs)
-            if options.out:  # what is measured is kept, whatever comes after
-                write_json(options.out / "study.json", found)
+            keep()
     if shapes:
-        found["lora"] = study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine)
+        keep(study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine, keep))
     study_report.show(found)
     if options.out:
         study_report.write(found, options.out)

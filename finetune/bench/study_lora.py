@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ def measure(
     runs: int,
     steps: int,
     machine: Hardware,
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Steps of the real trainer, LoRA r16 in bfloat16 over packs of 16,384 tokens, as many packs a step as the most
-    ranks: {"rows": [...]}, or {"left_out": why}.
+    ranks: {"rows": [...]}, or {"left_out": why}. `keep` gets what there is after each measurement.
 
     Raises:
         RunError: a model could not be written, or a rank failed.
@@ -42,20 +43,19 @@ def measure(
     if importlib.util.find_spec("benchmarks") is None:
         return {"left_out": "benchmarks/models.py is not here; start from the source folder (python -m finetune.bench)"}
     runs, steps = min(runs, MOST_RUNS), min(steps, MOST_STEPS)
-    found = []
+    found: dict[str, Any] = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:
         corpus = documents(Path(folder) / "train.jsonl")
         for shape in shapes:
             arguments = configuration(build(shape, corpus, Path(folder)), corpus, max(worlds))
-            alone = step.measure(arguments, 1, runs, steps, {}, machine=machine)
-            measured = [("one GPU", alone)]
-            for name, environment in modes:
-                for world in worlds:
-                    if world > 1:
-                        run = step.measure(arguments, world, runs, steps, environment, machine=machine)
-                        measured.append((name, run))
-            found += [row(shape, name, run, alone) for name, run in measured]
-    return {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": found}
+            several = [(name, world, one) for name, one in modes for world in worlds if world > 1]
+            alone = None
+            for name, world, environment in [("one GPU", 1, {}), *several]:
+                run = step.measure(arguments, world, runs, steps, environment, machine=machine)
+                alone = alone or run
+                found["rows"].append(row(shape, name, run, alone))
+                keep(found)
+    return found
 
 
 def row(shape: str, mode: str, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:

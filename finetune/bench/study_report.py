@@ -27,7 +27,7 @@ def write(found: Mapping[str, Any], folder: Path) -> None:
     write_json(folder / "study.json", found)
     (folder / "study.md").write_text(markdown(found), encoding="utf-8")
     console().print(f"wrote {folder / 'study.json'} and study.md", highlight=False, soft_wrap=True)
-    if plot(found, folder / "study-throughput.png"):
+    if found["models"] and plot(found, folder / "study-throughput.png"):  # LoRA alone has neither
         for model, bars in timelines(found).items():
             batch = published.TIMELINES[model][0]
             timeline.write(folder / f"study-timeline-{model}.png", f"{model}, global batch {batch}", bars)

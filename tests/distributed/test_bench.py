@@ -126,8 +126,14 @@ def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(study_lora, "PACK", 2048)
     monkeypatch.setattr(study_lora, "DOCUMENTS", 60)
     machine = replace(survey(), device="cuda", count=2)
-    found = study_lora.measure(["llama-1m"], [1, 2], [("gloo", {})], 1, 1, machine)["rows"]
+    kept: list[int] = []
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.append(len(found["rows"]))
+
+    found = study_lora.measure(["llama-1m"], [1, 2], [("gloo", {})], 1, 1, machine, keep)["rows"]
+    assert kept == [1, 2]
     assert [(row["mode"], row["world_size"]) for row in found] == [("one GPU", 1), ("gloo", 2)]
     assert found[0]["efficiency"] == 1 and all(row["tokens_per_second_per_gpu"] > 0 for row in found)
     assert found[0]["trainable_parameters"] == found[1]["trainable_parameters"] > 0
-    assert study_lora.measure(["llama-1m"], [1], [], 1, 1, survey())["left_out"].startswith("there is no GPU")
+    assert study_lora.measure(["llama-1m"], [1], [], 1, 1, survey(), keep)["left_out"].startswith("there is no GPU")

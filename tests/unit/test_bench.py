@@ -396,6 +396,17 @@ def test_tables_of_the_study_stand_beside_the_published(
         assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
 
 
+def test_a_study_of_lora_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No dense model, so nothing to plot."""
+    row = {"shape": "llama-1.2b", "mode": "one GPU", "world_size": 1, "tokens_per_second_per_gpu": 80816.4}
+    row |= {"step_seconds": {"median": 0.3989}, "efficiency": 1.0, "exposed_communication_fraction": 0.0}
+    lora = {"rows": [row | {"memory_gib": 18.73}]}
+    study_report.write(whole_study(monkeypatch) | {"models": [], "modes": [], "lora": lora}, tmp_path)
+    text = (tmp_path / "study.md").read_text()
+    assert "| llama-1.2b | one GPU | 1 | 80,816 | 398.9 | 100.0% | 0.0% | 18.7 |" in text
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_names_of_models() -> None:
     assert study.chosen(["6.9M", "llama-1.2b"]) == ([study.MODELS[1]], ["llama-1.2b"])
     assert study.chosen(None) == (list(study.MODELS), list(study_lora.SHAPES))
@@ -412,7 +423,7 @@ def test_shapes_for_lora_are_there_and_their_configuration_is_sound(tmp_path: Pa
     assert config.data.packing and config.data.pack_length == 16384 and config.training.global_batch_size == 8
     lengths = [len(json.loads(line)["text"].split()) for line in corpus.open()]
     assert min(lengths) >= 32 and max(lengths) <= 2048 and 450 < sum(lengths) / len(lengths) < 650
-    left_out = study_lora.measure(["llama-1.2b"], [1], [], 5, 100, hardware.Hardware(**_cpu()))
+    left_out = study_lora.measure(["llama-1.2b"], [1], [], 5, 100, hardware.Hardware(**_cpu()), lambda found: None)
     assert "no GPU" in left_out["left_out"]
 
 
