@@ -48,20 +48,25 @@ def chosen(name: str, batch: int | None) -> Dense:
 
 
 def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Candidate | str]:
-    """One device with each world size's share of the batch, measured."""
+    """One device with each world size's share of the batch, measured; inside DDP where there are several, whose hooks
+    cost the host as much as its kernels in steps as short as these."""
     held = [world for world in worlds if dense.batch % world == 0]
-    shares = tuple(dense.batch // world for world in held)
-    measured = study.measure([replace(dense.model, batches=shares)], 1, {}, EFFORT, machine)
     found: dict[int, Candidate | str] = {
         world: f"{world} devices do not hold the global batch of {dense.batch} exactly" for world in worlds
     }
-    for world, share in zip(held, shares, strict=True):
-        found[world] = candidate(measured[dense.model.name, share], dense, share, machine)
+    for ddp in (False, True):
+        shares = {world: dense.batch // world for world in held if (world > 1) is ddp}
+        if shares:
+            models = [replace(dense.model, batches=tuple(shares.values()))]
+            measured = study.measure(models, 1, {}, EFFORT, machine, ddp=ddp)
+            for world, share in shares.items():
+                found[world] = candidate(measured[dense.model.name, share], dense, share, machine, ddp=ddp)
     return found
 
 
-def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardware) -> Candidate:
-    """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step."""
+def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Candidate:
+    """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step.
+    DDP's buckets are left out of the memory: `predict` adds them."""
     step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]
     medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimiser", "other")}
     scale = step / sum(medians.values())
@@ -75,7 +80,7 @@ def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardwar
             optimizer_seconds=scale * medians["optimiser"],
             other_seconds=scale * medians["other"],
             tokens=float(dense.batch),
-            peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30,
+            peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30 - ddp * sum(dense.gradients.sizes),
         ),
         gradients=dense.gradients,
         per_device=share,

@@ -114,17 +114,25 @@ def modes(machine: Hardware) -> list[tuple[str, dict[str, str]]]:
 
 
 def measure(
-    models: Sequence[Model], world: int, environment: dict[str, str], options: argparse.Namespace, machine: Hardware
+    models: Sequence[Model],
+    world: int,
+    environment: dict[str, str],
+    options: argparse.Namespace,
+    machine: Hardware,
+    *,
+    ddp: bool = False,
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Every model at every batch that `world` ranks can share, by (model, batch)."""
+    """Every model at every batch that `world` ranks can share, by (model, batch); with `ddp` a single rank too is in
+    DDP, and does all that a rank of several does but wait for another."""
     cases = [
         {"model": model.name, "widths": model.widths, "dropout": model.dropout, "batch": batch}
         for model in models
         for batch in model.batches
         if batch % world == 0
     ]
-    request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP}
-    about = f"dense models on {world} rank(s)" + (f", {comm.show(environment)}" if environment and world > 1 else "")
+    request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "ddp": ddp}
+    about = f"dense models on {world} rank(s)" + (" in DDP" if ddp else "")
+    about += f", {comm.show(environment)}" if environment and world > 1 else ""
     measured = launch.ranks("finetune.bench.study_rank", world, request, about=about, environment=environment)
     found = {}
     for case, result in zip(cases, measured, strict=True):

@@ -26,6 +26,10 @@ class Parts(NamedTuple):
 
 def measure(request: rank.Request) -> list[dict[str, Any]]:
     """Each case (widths of a model, its dropout, a global batch) over `runs` fresh models, and once more in parts."""
+    alone_in_ddp = request["ddp"] and distributed.ranks().world_size == 1
+    if alone_in_ddp:
+        backend = "nccl" if rank.on_gpu() else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     found = []
     each = request["runs"] + 1
     for number, case in enumerate(request["cases"]):
@@ -46,6 +50,8 @@ def measure(request: rank.Request) -> list[dict[str, Any]]:
         }
         found.append({"step_seconds": rank.figure(times), "ranks": distributed.gather_objects(own)})
         rank.progress((number + 1) * each, len(request["cases"]) * each)
+    if alone_in_ddp:
+        torch.distributed.destroy_process_group()
     return found
 
 
@@ -65,7 +71,7 @@ def build(case: dict[str, Any], *, seed: int) -> Parts:
     torch.manual_seed(seed)
     with device:  # a CPU draws the weights of the larger model for longer than a GPU takes for a run's steps
         model: nn.Module = dense(case["widths"], case["dropout"])
-    if me.world_size > 1:
+    if torch.distributed.is_initialized():
         model = DistributedDataParallel(model, device_ids=[device.index] if rank.on_gpu() else None)
     optimiser = torch.optim.Adam(model.parameters())
     inputs = torch.randn(case["batch"] // me.world_size, case["widths"][0], device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -112,6 +113,28 @@ def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
     text = (out / "study.md").read_text()
     assert "A CPU run" in text and "Left out: there is no GPU" in text and "| 128 | 16,883 | 12,345 |" in text
     assert json.loads((out / "study.json").read_text())["modes"] == found["modes"]
+
+
+def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DDP accounts for its communication, of which plain PyTorch has none; advice takes each for its ranks."""
+    from finetune.advise import dense
+    from finetune.advise.verdict import Candidate
+    from finetune.hardware import survey
+
+    monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
+    monkeypatch.setattr(dense, "EFFORT", argparse.Namespace(runs=1, steps=3))
+    asked, measure = [], dense.study.measure
+
+    def watched(models: Any, *rest: Any, ddp: bool) -> Any:
+        found = measure(models, *rest, ddp=ddp)
+        (one,) = found.values()
+        asked.append((models[0].batches, ddp, one["ranks"][0]["seconds"]["exposed"] is not None))
+        return found
+
+    monkeypatch.setattr(dense.study, "measure", watched)
+    found = dense.candidates(dense.chosen("dense-258k", 16), [1, 2, 3], survey())
+    assert asked == [((16,), False, False), ((8,), True, True)]
+    assert [isinstance(found[world], Candidate) for world in (1, 2, 3)] == [True, True, False]
 
 
 def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -466,11 +466,11 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     job = dense.chosen("dense-258k", 64)
     assert sum(job.gradients.sizes) == 4 * job.model.parameters
 
-    def measure(models: Any, world: int, environment: Any, options: Any, machine: Any) -> dict:
-        assert world == 1 and models[0].batches == (64, 32)
+    def measure(models: Any, world: int, environment: Any, options: Any, machine: Any, *, ddp: bool) -> dict:
+        assert world == 1 and models[0].batches == ((32,) if ddp else (64,))
         seconds = {"forward": 1.0, "backward": 2.0, "optimiser": 0.5, "other": 0.5}
         parts = {name: {"median": value} for name, value in seconds.items()}
-        ranks = [{"seconds": parts, "memory_gib": 0.5}]
+        ranks = [{"seconds": parts, "memory_gib": 0.5}]  # with buckets in DDP
         return {("258K", batch): {"step_seconds": {"median": batch / 32}, "ranks": ranks} for batch in (64, 32)}
 
     monkeypatch.setattr(dense.study, "measure", measure)
@@ -484,3 +484,4 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     assert replace(one.work, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
     rows = verdict.rows(found, {2: (SLOW, "slow")}, here=2)
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
+    assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]
