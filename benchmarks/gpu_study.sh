@@ -6,7 +6,7 @@
 #     OUT=results benchmarks/gpu_study.sh lora 1,8        # LoRA r16 of 1.2 B, packs of 16,384 tokens
 #     OUT=results benchmarks/gpu_study.sh large 1,8       # the same of 3 B, one run
 #     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2 full QLoRA  # cases by name, or 22
-#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 '^(LoRA|full), packs of 16'  # advice against runs
+#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 '^LoRA, packs of 16'  # advice against a run
 #     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh too-large       # advice on 20 B in full; 90 GB of disk
 #
 # GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out. `predictions`
@@ -40,7 +40,7 @@ parity)
         --cases "${@:-}" --world-sizes "$worlds" --jobs 6 --work "$OUT/scratch" --out "$OUT/parity-$name.jsonl"
     ;;
 predictions)
-    set -- --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/scratch" --cases "${3:-}" --out "$OUT/predictions-$name.json"
+    set -- --alone --train "$TRAIN" --world-sizes "$worlds" --work "$OUT/scratch" --cases "${3:-}" --out "$OUT/predictions-$name.json"
     [ ! -f "$OUT/dense-$name/study.json" ] || set -- "$@" --study "$OUT/dense-$name/study.json"
     timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions "$@"
     ;;

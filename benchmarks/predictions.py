@@ -7,6 +7,8 @@ as many cases at a time as there are GPUs: `finetune advise --as-given`, and the
 side by side, one on each; then that command on several, on as many groups of GPUs as there are, at last on all. It
 scores its own prediction in run.json. The verdict is held against the measured one by the same rule: the number of GPUs
 that is fastest at an efficiency of at least 70 %.
+Side by side they share the host, which sets the pace of short steps, and of all steps where it is busy: `--alone` runs
+one job at a time.
 `--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured. `--too-large` does
 something else alone, on one GPU: full fine-tuning of a model that does not fit it, which advice must refuse and a run
 must not survive, and then the run that the advice proposes in its place.
@@ -85,6 +87,7 @@ def main() -> int:
     )
     parser.add_argument("--shape", default="llama-1.2b")
     parser.add_argument("--cases", default="", help="only those whose name matches this regular expression")
+    parser.add_argument("--alone", action="store_true", help="one job at a time")
     parser.add_argument("--study", type=Path, help="study.json of `finetune bench study` on this machine")
     parser.add_argument("--too-large", metavar="SHAPE", help="only: full fine-tuning of this shape, on the first GPU")
     options = parser.parse_args()
@@ -97,7 +100,7 @@ def main() -> int:
     comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
     model = build(options.work / "model", options.shape, options.train)
     chosen = [name for name in CASES if re.search(options.cases, name)]
-    at_a_time = max(options.world_sizes)
+    at_a_time = 1 if options.alone else max(options.world_sizes)
     for start in range(0, len(chosen), at_a_time):
         measure(options, results, model, comm, {name: CASES[name] for name in chosen[start : start + at_a_time]})
     if options.study:
@@ -125,7 +128,7 @@ def measure(
     }
     for case in cases.values():  # the run on one GPU does not depend on how several would talk
         alone[tuple(case.words)] = tried(lambda gpu, case=case: train(options, model, case, [gpu]))
-    found = side_by_side(alone, range(gpus))
+    found = side_by_side(alone, range(1 if options.alone else gpus))
     several: dict[str, dict[int, Any]] = {name: {1: found[tuple(case.words)]} for name, case in cases.items()}
 
     def one_of_several(name: str, group: range) -> None:
@@ -145,7 +148,8 @@ def measure(
             record(options, results, name, judge(found[name], measured))
 
     for world in options.world_sizes[1:]:
-        groups = [range(first, first + world) for first in range(0, gpus - world + 1, world)]
+        last = world if options.alone else gpus
+        groups = [range(first, first + world) for first in range(0, last - world + 1, world)]
         side_by_side({name: lambda group, name=name: one_of_several(name, group) for name in cases}, groups)
 
 
