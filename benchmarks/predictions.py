@@ -157,7 +157,7 @@ def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
     """Advice on a model that does not fit, the run as it was given, and the run as advised."""
     model = build(options.work / options.too_large, options.too_large, options.train)
     advice, out = options.work / "too-large.json", options.work / "too-large"
-    case = Case(words=[*FULL, *packs_of(16384)], environment={}, steps=10)
+    case = Case(words=[*FULL, *packs_of(2048)], environment={}, steps=10)  # short: it is the weights that do not fit
     words = words_of(options, model, case, out.name)
     found: dict[str, Any] = {}
     results["cases"] = {f"full, {options.too_large}": found}
