@@ -18,14 +18,16 @@ UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # of the towers
 REMOVE_WHEN = None  # unreleased: unsloth 2026.10.9 has it
 
 MODULE = "unsloth.models.vision"
-ASK = "vlm_gradient_checkpointing_reentrant"
+ASK, DECIDES = "vlm_gradient_checkpointing_reentrant", "is_distributed"
 MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")  # unsloth.models.loader's own fast classes
 
 
 def _loaded() -> ModuleType | None:
-    """The module, where Unsloth is in use and asks."""
+    """The module, where Unsloth is in use and asks whether there are several ranks."""
     module = sys.modules.get(MODULE)
-    return module if hasattr(module, ASK) and hasattr(module, "FastBaseModel") else None
+    asked = sys.modules.get(getattr(getattr(module, ASK, None), "__module__", ""))
+    found = hasattr(asked, DECIDES) and hasattr(getattr(module, "FastBaseModel", None), "post_patch_model")
+    return module if found else None
 
 
 def needed() -> bool:
@@ -35,7 +37,7 @@ def needed() -> bool:
     if module is None:
         return False
     ask = getattr(module, ASK)
-    with _replaced(sys.modules[ask.__module__], "is_distributed", lambda: True):
+    with _replaced(sys.modules[ask.__module__], DECIDES, lambda: True):
         towers = ask()
     return not towers and not hasattr(module.FastBaseModel.post_patch_model, "__wrapped__")
 

@@ -71,8 +71,12 @@ def test_it_is_applied_once(unsloth: types.ModuleType) -> None:
     assert [verdict.applied for verdict in core.run([patch])] == [False]
 
 
-def test_a_release_that_asks_no_more(unsloth: types.ModuleType) -> None:
-    del unsloth.__dict__[patch.ASK]
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(patch.MODULE, patch.ASK), (patch.MODULE, "FastBaseModel"), ("unsloth.models.loader_utils", patch.DECIDES)],
+)
+def test_a_release_without_one_of_its_parts(module: str, name: str, unsloth: types.ModuleType) -> None:
+    del sys.modules[module].__dict__[name]
     assert not patch.needed()
 
 
