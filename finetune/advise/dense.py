@@ -49,7 +49,7 @@ def chosen(name: str, batch: int | None) -> Dense:
 
 def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Candidate | str]:
     """One device with each world size's share of the batch, measured; inside DDP where there are several, whose hooks
-    cost the host as much as its kernels in steps as short as these."""
+    are a good part of what the host does in steps as short as these."""
     held = [world for world in worlds if dense.batch % world == 0]
     found: dict[int, Candidate | str] = {
         world: f"{world} devices do not hold the global batch of {dense.batch} exactly" for world in worlds
