@@ -123,7 +123,7 @@ def measure(
     ddp: bool = False,
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Every model at every batch that `world` ranks can share, by (model, batch); with `ddp` a single rank too is in
-    DDP, and does all that a rank of several does but wait for another."""
+    DDP, and does all that a rank of several does but send and wait."""
     cases = [
         {"model": model.name, "widths": model.widths, "dropout": model.dropout, "batch": batch}
         for model in models

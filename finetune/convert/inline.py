@@ -1,8 +1,7 @@
 """A function that sets up the training and is called once at the top level gives way to its statements.
 
 `def load_model(): ... return model, tokenizer`, `def main(): ...`, `def seed_everything(seed): ...` and their like.
-Functions for data stay functions.
-So do data that are saved and loaded again: they stay in memory.
+Functions for data stay functions. Data that are saved and loaded again stay in memory.
 What is not of the simple shape stays as it is, and is refused later (R4). That the result does the same is not believed
 but seen: the recording stubs note the same events before and after.
 """

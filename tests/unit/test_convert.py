@@ -588,7 +588,7 @@ REFUSED = {
     "a function that may give another model": ({"extra": "def pick(model):\n    if model.config.use_cache:\n        return None\n    return model\nmodel = pick(model)"}, "R4"),
     "a folder that changes": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset.save_to_disk("x")\ndataset = load_from_disk("x")'}, "R4"),
     "a folder with other data": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\ndataset = dataset.filter(len)\ndataset = load_from_disk("x")'}, "R4"),
-    "a folder that a shell line names": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("rows")\n!mv rows/a rows/b\ndataset = load_from_disk("rows")'}, "R4"),
+    "a folder that a shell line names": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("rows")\n!cp -r other rows\ndataset = load_from_disk("rows")'}, "R4"),
     "a folder that a shell reads": ({"data": DATA + '\nfrom datasets import load_from_disk\ndataset.save_to_disk("x")\nimport os\nos.system("touch x")\nos.remove("x")\ndataset = load_from_disk("x")'}, "R4"),
     "a model in a list": ({"extra": "parts = [model]\nparts[0].resize_token_embeddings(10)"}, "R4"),
     "tokens before the adapter": ({"loader": LOADER + "\nmodel.resize_token_embeddings(10)"}, "R4"),
