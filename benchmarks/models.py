@@ -50,6 +50,18 @@ SHAPES = {
         tie_word_embeddings=True,
         rope_theta=500000.0,
     ),
+    # Trained in full, each of the next two needs more than one GPU has: an H100, an H200.
+    "llama-11b": dict(
+        hidden_size=5120,
+        intermediate_size=14336,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+    ),
     "llama-20b": dict(
         hidden_size=6144,
         intermediate_size=16384,

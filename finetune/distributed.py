@@ -183,6 +183,19 @@ def barrier() -> None:
         dist.barrier(group=_host_group)
 
 
+def put_collectives_away() -> None:
+    """Wait until NCCL's process group has seen the end of all collectives so far; what they held is free at the next.
+
+    Its watchdog looks ten times a second. Of a collective whose work nobody waits for, as DDP's, it hands the tensors
+    over, and the next collective lets go of them (torch's ProcessGroupNCCL.cpp, `shelvesToUnstash_`). On other backends
+    there is nothing to wait for.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._get_default_group()._wait_for_pending_works()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronisation."""
     if _host_group is None:

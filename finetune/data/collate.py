@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from finetune.data.layout import Document
+from finetune.data.packs import filler_segments
 
 MULTIPLE = 8  # padded widths: matrix units work on tiles of 8 bf16 values or more
 IGNORE = -100
@@ -39,9 +40,7 @@ def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int)
             labels[place : place + len(ids)] = learnt
             place += len(ids)
             lengths.append(len(ids))
-        filler = (number + 1) * pack_length - place
-        if filler:  # a segment of its own, of which nothing is learnt
-            lengths.append(filler)
+        lengths += filler_segments((number + 1) * pack_length - place)
     segments = np.array(lengths, dtype=np.int64)
     starts = np.cumsum(segments) - segments
     positions = np.arange(total) - np.repeat(starts, segments)  # restart at every document

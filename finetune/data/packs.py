@@ -8,6 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+FILLER = 256  # most tokens of a segment of what fills a pack up: as short as documents are
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packs:
@@ -46,10 +48,12 @@ class Packs:
 
         Forward FLOPs of a layer of width d are 2 * 12 d^2 per token, plus 2 n d per token for causal attention in a
         document of n tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1), so attention adds n^2 / (12 d) tokens to
-        a document. The filler of a pack is computed like one more document.
+        a document. The segments of a pack's filler are computed like more documents.
         """
         filler = self.pack_length - self.tokens if self.pack_length else np.zeros_like(self.tokens)
-        return (self.tokens + filler) + (self.squares + filler**2) / (12 * hidden_size)
+        sizes, places = np.unique(filler, return_inverse=True)
+        squares = np.array([sum(n * n for n in filler_segments(size)) for size in sizes.tolist()], dtype=np.int64)
+        return (self.tokens + filler) + (self.squares + squares[places]) / (12 * hidden_size)
 
     @property
     def efficiency(self) -> float:
@@ -57,6 +61,19 @@ class Packs:
         if self.pack_length is None or not len(self):
             return 1.0
         return float(self.tokens.sum() / (len(self) * self.pack_length))
+
+
+def filler_segments(tokens: int) -> list[int]:
+    """Lengths of the segments, of which nothing is learnt, that fill a pack up by so many tokens; all of a dummy row.
+
+    One segment would be a document as long as the pack: quadratic in time, and where all segments are of one length
+    Unsloth 2026.10.9 takes another attention (`_torch_varlen_beats_segments`). On H200s ranks that had a dummy row of
+    16,384 tokens needed 0.8 GiB more than those that had none. So segments are short, and not all of one length.
+    """
+    found = [min(tokens, FILLER - 1)] if tokens else []
+    while (left := tokens - sum(found)) > 0:
+        found.append(min(left, FILLER))
+    return found
 
 
 def pack(lengths: np.ndarray, pack_length: int) -> Packs:

@@ -37,6 +37,7 @@ from finetune.data import template
 folder = Path(os.environ["SPY"])
 build = train.build_trainer
 encode = template.Encoder.encode_batch
+away = distributed.put_collectives_away
 
 
 def encode_counted(self, rows):
@@ -68,6 +69,11 @@ def build_spied(*arguments):
                 file.writelines(repr(row.tolist()) + "\\n" for row in documents(batch))
         return batches, total
 
+    def put_away():
+        (folder / f"put-away-after-{trainer.state.global_step}-rank-{distributed.ranks().rank}").touch(exist_ok=False)
+        away()
+
+    distributed.put_collectives_away = put_away
     trainer.get_batch_samples = get_batch_samples
     trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     return trainer, telling, stop
@@ -144,6 +150,7 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
     assert len(whole_epoch) == one["ledger"]["train"]["rows_kept"]  # each document once
     for ranks in worlds[:-1]:
         run = runs[ranks]
+        assert put_away(tmp_path / f"spy-{ranks}") == [f"put-away-after-1-rank-{rank}" for rank in range(ranks)]
         assert run["plan"] == one["plan"]
         for step in range(STEPS):
             assert step_documents(tmp_path / f"spy-{ranks}", step) == step_documents(tmp_path / "spy-1", step), step
@@ -164,6 +171,7 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
         shutil.rmtree(again / f"checkpoint-{later}")
     resumed = spied(4, [*arguments, "--training.resume_from_checkpoint", "true"], again, tmp_path)
     assert resumed["resumed_from"].endswith("checkpoint-7")
+    assert put_away(tmp_path / "spy-again") == [f"put-away-after-8-rank-{rank}" for rank in range(4)]
     assert worst(one["losses"][7:], resumed["losses"]) < 1e-5
     assert not list((tmp_path / "spy-again").glob("step-6-*"))
     assert step_documents(tmp_path / "spy-again", 7) == step_documents(tmp_path / "spy-1", 7)
@@ -173,6 +181,11 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
 def tokenised(spy: Path) -> int:
     file = spy / "tokenised.txt"
     return sum(map(int, file.read_text().split())) if file.exists() else 0
+
+
+def put_away(spy: Path) -> list[str]:
+    """When, and on which ranks, DDP's first buckets were let go of (D8)."""
+    return sorted(file.name for file in spy.glob("put-away-*"))
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +59,22 @@ def test_collectives_of_one_rank_return_what_they_were_given() -> None:
     assert distributed.sum_over_ranks([1.5, 2.0]) == [1.5, 2.0]
     flag = distributed.DelayedFlag()
     assert [flag.ask(value) for value in (False, True)] == [False, True]
+
+
+def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two GPUs `tests/gpu/test_gpu.py::test_first_buckets_are_gone_in_the_second_step` shows what it is for."""
+    import torch.distributed as dist
+
+    waited: list[str] = []
+    group = SimpleNamespace(_wait_for_pending_works=lambda: waited.append("waited"))
+    distributed.put_collectives_away()  # one process, no group
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    for backend, expected in (("gloo", []), ("nccl", ["waited"])):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        distributed.put_collectives_away()
+        assert waited == expected
+    assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 
 FAILS = "import sys; from finetune import distributed, verb; from finetune.errors import UserError; {}"

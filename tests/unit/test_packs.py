@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.packs import Packs, pack, unpacked
+from finetune.data.packs import Packs, filler_segments, pack, unpacked
 
 
 def plain_best_fit_decreasing(lengths: list[int], pack_length: int) -> list[list[int]]:
@@ -88,7 +88,16 @@ def test_totals_sum_a_value_per_document():
 def test_costs_count_attention_by_document_and_the_filler():
     packs = pack(np.array([6, 3]), 10)  # one pack: 6 + 3 + filler of 1
     assert packs.costs(hidden_size=4).tolist() == pytest.approx([10 + (36 + 9 + 1) / 48])
+    filled = pack(np.array([6]), 1000)  # segments of 255, 256, 256 and 227
+    assert filled.costs(hidden_size=4).tolist() == pytest.approx([1000 + (36 + 255**2 + 2 * 256**2 + 227**2) / 48])
     assert unpacked(np.array([6, 3])).costs(hidden_size=4).tolist() == pytest.approx([6 + 36 / 48, 3 + 9 / 48])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 255, 256, 511, 512, 1024, 16384])
+def test_filler_is_cut_into_short_segments_that_are_not_all_alike(tokens):
+    segments = filler_segments(tokens)
+    assert sum(segments) == tokens and all(0 < one <= 256 for one in segments)
+    assert tokens < 256 or len(set(segments)) > 1
 
 
 def test_unpacked_keeps_each_document_as_a_row_in_order():
