@@ -8,6 +8,7 @@
 #     OUT=results TRAIN=train.jsonl EVAL=test.jsonl benchmarks/gpu_study.sh parity 1,2 full QLoRA  # cases by name, or 22
 #     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh predictions 1,2 '^LoRA, packs of 16'  # advice against a run
 #     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh too-large       # advice on 20 B in full; 90 GB of disk
+#     OUT=results TRAIN=train.jsonl benchmarks/gpu_study.sh too-large llama-11b  # too large for 80 GB
 #
 # GSM8K (question, answer), or rows like it, are TRAIN and EVAL. Cases that do not end in time are left out. `predictions`
 # adds the models of `dense` where $OUT has that study with the same numbers.
@@ -46,7 +47,7 @@ predictions)
     ;;
 too-large)
     CUDA_VISIBLE_DEVICES=0 timeout 530 "${PYTHON:-python3}" -m benchmarks.predictions --train "$TRAIN" --work "$OUT/scratch" \
-        --too-large llama-20b --out "$OUT/too-large.json"
+        --too-large "${2:-llama-20b}" --out "$OUT/too-large.json"
     ;;
 *)
     echo "gpu_study.sh takes comm, dense, lora, large, parity, predictions or too-large; given: $what" >&2

@@ -6,7 +6,8 @@ On GPUs of one host. First `finetune bench comm` with and without peer access (u
 as many cases at a time as there are GPUs: `finetune advise --as-given`, and the shipped training command on one GPU,
 side by side, one on each; then that command on several, on as many groups of GPUs as there are, at last on all. It
 scores its own prediction in run.json. The verdict is held against the measured one by the same rule: the number of GPUs
-that is fastest at an efficiency of at least 70 %.
+that is fastest at an efficiency of at least 70 %. It is median steps that are compared: advice is asked for a long run,
+and in a short one what the first steps compile decides.
 Side by side they share the host, which sets the pace of short steps, and of all steps where it is busy: `--alone` runs
 one job at a time.
 `--study DIR/study.json` adds the dense models, whose steps `finetune bench study` has measured. `--too-large` does
@@ -98,10 +99,10 @@ def main() -> int:
     if options.too_large:
         return too_large(options, results | {"shape": options.too_large})
     comm = {name: collectives(options, name, variables) for name, variables in (("peers", {}), ("no-peers", NO_PEERS))}
-    model = build(options.work / "model", options.shape, options.train)
     chosen = [name for name in CASES if re.search(options.cases, name)]
     at_a_time = 1 if options.alone else max(options.world_sizes)
     for start in range(0, len(chosen), at_a_time):
+        model = build(options.work / "model", options.shape, options.train)  # once: it stays
         measure(options, results, model, comm, {name: CASES[name] for name in chosen[start : start + at_a_time]})
     if options.study:
         study = json.loads(options.study.read_text())
@@ -228,11 +229,11 @@ def train(options: argparse.Namespace, model: Path, case: Case, gpus: Sequence[i
 
 
 def scored(run_json: dict[str, Any]) -> dict[str, Any]:
-    """What a run measured, and how its prediction did."""
+    """What a run measured, and how its prediction did. Its tokens_per_second are those of all GPUs in a median step."""
     kept = ("tokens_per_second_per_gpu", "step_seconds_median", "peak_memory_gib", "exposed_communication_fraction")
-    kept += ("seconds_to_first_step", "mfu", "prediction", "batch")
+    kept += ("seconds_to_first_step", "mfu", "prediction", "batch", "tokens", "steps")
     return {name: run_json[name] for name in kept} | {
-        "tokens_per_second": run_json["tokens_per_second_per_gpu"] * run_json["world_size"]
+        "tokens_per_second": run_json["tokens"] / run_json["steps"] / run_json["step_seconds_median"]
     }
 
 

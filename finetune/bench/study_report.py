@@ -168,6 +168,7 @@ def plot(found: Mapping[str, Any], path: Path) -> bool:
         axes.set_xticks([row.batch for row in told], [str(row.batch) for row in told])
         axes.set_yscale("log")
         axes.set(title=model["name"], xlabel="global batch", ylabel="samples/s")
-        axes.legend(fontsize=7, frameon=False)
+    handles, labels = panels[0].get_legend_handles_labels()  # the same lines in every panel
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     timeline.save(figure, path)
     return True

@@ -43,16 +43,17 @@ def bar(label: str, seconds: Mapping[str, Mapping[str, float] | None]) -> Bar:
 
 
 def show(bars: Sequence[Bar]) -> None:
-    """Bars of letters (d data, f forward, b backward, X exposed communication, o optimiser, . other), in colour on a
-    terminal, with the milliseconds beside them."""
-    table = Table(title="milliseconds of a step (medians)", title_justify="left")
-    table.add_column("")
-    for one in bars:
-        table.add_column(one.label, justify="right")
-    for name in COLOURS:
-        table.add_row(name, *(f"{one.parts[name]:.2f}" for one in bars))
-    table.add_row("sum", *(f"{sum(one.parts.values()):.2f}" for one in bars), end_section=True)
-    table.add_row("hidden communication", *(f"{one.hidden:.2f}" for one in bars))
+    """A row of milliseconds for each bar, hidden communication at its end; then the bars, of letters (d data,
+    f forward, b backward, X exposed communication, o optimiser, . other), in colour on a terminal."""
+    told = ", ".join(name if LETTERS[name] == name[0] else f"{LETTERS[name]} {name}" for name in COLOURS)
+    console().print(f"milliseconds of a step (medians): {told}", highlight=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in (*LETTERS.values(), "sum", "hidden"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in bars:  # a row for each rank: there are more than fit side by side
+        values = (*(one.parts[name] for name in COLOURS), sum(one.parts.values()), one.hidden)
+        table.add_row(one.label, *(f"{value:.2f}" for value in values))
     console().print(table)
     longest = max(sum(one.parts.values()) for one in bars)
     width = max(len(one.label) for one in bars)

@@ -387,7 +387,7 @@ def test_tables_of_the_study_stand_beside_the_published(
     assert "A CPU run" in study_report.markdown(found | {"hardware": {"device": "cpu", "cpu_cores": 2}})
     assert json.loads((tmp_path / "study.json").read_text())["kind"] == "study"
     said = capsys.readouterr().out
-    assert "published, 2 x GPU" in said and "peer access, rank 1 of 2" in said
+    assert "published, 2 x GPU" in said and "peer access, rank 1 of 2" in said and "…" not in said
     drawn = sorted(path.name for path in tmp_path.glob("*.png"))
     if importlib_util.find_spec("matplotlib") is None:
         assert drawn == [] and "finetune[plots]" in said
