@@ -1,10 +1,13 @@
 """Packing against a plain best-fit decreasing, written the slow way."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data.layout import Layout
 from finetune.data.packs import Packs, filler_segments, pack, unpacked
 
 
@@ -98,6 +101,16 @@ def test_filler_is_cut_into_short_segments_that_are_not_all_alike(tokens):
     segments = filler_segments(tokens)
     assert sum(segments) == tokens and all(0 < one <= 256 for one in segments)
     assert tokens < 256 or len(set(segments)) > 1
+
+
+def test_of_full_packs_the_one_of_the_longest_documents_is_the_largest():
+    packs = pack(np.array([4, 3, 3, 10, 2]), 10)  # 10; 4 + 3 + 3; 2
+    rows: Any = None  # only their sizes are asked for
+    assert as_lists(packs) == [[3], [0, 1, 2], [4]]
+    back = Packs(**{name: getattr(packs, name) for name in ("documents", "offsets", "pack_length")},
+                 tokens=np.array([10, 10, 2]), squares=np.array([34, 100, 4]))  # fmt: skip
+    assert Layout(rows=rows, packs=packs).largest_first().tolist() == [0, 1, 2]
+    assert Layout(rows=rows, packs=back).largest_first().tolist() == [1, 0, 2]
 
 
 def test_unpacked_keeps_each_document_as_a_row_in_order():
