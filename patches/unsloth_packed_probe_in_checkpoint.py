@@ -23,8 +23,13 @@ HEAD_WIDTH, HEADS = 64, 2  # any that the kernel takes
 
 
 def _loaded() -> ModuleType | None:
-    """The module, where Unsloth is in use and has the trial."""
+    """The module, where Unsloth is in use and has the trial. Where there is no GPU Unsloth leaves it out; loading it,
+    and half of Unsloth with it, would take as long as the rest of the start."""
     if "unsloth" not in sys.modules:
+        return None
+    import torch
+
+    if MODULE not in sys.modules and not torch.cuda.is_available():
         return None
     try:
         module = importlib.import_module(MODULE)
