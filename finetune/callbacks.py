@@ -85,8 +85,8 @@ class FirstGradients(TrainerCallback):
 class FreeFirstBuckets(TrainerCallback):
     """Has DDP's first buckets freed before the second step, in which it makes others in their place.
 
-    NCCL's process group would hold them on, for as long as a second set of all gradients, on every rank whose host is
-    ahead of its GPU (docs/defects.md, D8). It costs one wait for the first step.
+    On a rank whose host is ahead of its GPU NCCL's process group would hold them throughout that step, as much memory
+    as all gradients (docs/defects.md, D8). It costs one wait for the first step.
     """
 
     def __init__(self) -> None:

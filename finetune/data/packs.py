@@ -70,10 +70,9 @@ def filler_segments(tokens: int) -> list[int]:
     Unsloth 2026.10.9 takes another attention (`_torch_varlen_beats_segments`). On H200s ranks that had a dummy row of
     16,384 tokens needed 0.8 GiB more than those that had none. So segments are short, and not all of one length.
     """
-    found = [min(tokens, FILLER - 1)] if tokens else []
-    while (left := tokens - sum(found)) > 0:
-        found.append(min(left, FILLER))
-    return found
+    first = min(tokens, FILLER - 1)
+    whole, rest = divmod(tokens - first, FILLER)
+    return [size for size in (first, *[FILLER] * whole, rest) if size]
 
 
 def pack(lengths: np.ndarray, pack_length: int) -> Packs:
