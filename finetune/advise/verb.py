@@ -238,7 +238,8 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
         "study2025": words.ruling(job.model.parameters, job.batch, rows, machine),
         "notes": [
             f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.batch}; tokens are samples, "
-            f"and a run is {dense.STEPS:,} steps. Each sends {sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients."
+            f"and a run is {dense.STEPS:,} steps. Each sends {sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
+            *words.short_step(rows, machine),
         ],
         "start_up_of_ranks_seconds": meeting,
     }

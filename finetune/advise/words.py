@@ -45,6 +45,21 @@ def learning_rate(config: Config, global_size: int) -> str:
     )
 
 
+SHORT_SECONDS = 5e-3  # the study's dense models took 1.6 to 3.5 ms on H200s, of which the GPU was busy for a quarter
+
+
+def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
+    """A note where a GPU's step is so short that it measures the host; none otherwise."""
+    one = found[0].prediction
+    if machine.device != "cuda" or one is None or one.step_seconds >= SHORT_SECONDS:
+        return []
+    return [
+        f"A step of {1e3 * one.step_seconds:.1f} ms is the host launching kernels. In another process, on another host "
+        "of the same kind, such steps differed by 1 to 45 % (H200s, benchmarks/results): trust the verdict more than "
+        "the milliseconds."
+    ]
+
+
 def ruling(parameters: int, batch: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
     """What the rule set study2025 says beside the measurement, with the predicted efficiency of two devices."""
     two = next((row.efficiency for row in found if row.world_size == 2), None)

@@ -485,3 +485,7 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     rows = verdict.rows(found, {2: (SLOW, "slow")}, here=2)
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
     assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]
+    short = [replace(rows[0], prediction=replace(rows[0].prediction, step_seconds=0.002)), *rows[1:]]
+    assert words.short_step(rows, host(card(0))) == [] and words.short_step(short, host()) == []
+    (note,) = words.short_step(short, host(card(0)))
+    assert note.startswith("A step of 2.0 ms is the host launching kernels")
