@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from finetune.data.layout import Layout
 from finetune.data.packs import Packs, filler_segments, pack, unpacked
+from tests import launch
 
 
 def plain_best_fit_decreasing(lengths: list[int], pack_length: int) -> list[list[int]]:
@@ -101,6 +102,26 @@ def test_filler_is_cut_into_short_segments_that_are_not_all_alike(tokens):
     segments = filler_segments(tokens)
     assert sum(segments) == tokens and all(0 < one <= 256 for one in segments)
     assert tokens < 256 or len(set(segments)) > 1
+
+
+ATTENTION = """
+import torch, unsloth
+import unsloth.utils.attention_dispatch as dispatch
+from torch.nn.attention import SDPBackend
+from finetune.data.packs import filler_segments
+
+dispatch._sdpa_backend_state = lambda *given: (True, int(SDPBackend.FLASH_ATTENTION))  # what a GPU would answer
+query, key = (torch.empty(1, heads, 16384, 64, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+for segments in ((200, 300, 15884), (16384,), (8192, 8192), tuple(filler_segments(16384))):
+    print("FOUND", dispatch._torch_varlen_beats_segments(query, key, segments, 4, True))
+"""
+
+
+def test_a_dummy_row_has_the_attention_of_other_packs(tmp_path):
+    """The rule of the installed Unsloth, asked for a pack of documents, one segment, two alike, and a dummy row."""
+    done = launch.on_the_installed_unsloth(ATTENTION, tmp_path)
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert found == ["True", "False", "False", "True"], done.stderr[-3000:]
 
 
 def test_of_full_packs_the_one_of_the_longest_documents_is_the_largest():
