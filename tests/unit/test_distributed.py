@@ -74,6 +74,8 @@ def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
         distributed.put_collectives_away()
         assert waited == expected
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", SimpleNamespace)  # a release without it
+    distributed.put_collectives_away()
     assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 
