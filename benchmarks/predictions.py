@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.models import build
+from benchmarks.models import SHAPES, build
 from benchmarks.processes import say, side_by_side
 from finetune.rules import EFFICIENCY_TO_JUSTIFY
 
@@ -86,11 +86,11 @@ def main() -> int:
     parser.add_argument(
         "--world-sizes", type=lambda text: sorted({1, *(int(one) for one in text.split(","))}), default=[1, 2]
     )
-    parser.add_argument("--shape", default="llama-1.2b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-1.2b")
     parser.add_argument("--cases", default="", help="only those whose name matches this regular expression")
     parser.add_argument("--alone", action="store_true", help="one job at a time")
     parser.add_argument("--study", type=Path, help="study.json of `finetune bench study` on this machine")
-    parser.add_argument("--too-large", metavar="SHAPE", help="only: full fine-tuning of this shape, on the first GPU")
+    parser.add_argument("--too-large", choices=SHAPES, help="only: full fine-tuning of this shape, on the first GPU")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     processes.end_with_this_one()

@@ -45,7 +45,7 @@ def learning_rate(config: Config, global_size: int) -> str:
     )
 
 
-SHORT_SECONDS = 5e-3  # the study's dense models took 1.6 to 3.5 ms on H200s, of which the GPU was busy for a quarter
+SHORT_SECONDS = 5e-3  # the study's dense models took 1.6 to 3.5 ms on H200s, the GPU busy for 12 to 27 % of one
 
 
 def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
