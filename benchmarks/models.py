@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 # Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
@@ -80,14 +82,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(folder: Path, shape: str, corpus: Path, *, seed: int = 0) -> Path:
-    """Write a Llama of `shape` in bfloat16, and a byte-level BPE of 8,192 tokens trained on `corpus` (JSON lines)."""
+def build(folder: Path, shape: str, corpus: Path) -> Path:
+    """Write a Llama of `shape` in bfloat16, and a byte-level BPE of 8,192 tokens trained on `corpus` (JSON lines).
+
+    Another process does, unless it is there: what a model leaves on a GPU would be missing where runs are measured.
+    """
+    if not (folder / "config.json").is_file():
+        root = Path(__file__).parent.parent
+        command = [sys.executable, "-m", "benchmarks.models", folder.resolve(), shape, corpus.resolve()]
+        subprocess.run(command, check=True, cwd=root)
+    return folder
+
+
+def write(folder: Path, shape: str, corpus: Path) -> None:
+    """What `build` does, in this process."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    if (folder / "config.json").is_file():
-        return folder
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -102,7 +114,7 @@ def build(folder: Path, shape: str, corpus: Path, *, seed: int = 0) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         **SHAPES[shape],
         max_position_embeddings=32768,
@@ -113,4 +125,7 @@ def build(folder: Path, shape: str, corpus: Path, *, seed: int = 0) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
-    return folder
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

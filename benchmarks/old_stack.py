@@ -168,7 +168,7 @@ def inside(action: str, model_folder: Path, out: Path) -> None:
     if action == "build":
         corpus = out / "corpus.jsonl"
         corpus.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
-        models.build(model_folder, SHAPE, corpus)
+        models.write(model_folder, SHAPE, corpus)
         return
     try:
         record = train(action, model_folder, out)

@@ -97,9 +97,7 @@ def documents(path: Path) -> Path:
 
 def build(shape: str, corpus: Path, folder: Path) -> Path:
     """The model on disk, written by another process: this one keeps off the GPUs."""
-    code = "import sys; from pathlib import Path; from benchmarks.models import build; "
-    code += "build(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))"
-    command = [sys.executable, "-c", code, str(folder / shape), shape, str(corpus)]
+    command = [sys.executable, "-m", "benchmarks.models", str(folder / shape), shape, str(corpus)]
     with console().status(f"writing a {shape}"):
         done = children.run(command)
     if done.returncode:
