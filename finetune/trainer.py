@@ -21,7 +21,7 @@ from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.errors import RunError
+from finetune.errors import RunError, UserError
 from finetune.model import resolve_dtype
 
 
@@ -122,6 +122,19 @@ class SFTTrainer(trl.SFTTrainer):
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
         self._step_loss: torch.Tensor | None = None
         self._counts_checked = False
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As transformers has it. Many of its optimisers are in packages of their own.
+
+        Raises:
+            UserError: the package is not installed, or the optimiser lacks an argument.
+        """
+        try:
+            return trl.SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+        except (ImportError, ValueError) as error:
+            name = getattr(args.optim, "value", args.optim)
+            raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
 
     # --- data -------------------------------------------------------------------------------------------------------
 

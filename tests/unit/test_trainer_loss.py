@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.training_args import OptimizerNames
 
+from finetune.errors import UserError
 from finetune.trainer import SFTTrainer, _from_host, _OnHost
 
 
@@ -49,6 +51,16 @@ MICRO_BATCHES = [  # of two ranks with two accumulation steps each: ragged label
     [batch([[-1, 2, 3, 4, 5]]), batch([[-1, -2, -3, 4, -5]])],
     [batch([[-1, -2, -3, -4, -5]]), batch([[-6, 7, 8, -9, 10]])],
 ]
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "grokadamw"])  # transformers raises an ImportError, a ValueError
+def test_an_optimiser_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    package = {"galore_adamw": "galore_torch"}.get(name, name)
+    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    adam = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    args = types.SimpleNamespace(optim=OptimizerNames(name), learning_rate=1e-3, optim_args=None, **adam)
+    with pytest.raises(UserError, match=f"^training.optim: {name} cannot be used here: .*install .?{package}"):
+        SFTTrainer.get_optimizer_cls_and_kwargs(args)
 
 
 def test_a_model_that_ignores_counts_gets_the_gradient_of_the_global_batch() -> None:
