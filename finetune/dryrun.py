@@ -19,6 +19,7 @@ from rich.table import Table
 from finetune import bootstrap, children, distributed, keeping, strategy
 from finetune.config import Batch, Config, resolve_batch
 from finetune.errors import RunError, UserError
+from finetune.hardware import OUTSIDE_NOTED
 from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import write_json
 from finetune.verb import DONE, FAILED, console
@@ -194,10 +195,13 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
 
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
-    if start is None:
-        sizes = [size for size in sizes if size < job.batch.per_device]
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "a CPU run has no memory limit of its own: nothing was searched"}
+    if start is None:
+        if not trials.holds_its_state(trial.trainer):
+            reason = "weights, gradients and the optimiser's state fill the device without any row"
+            return {"attempts": [], "reason": reason, "state_fits": False}
+        sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
         return {"attempts": [], "reason": "the settings leave no other micro-batch size"}
 
@@ -205,8 +209,7 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
         with console().status(f"trying {size} rows at a time"):
             return trials.try_size(trial.trainer, job.layout, size, memory)
 
-    with trials.optimizer_state_held(trial.trainer):
-        attempts = trials.search(sizes, start or sizes[-1], attempt)
+    attempts = trials.search(sizes, start or sizes[-1], attempt)
     best = trials.recommended(attempts)
     fitting = [one.per_device for one in attempts if one.fits]
     return {
@@ -257,6 +260,8 @@ def _too_large(said: str, sizes: dict[str, Any]) -> str:
         return f"{said} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
     if sizes["attempts"]:
         return f"{said} Tried: no smaller micro-batch fits either; `finetune advise` looks for what would."
+    if not sizes.get("state_fits", True):
+        return f"{said} Tried: {sizes['reason']}, so rows do not matter; `finetune advise` looks for what would fit."
     return said
 
 
@@ -353,7 +358,7 @@ def notes(measured: dict[str, Any]) -> list[str]:
         )
     if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
         said.append("warning: the peak is above 0.8 of the memory; fragmentation may yet end the run.")
-    if (memory["held_by_others_gib"] or 0.0) > 2.0:  # a CUDA context takes less than one
+    if (memory["held_by_others_gib"] or 0.0) * 2**30 > OUTSIDE_NOTED:
         said.append(
             f"warning: {memory['held_by_others_gib']:.1f} GiB of this GPU are held outside this program: another "
             "process uses it, and these timings are not what the GPU can do alone."

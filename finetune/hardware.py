@@ -28,6 +28,7 @@ PEAK_BF16_TFLOPS = {
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,
 }
+OUTSIDE_NOTED = 2.0 * 2**30  # bytes held outside torch's allocator; a CUDA context takes less than one GiB
 # How two GPUs reach each other without NVLink, by NVML's common ancestor; the names are those of `nvidia-smi topo -m`.
 PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
@@ -137,6 +138,33 @@ def probe() -> Hardware:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
     count = torch.cuda.device_count() if gpu else 0
     return Hardware(**_device(gpu, count), nccl_version=nccl, unknown=unknown)
+
+
+def held_outside() -> tuple[float, float]:
+    """Bytes of this rank's GPU that torch's allocator does not hold and that are not free (the CUDA context, NCCL,
+    other processes), and all that it has."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return float(max(total - free - torch.cuda.memory_reserved(), 0)), float(total)
+
+
+def when_full(error: BaseException) -> str:
+    """torch's figures of a GPU that was full, without its hints; before them who else has its memory.
+
+    torch names every other process, and inside a container perhaps this one: it counts where the bytes agree.
+    """
+    import torch
+
+    said = str(error).splitlines()[0].split(" Of the allocated memory")[0]
+    if "Process " in said and torch.cuda.is_available():
+        outside, total = held_outside()
+        if outside > OUTSIDE_NOTED:
+            said = (
+                f"Other processes hold {outside / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: end them "
+                f"(nvidia-smi lists them), or take another GPU with CUDA_VISIBLE_DEVICES. {said}"
+            )
+    return said
 
 
 def _device(gpu: Any, count: int) -> dict[str, Any]:

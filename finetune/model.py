@@ -17,7 +17,8 @@ import torch
 from finetune import model_files
 from finetune.bootstrap import Stack, quiet_ranks
 from finetune.config import Config
-from finetune.errors import UserError
+from finetune.errors import RunError, UserError
+from finetune.hardware import when_full
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -396,12 +397,10 @@ def _unknown_argument(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _out_of_memory(doing: str) -> Iterator[None]:
-    from finetune.errors import RunError
-
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
             f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
-            f"({str(error).splitlines()[0][:200]})"
+            f"({when_full(error)})"
         ) from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import distributed, interrupt, invariants, keeping, metrics, model_files, strategy
 from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
+from finetune.hardware import when_full
 from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import RunRecord, write_json
 from finetune.verb import DONE, INTERRUPTED, console, run_verb
@@ -379,14 +380,17 @@ def out_of_memory(job: Job) -> Iterator[None]:
             if job.batch.per_device > 1
             else "set data.max_length lower"
         )
-        others = [] if job.config.training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
-        others += (
-            [] if job.config.model.load_in_4bit or job.config.model.full_finetuning else ["model.load_in_4bit: true"]
-        )
+        model, training = job.config.model, job.config.training
+        others = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        if model.full_finetuning:
+            others += ["training.optim: adamw_8bit"] if training.optim.startswith("adamw_torch") else []
+            others.append("LoRA (model.full_finetuning: false)")
+        elif not model.load_in_4bit:
+            others.append("model.load_in_4bit: true")
         raise RunError(
             f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
-            f"GPU. To go on, {less}" + (f"; {' and '.join(others)} need less, too" if others else "") + ". "
-            f"({str(error).splitlines()[0][:200]})"
+            f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less, too" if others else "") + ". "
+            f"({when_full(error)})"
         ) from error
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from finetune import measurements
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.hardware import held_outside
 from finetune.job import Job
 from finetune.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.predict import line_through
@@ -173,10 +173,8 @@ class CudaMemory:
     """torch's allocator, and what it cannot see: the CUDA context and other processes on the same GPU."""
 
     def __init__(self) -> None:
-        free, total = torch.cuda.mem_get_info()
-        self.total_bytes = float(total)
-        self.outside_bytes = float(max(total - free - torch.cuda.memory_reserved(), 0))
-        self.limit_bytes: float | None = MARGIN * total - self.outside_bytes
+        self.outside_bytes, self.total_bytes = held_outside()
+        self.limit_bytes: float | None = MARGIN * self.total_bytes - self.outside_bytes
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -305,19 +303,24 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
     return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
 
 
-@contextlib.contextmanager
-def optimizer_state_held(trainer: Any) -> Iterator[None]:
-    """Hold the memory of two float32 moments of each trained weight where the optimiser has none yet: it had no step
-    before the device was full."""
-    ballast = None
-    if not trainer.optimizer.state:
-        count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            ballast = torch.empty(8 * count, dtype=torch.uint8, device=trainer.args.device)
+def holds_its_state(trainer: Any) -> bool:
+    """Whether the device holds weights, gradients and the optimiser's state together, without any row. It holds them
+    all but the gradients afterwards, as in training: the device may have been full before the first step was done.
+
+    The weights are not changed: gradients are zero, and so is the learning rate.
+    """
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
     try:
-        yield
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        # Not by accelerate's wrapper, which waits for the last micro-batch of a step.
+        getattr(trainer.optimizer, "optimizer", trainer.optimizer).step()
+        return True
+    except torch.OutOfMemoryError:
+        return False
     finally:
-        del ballast
+        _empty(trainer)
 
 
 def _empty(trainer: Any) -> None:

@@ -23,6 +23,7 @@ from finetune.predict import Curve, all_reduce_curve, predict
 from finetune.verb import console
 
 PER_DEVICE = "--training.per_device_train_batch_size"
+OPTIMIZER = "--training.optim"
 EFFORT = {"runs": 3, "steps": 30}  # of the all-reduce: the curve's shape matters, not its confidence interval
 
 
@@ -135,6 +136,7 @@ class Change:
     name: str
     arguments: tuple[str, ...]
     same_result: bool
+    instead_of: str | None = None  # a setting that it makes needless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +223,11 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
         arguments = ("--training.gradient_checkpointing", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True))
     if config.model.full_finetuning:
-        found.append(
-            Change(
-                name="LoRA in place of all weights", arguments=("--model.full_finetuning", "false"), same_result=False
-            )
-        )
+        if config.training.optim.startswith("adamw_torch") and not on_cpu:
+            name = "Adam's states in 8 bits"
+            found.append(Change(name=name, arguments=(OPTIMIZER, "adamw_8bit"), same_result=False))
+        name, arguments = "LoRA in place of all weights", ("--model.full_finetuning", "false")
+        found.append(Change(name=name, arguments=arguments, same_result=False, instead_of=OPTIMIZER))
     if not config.model.load_in_4bit and not on_cpu:
         found.append(Change(name="4 bit (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
     half = max(config.data.max_length // 2, 1)
@@ -240,12 +242,12 @@ def make_fit(config: Config, bench: Bench, on_cpu: bool) -> tuple[list[Change], 
     """Add one remedy after the other until a dry run goes through; (what was added, that dry run or None)."""
     taken: list[Change] = []
     for change in remedies(config, on_cpu):
-        taken.append(change)
-        result = bench.try_out([word for one in taken for word in one.arguments])
+        trying = [*(one for one in taken if one.arguments[0] != change.instead_of), change]
+        result = bench.try_out([word for one in trying for word in one.arguments])
         if result.measured is not None:
-            return taken, result
-        if not result.full:  # another reason than memory
-            taken.pop()
+            return trying, result
+        if result.full:  # and not refused for another reason
+            taken = trying
     return taken, None
 
 

@@ -305,8 +305,11 @@ def does_not_fit(config: Config, bench: Bench, base: Tried, machine: Hardware) -
     if result is None or result.measured is None:
         text = f"More GPUs do not help: with DDP each holds the whole model. Tried, and not enough: {names}."
     else:
-        peak = result.measured.peak_memory_bytes / 2**30
-        text = f"It fits with {names} (tried: {peak:.1f} GiB): {flags}. Ask again with these for the number of GPUs."
+        peak, device = result.measured.peak_memory_bytes / 2**30, result.measured.memory_bytes
+        of = "" if device is None else f" of {device / 2**30:.1f}"
+        text = (
+            f"It fits with {names} (tried: {peak:.1f}{of} GiB): {flags}. Ask again with these for the number of GPUs."
+        )
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     say(text, highlight=False, soft_wrap=True, markup=False)
     if config.json:

@@ -94,6 +94,14 @@ from finetune.config import load
 fits, full = int(os.environ["FITS"]), int(os.environ["FULL"])
 
 
+def no_room(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+if full == 0:
+    torch.optim.AdamW.step = no_room
+
+
 class Memory:
     limit_bytes, rows = fits * 2**30, 0
 
@@ -133,8 +141,9 @@ raise SystemExit(guarded(lambda: train.run(load(sys.argv[1:]))))
     [
         (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
         (3, 7, 1, "CUDA ran out of memory with 8 rows .* Tried: the largest that fits is 3 rows at a time "),
+        (3, 0, 1, "Tried: weights, gradients and the optimiser's state fill the device without any row, so rows do "),
     ],
-    ids=["fits", "full"],
+    ids=["fits", "full", "full without rows"],
 )
 def test_the_largest_micro_batch_is_found_by_trying(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, fits: int, full: int, code: int, said: str
@@ -156,6 +165,9 @@ def test_the_largest_micro_batch_is_found_by_trying(
     words = " ".join(done.stdout.split())
     assert re.search(said, words), words[-2000:]
     found = json.loads((tmp_path / "d.json").read_text())
+    if full == 0:
+        assert found["micro_batch_search"]["attempts"] == [] and found["out_of_memory"]
+        return
     # Of a global batch of 48: doubled from 8, or halved, then bisected.
     tried = {one["per_device"]: one["fits"] for one in found["micro_batch_search"]["attempts"]}
     expected = {8: True, 12: True, 16: False} if code == 0 else {6: False, 3: True, 4: False}

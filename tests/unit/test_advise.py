@@ -342,15 +342,39 @@ def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
     assert [one.name for one in candidates.remedies(full, on_cpu=False)] == [
         "one row at a time",
         "checkpointing",
+        "Adam's states in 8 bits",
         "LoRA in place of all weights",
         "4 bit (QLoRA)",
         "rows of at most 1024 tokens",
     ]
-    fits = f"{SIZE} 1 --training.gradient_checkpointing unsloth --model.full_finetuning false"
-    taken, result = candidates.make_fit(full, FakeBench({fits: Tried(measured=measurement())}), on_cpu=False)
-    assert len(taken) == 3 and result and result.measured
+    less = f"{SIZE} 1 --training.gradient_checkpointing unsloth"
+    for last in ("--training.optim adamw_8bit", "--model.full_finetuning false"):  # LoRA's few states stay as they were
+        fits = {f"{less} {last}": Tried(measured=measurement())}
+        taken, result = candidates.make_fit(full, FakeBench(fits), on_cpu=False)
+        assert len(taken) == 3 and result and result.measured
     taken, result = candidates.make_fit(full, FakeBench({}), on_cpu=False)
     assert len(taken) == 5 and result is None
+    for given, on_cpu in ((["--training.optim", "adafactor"], False), ([], True)):
+        other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu=on_cpu)
+        assert candidates.OPTIMIZER not in [one.arguments[0] for one in other]
+
+
+def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path) -> None:
+    full = config(tmp_path, "--model.full_finetuning", SIZE, "1")
+    refused = Tried(measured=None, reason="8 bits need bitsandbytes")
+    fits = Tried(measured=measurement())
+    # In 4 bits, which need it too, and so with fewer tokens alone.
+    lora = "--model.full_finetuning false"
+    bench = FakeBench(
+        {
+            "--training.optim adamw_8bit": refused,
+            f"{lora} --model.load_in_4bit true": refused,
+            f"{lora} --data.max_length 1024": fits,
+        }
+    )
+    taken, result = candidates.make_fit(full, bench, on_cpu=False)
+    assert [one.name for one in taken] == ["LoRA in place of all weights", "rows of at most 1024 tokens"]
+    assert result is fits
 
 
 def test_a_model_that_fits_no_gpu_gets_no_launch_line(
@@ -362,7 +386,10 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     report = tmp_path / "advice.json"
     assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "NO: CUDA ran out of memory" in said and f"It fits with one row at a time (tried: 0.9 GiB): {SIZE} 1" in said
+    assert (
+        "NO: CUDA ran out of memory" in said
+        and f"It fits with one row at a time (tried: 0.9 of 74.5 GiB): {SIZE} 1" in said
+    )
     assert "accelerate launch" not in said
     content = json.loads(report.read_text())
     assert content["launch"] is None and content["fits_with"] == [SIZE, "1"]

@@ -161,3 +161,30 @@ def test_state_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.gpu_state() == {"gpu": 0, **state}
     monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))  # an old one, without the functions
     assert hardware.gpu_state() == {"gpu": 0, **dict.fromkeys(state)}
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 140.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 106.56 MiB is "
+    "free. {other}Including non-PyTorch memory, this process has 35.96 GiB memory in use. Of the allocated memory "
+    "35.31 GiB is allocated by PyTorch, and 19.35 MiB is reserved by PyTorch but unallocated. If reserved\n"
+)
+OTHER = "Process 498 has 43.10 GiB memory in use. "
+
+
+@pytest.mark.parametrize(
+    ("other", "reserved_gib", "said"),
+    [
+        (OTHER, 35.8, "Other processes hold 43.3 of this GPU's 79.2 GiB: end them (nvidia-smi lists them), or take "),
+        (OTHER, 77.5, "CUDA out of memory. Tried"),  # a container's driver counts this process by another number
+        ("", 35.8, "CUDA out of memory. Tried"),
+    ],
+    ids=["another process", "this process", "none"],
+)
+def test_who_filled_a_gpu(monkeypatch: pytest.MonkeyPatch, other: str, reserved_gib: float, said: str) -> None:
+    """The message is torch 2.11's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(0.104 * 2**30), int(79.18 * 2**30)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(reserved_gib * 2**30))
+    found = hardware.when_full(torch.OutOfMemoryError(FULL.format(other=other)))
+    assert found.startswith(said), found
+    assert found.endswith("this process has 35.96 GiB memory in use.")

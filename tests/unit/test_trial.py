@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from finetune import measurements, scoring, trial
+from finetune.config import load
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.errors import RunError
 from finetune.measurements import Measurement, slowest_rank_seconds
 from finetune.predict import MIB
+from finetune.train import out_of_memory
 from finetune.trial import Attempt, recommended, search, try_size
-from tests.unit.test_advise import measurement
+from tests.unit.test_advise import configuration, measurement
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]  # the divisors of a global batch of 48
 
@@ -123,6 +126,71 @@ def test_a_size_is_tried_on_the_longest_rows_and_leaves_nothing() -> None:
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     sizes = search([1, 2, 4, 8], 1, lambda size: try_size(trainer, layout, size, memory))
     assert [one.per_device for one in sizes if one.fits] == [1, 2]
+
+
+def trainer_with(optimizer: Any) -> Any:
+    """As much of a trainer as `holds_its_state` uses."""
+    model = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.ones_like(model.weight)
+    return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), step_losses=[], _step_loss=None)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_optimisers_state_is_held_as_in_training(kind: Any) -> None:
+    trainer = trainer_with(lambda parameters: kind(parameters, lr=0.5, weight_decay=0.1))
+    before = trainer.model.weight.detach().clone()
+    plain = trainer.optimizer
+    # Accelerate's does nothing between the micro-batches of a step.
+    trainer.optimizer = types.SimpleNamespace(optimizer=plain, param_groups=plain.param_groups, step=lambda: None)
+    assert trial.holds_its_state(trainer)
+    other = trainer_with(lambda parameters: kind(parameters, lr=0.5, weight_decay=0.1))
+    other.optimizer.step()  # an ordinary one
+    (state,), (ordinary,) = (list(one.state.values()) or [{}] for one in (plain, other.optimizer))
+    assert {name: (value.shape, value.dtype) for name, value in state.items() if torch.is_tensor(value)} == {
+        name: (value.shape, value.dtype) for name, value in ordinary.items() if torch.is_tensor(value)
+    }
+    assert torch.equal(trainer.model.weight, before) and trainer.model.weight.grad is None
+
+
+def test_a_device_may_be_full_without_any_row() -> None:
+    class Full(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = trainer_with(Full)
+    assert not trial.holds_its_state(trainer)
+    assert trainer.model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "said"),
+    [
+        (
+            [],
+            8,
+            "batch_size to 4 (the global batch stays 8: more accumulation, the same result); model.load_in_4bit",
+        ),
+        (["--model.load_in_4bit"], 1, "To go on, set data.max_length lower. (CUDA"),
+        (
+            ["--model.full_finetuning"],
+            1,
+            "lower; training.optim: adamw_8bit or LoRA (model.full_finetuning: false)",
+        ),
+        (
+            ["--model.full_finetuning", "--training.optim", "adafactor"],
+            1,
+            "lower; LoRA (model.full_finetuning: ",
+        ),
+    ],
+    ids=["LoRA", "QLoRA", "full", "full with a small optimiser"],
+)
+def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: int, said: str) -> None:
+    batch = types.SimpleNamespace(per_device=rows, global_size=8)
+    job: Any = types.SimpleNamespace(config=load(configuration(tmp_path, *given)), batch=batch)
+    with pytest.raises(RunError) as caught, out_of_memory(job):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert said in str(caught.value)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_a_cpu_run_has_no_limit_to_search_below() -> None:
