@@ -166,7 +166,7 @@ def too_large(options: argparse.Namespace, results: dict[str, Any]) -> int:
     def keep(**new: Any) -> None:
         """What is known stays, whatever comes after."""
         found.update(new)
-        options.out.write_text(json.dumps(results, indent=1).replace(f"{options.work}/", "") + "\n")
+        write(options, results)
 
     refused = run(["-m", "finetune.advise", *words, "--json", str(advice)], allowed=(0, 1)) == 1
     said = json.loads(advice.read_text())
@@ -295,12 +295,7 @@ def with_predictions(advice: dict[str, Any], runs: dict[int, dict[str, Any]]) ->
 def record(options: argparse.Namespace, results: dict[str, Any], name: str, found: dict[str, Any]) -> None:
     """Into the file, and a line for people."""
     results["cases"][name] = found
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results, indent=1) + "\n"
-    # A record names files, not this machine's folders.
-    for folder in (options.work, Path(os.environ["FINETUNE_CACHE"])):
-        text = text.replace(f"{folder}/", "")
-    options.out.write_text(text)
+    write(options, results)
     parts = []
     for world, measured in found["runs"].items():
         prediction = measured.get("prediction") or {}
@@ -313,6 +308,15 @@ def record(options: argparse.Namespace, results: dict[str, Any], name: str, foun
         parts.append(f"{world}: {rate} {', '.join(errors) or prediction.get('reason')}")
     right = "right" if found["verdict_right"] else f"WRONG (measured best: {found['measured_best']})"
     say(f"{name}: advised {found['advised']}, {right}; " + "; ".join(parts))
+
+
+def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """All that is known so far; it names files, not this machine's folders."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results, indent=1) + "\n"
+    for folder in (options.work, Path(os.environ["FINETUNE_CACHE"])):
+        text = text.replace(f"{folder}/", "")
+    options.out.write_text(text)
 
 
 def tried(call: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -23,13 +23,13 @@ from finetune.hardware import held_outside
 from finetune.job import Job
 from finetune.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.predict import line_through
+from finetune.rules import MEMORY_MARGIN
 from finetune.statistics import WARM_UP, without_outliers
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows as they come, of which at least ENOUGH are taken
 ENOUGH = 6  # the first WARM_UP of them are not counted where as many are left: kernels are still compiled and tuned
 BUDGET_SECONDS = 30.0  # after so many the typical steps end early
-MARGIN = 0.8  # share of a device's memory that a job may plan with (the study's safety margin)
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class CudaMemory:
 
     def __init__(self) -> None:
         self.outside_bytes, self.total_bytes = held_outside()
-        self.limit_bytes: float | None = MARGIN * self.total_bytes - self.outside_bytes
+        self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()

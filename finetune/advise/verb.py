@@ -307,9 +307,10 @@ def does_not_fit(config: Config, bench: Bench, base: Tried, machine: Hardware) -
     else:
         peak, device = result.measured.peak_memory_bytes / 2**30, result.measured.memory_bytes
         of = "" if device is None else f" of {device / 2**30:.1f}"
-        text = (
-            f"It fits with {names} (tried: {peak:.1f}{of} GiB): {flags}. Ask again with these for the number of GPUs."
-        )
+        text = f"It fits with {names} (tried: {peak:.1f}{of} GiB): {flags}. "
+        if device is not None and result.measured.peak_memory_bytes > rules.MEMORY_MARGIN * device:
+            text += f"That is above {rules.MEMORY_MARGIN} of the memory; fragmentation may yet end the run. "
+        text += "Ask again with these for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     say(text, highlight=False, soft_wrap=True, markup=False)
     if config.json:

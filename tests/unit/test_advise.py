@@ -393,6 +393,10 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     assert "accelerate launch" not in said
     content = json.loads(report.read_text())
     assert content["launch"] is None and content["fits_with"] == [SIZE, "1"]
+    assert "above 0.8" not in said
+    bench.results[f"{SIZE} 1"] = Tried(measured=replace(measurement(per_device=1), peak_memory_bytes=70e9))
+    assert advise.main(configuration(tmp_path)) == 1
+    assert "(tried: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
     bench.results.clear()
     assert advise.main(configuration(tmp_path)) == 1
     assert "More GPUs do not help" in " ".join(capsys.readouterr().out.split())
