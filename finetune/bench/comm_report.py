@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +17,7 @@ from finetune.nccl import in_words, settings
 from finetune.verb import console
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure all that was asked for; what `--json` gets: one run, or {"kind": "comm", "runs": [...]}."""
     sent = job_buckets(rest) if rest else []
     machine = survey()
@@ -44,11 +45,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 # NCCL refuses what a topology cannot do; the other settings are worth knowing all the same.
                 failed.append({"world_size": world, "variant": variant.name, "error": str(error)})
                 console().print(f"{variant.name} failed: {error}", style="red", highlight=False, markup=False)
+            yield runs[0] if len(runs) == 1 and not failed else {"kind": "comm", "runs": runs, "failed": failed}
         if options.settings:
             compare([found for found in runs if found["world_size"] == world])
-    if len(runs) == 1:
-        return runs[0]
-    return {"kind": "comm", "runs": runs, "failed": failed}
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +14,7 @@ from finetune.statistics import WARM_UP
 from finetune.verb import console
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure one device, or with --world-sizes several at once; what `--json` gets."""
     machine = survey()
     worlds = options.world_sizes or [1]
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         kept = {"kind": "compute", "world_size": world, "hardware": machine.to_dict()}
         runs.append(kept | {"conditions": conditions.describe(before, after, machine)} | found)
         show(runs[-1])
-    return runs[0] if len(runs) == 1 else {"kind": "compute", "runs": runs}
+        yield runs[0] if len(runs) == 1 else {"kind": "compute", "runs": runs}
 
 
 def show(found: dict[str, Any]) -> None:

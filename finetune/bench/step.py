@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
@@ -16,7 +16,7 @@ from finetune.statistics import MEASURED, RUNS, WARM_UP
 from finetune.verb import console
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure every world size; what `--json` gets: {"kind": "step", "runs": [...]}."""
     config = load(rest, verb="bench")
     machine = survey()
@@ -28,9 +28,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     for world in worlds:
         runs.append(measure(rest, world, options.runs, options.steps, machine=machine))
         show(runs[-1])
+        yield {"kind": "step", "config_file": config.config_file, "runs": runs}
     if options.out:
         timeline.write(options.out / "step.png", "Training step by rank", bars(runs))
-    return {"kind": "step", "config_file": config.config_file, "runs": runs}
 
 
 def possible(config: Config, worlds: Sequence[int], *, asked: bool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ MODELS = (
 )
 
 
-def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure all models on every world size and in every mode; what `--json` gets."""
     machine = survey()
     worlds = world_sizes(options.world_sizes, machine.count)
@@ -78,12 +78,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 runs[world] = measure(models, world, environment, options, machine)
             mode["rows"] = rows(models, runs)
             keep()
+            yield found
     if shapes:
         keep(study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine, keep))
     study_report.show(found)
     if options.out:
         study_report.write(found, options.out)
-    return found
+    yield found
 
 
 def chosen(names: Sequence[str] | None) -> tuple[list[Model], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Measure, show, write.
+    """Measure, show, write: after each measurement, so that what is there stays, whatever comes after.
 
     Raises:
         UserError: bad options, configuration or data.
@@ -52,15 +52,16 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] not in WHAT:
         raise UserError(f"finetune bench measures one of {', '.join(WHAT)}; given: {argv[0] if argv else 'nothing'}")
     options, rest = parse(argv[0], argv[1:])
-    result = _measure(argv[0])(options, rest)
-    if options.json:
-        from finetune.record import write_json
+    from finetune.record import write_json
 
-        write_json(options.json, result)
+    for result in _measure(argv[0])(options, rest):
+        if options.json:
+            write_json(options.json, result)
     return DONE
 
 
-def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], dict[str, Any]]:
+def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]:
+    """What yields all that it has measured so far, again and again."""
     if what == "comm":
         from finetune.bench import comm_report
 

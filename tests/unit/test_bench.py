@@ -124,6 +124,24 @@ def test_a_setting_that_fails_leaves_the_others(
     assert "all-reduce by setting" in said and "LL128 failed" in said
 
 
+def test_collectives_that_were_measured_stay_when_the_next_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(world: int, sizes: list[int], *arguments: Any, **named: Any) -> dict[str, Any]:
+        if world == 4:
+            raise RunError("a rank died")
+        row = {"bytes": sizes[0], "seconds": {"median": 1e-4}, "algbw_gb_s": 1.0, "busbw_gb_s": 1.0}
+        kept = {"kind": "comm", "world_size": world, "backend": "nccl", "conditions": {"warnings": []}}
+        return kept | {"collectives": {"all_reduce": [row]}, "environment": {}}
+
+    found = machine(monkeypatch, 4, 18)
+    monkeypatch.setattr(comm_report, "survey", lambda: found)
+    monkeypatch.setattr(comm, "measure", measure)
+    report = tmp_path / "x.json"
+    assert main(["comm", "--world-sizes", "2,4", "--sizes", "4096", "--json", str(report)]) == 1
+    assert json.loads(report.read_text())["world_size"] == 2 and "a rank died" in capsys.readouterr().err
+
+
 # --- the account of a step's communication --------------------------------------------------------------------------
 
 
@@ -355,7 +373,7 @@ def test_what_the_study_has_measured_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(study, "survey", lambda: hardware.Hardware(**_cpu()))
     options = argparse.Namespace(world_sizes=[1, 2], models=["258K", "6.9M"], runs=1, steps=1, out=tmp_path)
     with pytest.raises(RunError):
-        study.run(options, [])
+        list(study.run(options, []))
     rows = json.loads((tmp_path / "study.json").read_text())["modes"][0]["rows"]
     assert [(row["model"], row["batch"]) for row in rows] == cases and {row["world_size"] for row in rows} == {1}
 
