@@ -192,6 +192,7 @@ class Record(TrainerCallback):
         self.first_step_at: float | None = None
         self._window = [0, 0]  # tokens and squared lengths since the last record
         self._measured = [0, 0, 0.0]  # the same and seconds, over all steps but the first, which compiles
+        self._accounted: tuple[float, float] | None = None  # what DDP told last
         self._exposed: list[float] = []  # seconds of communication of the steps that DDP accounts for
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -229,7 +230,9 @@ class Record(TrainerCallback):
         """Note DDP's account of the step before this run's `step`, where it has one; the first step compiles."""
         if step > 2 and (step - 1 <= communication.DDP_SAMPLES or (step - 1) % communication.DDP_INTERVAL == 0):
             found = communication.exposed_and_hidden(self.trainer.model_wrapped)
-            self._exposed += [] if found is None else [found[0]]
+            if found is not None and found != self._accounted:  # a step that reduced twice has used up a sample
+                self._exposed.append(found[0])
+            self._accounted = found
 
     def _rows(self, step: int) -> Any:
         return self.plan.step_rows(*divmod(step, self.plan.steps_per_epoch))

@@ -134,7 +134,7 @@ class Work:
 class Gradients:
     """What DDP sends: bytes of each trained parameter's gradient, and how it keeps them.
 
-    as_bucket_view: the gradients live inside the buckets once they are reduced; otherwise the buckets are a copy.
+    as_bucket_view: the gradients live inside the buckets; otherwise the buckets are a copy.
     in_peak:        the one-device peak was measured with gradients held (accumulation of two or more).
     """
 
@@ -186,8 +186,7 @@ def predict(work: Work, gradients: Gradients, world_size: int, curve: Curve | No
         backward = work.compute_seconds * work.backward_share / work.accumulation  # of the micro-batch that reduces
         exposed = exposed_seconds(filled, backward, curve)
         all_of_it = sum(curve.seconds(size) for size in filled)
-        # Micro-batches that do not reduce (`no_sync`) gather gradients of their own, beside the buckets.
-        if not (gradients.as_bucket_view and gradients.in_peak and work.accumulation == 1):
+        if not (gradients.as_bucket_view and gradients.in_peak):
             memory = float(sum(gradients.sizes))
     step = work.compute_seconds + work.data_seconds + exposed + work.optimizer_seconds + work.other_seconds
     return Prediction(

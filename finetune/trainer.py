@@ -5,6 +5,7 @@ Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ class SFTTrainer(trl.SFTTrainer):
             callbacks=callbacks,
         )
         self.remove_callback(transformers.PrinterCallback)
+        if self.accelerator.ddp_handler is not None and getattr(model, "peft_config", None) is None:
+            # Where all weights are trained the gradients are views of DDP's buckets, not copies beside them (D9).
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         model.register_forward_pre_hook(_from_host, with_kwargs=True)
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
         self._step_loss: torch.Tensor | None = None
@@ -260,12 +264,26 @@ class SFTTrainer(trl.SFTTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch; keeps the loss on the device."""
+        self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         if self.accelerator.sync_gradients:
             self.step_losses.append(self._step_loss)
             self._step_loss = None
         return loss
+
+    def _keep_gradients_in_buckets(self, model: Any) -> None:
+        """Once, under accumulation: have the gradients live in DDP's buckets and nowhere else (docs/defects.md, D9).
+
+        A micro-batch that does not reduce adds to a gradient where that is; where there is none, it makes one beside
+        the bucket. So the first micro-batch of all reduces, too, which leaves views of the buckets. The last one takes
+        the mean of that mean over the ranks, which is the same. From then on gradients are set to zero in place.
+        """
+        if self.accelerator.sync_gradients or not getattr(model, "gradient_as_bucket_view", False):
+            return
+        if "zero_grad" not in vars(model):
+            model.require_backward_grad_sync = True  # of this micro-batch: the end of `no_sync` sets it again
+            model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
 
     def drain_step_losses(self) -> list[float]:
         """Losses of the steps since the last call, in nats per label token, equal on all ranks; waits for the GPU."""

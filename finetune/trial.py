@@ -410,12 +410,20 @@ class Trial:
             trainable_parameters=job.size.trainable_parameters,
             gradient_bytes=[p.numel() * p.element_size() for p in trained],
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
-            # Unsloth lets DDP keep the gradients inside its buckets where every weight is trained.
-            as_bucket_view=job.stack.backend == "unsloth" and job.config.model.full_finetuning,
+            # The trainer has DDP keep the gradients inside its buckets where every weight is trained. In the first step
+            # it makes them twice; the optimiser's state, which comes later, takes as much or more, but for a few.
+            as_bucket_view=job.config.model.full_finetuning
+            and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
             bucket_cap_bytes=cap,
             first_bucket_bytes=first,
         )
+
+
+def _state_bytes(trainer: Any) -> int:
+    """What the optimiser holds beside the weights and their gradients."""
+    values = (value for state in trainer.optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if torch.is_tensor(value))
 
 
 def _parameter_count(job: Job) -> int:

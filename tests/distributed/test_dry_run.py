@@ -42,6 +42,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     assert sorted(path for path in tmp_path.iterdir() if path != cache) == before
     verdict = json.loads((cache / "dry.json").read_text())
     check(verdict, cache)
+    assert verdict["measurement"]["as_bucket_view"] is (kind == "full")  # Adam's states are there: twice the gradients
 
     # The same job for real: what was predicted is compared with what happened.
     real = [word for word in arguments(tiny_model, tmp_path, *extra) if word != "--dry-run"]

@@ -31,14 +31,46 @@ def worst(one: list[float], other: list[float]) -> float:
 FULL = ("--model.full_finetuning", "--training.learning_rate", "1e-3")
 
 
+# The shipped command, which writes after each micro-batch where the gradients are.
+WATCHED = """
+import sys
+from pathlib import Path
+from finetune import distributed, train
+
+build = train.build_trainer
+
+
+def build_watched(*arguments):
+    trainer, telling, stop = build(*arguments)
+    step = trainer.training_step
+
+    def training_step(model, *rest):
+        loss = step(model, *rest)
+        held = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
+        with Path(f"held-{distributed.ranks().world_size}-{distributed.ranks().rank}.txt").open("a") as file:
+            file.write(f"{sorted(held)}\\n")
+        return loss
+
+    trainer.training_step = training_step
+    return trainer, telling, stop
+
+
+train.build_trainer = build_watched
+sys.exit(train.main())
+"""
+
+
 def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Full fine-tuning, ragged rows: losses to 1e-5, evaluation to 1e-6, final weights to 1e-5."""
+    """Full fine-tuning, ragged rows: losses to 1e-5, evaluation to 1e-6, final weights to 1e-5. On each of two ranks
+    the gradients are DDP's buckets from the second micro-batch on (D9)."""
+    script = tmp_path / "watched.py"
+    script.write_text(WATCHED)
     extra = ("--model.backend", "transformers", *FULL)
     # Of 12 rows a step, one process takes 3 x 4, two ranks 3 x 2 each: padding differs, results must not.
     batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size")
     arguments = settings(tiny_model, tiny_data, *extra, *batch)
     runs = [
-        launch.train(how, [*arguments, str(4 // ranks)], out=tmp_path / how, cache=tmp_path)
+        launch.train(how, [*arguments, str(4 // ranks)], out=tmp_path / how, cache=tmp_path, script=script)
         for how, ranks in (("single.yaml", 1), ("cpu_2.yaml", 2))
     ]
     one, two = runs
@@ -53,6 +85,9 @@ def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, 
     )
     assert one["eval_loss_after"] < one["eval_loss_before"]
     assert len(two["peak_memory_gib"]) == 2
+    for rank in (0, 1):
+        first, buckets, *others = (tmp_path / f"held-2-{rank}.txt").read_text().splitlines()
+        assert len(others) == 3 * STEPS - 2 and set(others) == {buckets} and first != buckets
     weights = [load_file(next((tmp_path / how).glob("*model.safetensors"))) for how in ("single.yaml", "cpu_2.yaml")]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():

@@ -166,14 +166,17 @@ def test_a_run_notes_what_ddp_accounts_for_and_no_more(monkeypatch: pytest.Monke
 
     asked: list[int] = []
     record = object.__new__(callbacks.Record)
-    record._exposed, record.step_seconds = [], [0.1, 0.1, 0.2]
+    record._accounted, record._exposed, record.step_seconds = None, [], [0.1, 0.1, 0.2]
     for step in range(1, 303):
         record.trainer = types.SimpleNamespace(model_wrapped=None)
         monkeypatch.setattr(
-            communication, "exposed_and_hidden", lambda model, step=step: asked.append(step) or (0.01, 0.0)
+            communication,
+            "exposed_and_hidden",
+            lambda model, step=step: asked.append(step) or (0.01, min(step, 10) / 1e3),
         )
         record._account(step)
     assert asked == [3, 4, 5, 6, 7, 8, 9, 10, 11, 101, 201, 301]
+    assert len(record._exposed) == 8  # what was told before counts once
     one = record._communication()
     assert one == {"exposed_communication_fraction": 0.0, "exposed_communication_unknown": None}
     two = distributed.Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.training_args import OptimizerNames
 
@@ -142,3 +146,35 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch() -> None:
     assert {moved[name].device.type for name in ("input_ids", "labels")} == {"meta"}
     assert moved["packed_seq_lengths"].tensor is lengths
     assert set(copies) == {(1, 8), (2, 8)} and all(one["non_blocking"] for one in copies.values())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: bool) -> None:
+    """Real DDP, several buckets, against the same layers without it. torch by itself holds them twice (D9)."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    alone = copy.deepcopy(layers)
+    rows = torch.randn(4, 3, 5, 64)  # steps, micro-batches
+    fake: Any = types.SimpleNamespace(accelerator=types.SimpleNamespace(sync_gradients=False))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+        storages: list[set[int]] = []
+        for step in rows:
+            for place, batch in enumerate(step):
+                fake.accelerator.sync_gradients = last = place == len(step) - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    if kept:
+                        SFTTrainer._keep_gradients_in_buckets(fake, model)
+                    model(batch).square().sum().backward()
+                alone(batch).square().sum().backward()
+                storages.append({p.grad.untyped_storage().data_ptr() for p in layers.parameters()})
+            for own, reference in zip(layers.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(own.grad, reference.grad)
+            model.zero_grad()
+            alone.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    first, *others = storages[2:]  # the buckets, which the first step makes anew
+    assert len(first) < 8  # of weights and biases of four layers
+    assert all(one == first for one in others) is kept
