@@ -81,7 +81,8 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
             outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
     except RunError as error:
-        outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": is_out_of_memory(error)})
+        full = is_out_of_memory(error)  # while the model was loaded: no row had come
+        outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
     outcome.measured["collectives"] = together
     report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
@@ -115,7 +116,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         telling.close()
     if full is not None:
         sizes = search(trial, world, start=None)
-        about = {"micro_batch_search": sizes, "out_of_memory": True}
+        about = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": sizes.get("state_fits", True)}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=about)
     kept = measurements.keep(measured)
     sizes = search(trial, world, start=trial.job.batch.per_device)

@@ -35,6 +35,7 @@ class Tried:
     reason: str | None = None
     recommended: int | None = None  # micro-batch size that it found by trying
     full: bool = False  # the device's memory was too small
+    state_fits: bool = True  # False where it was so without any row: weights, gradients and the optimiser's state
 
 
 @dataclass(kw_only=True)
@@ -86,7 +87,8 @@ class Bench:
 def tried(report: Mapping[str, Any]) -> Tried:
     """What a dry run's report means here."""
     if not report["go"]:
-        return Tried(measured=None, reason=report["reason"], full=bool(report.get("out_of_memory")))
+        full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
+        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits)
     sizes = report["micro_batch_search"]
     return Tried(
         measured=Measurement.from_dict(report["measurement"]),
@@ -137,6 +139,7 @@ class Change:
     arguments: tuple[str, ...]
     same_result: bool
     instead_of: str | None = None  # a setting that it makes needless
+    of_rows: bool = False  # it changes what the rows of a micro-batch take, and nothing else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +220,11 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
     """What needs less memory, the mildest first; each on top of those before it."""
     found = []
     if resolve_batch(config.training, 1, config.data).per_device > 1:
-        found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True))
+        found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True, of_rows=True))
     if not config.training.gradient_checkpointing:
         kind = "true" if config.model.backend == "transformers" else "unsloth"
         arguments = ("--training.gradient_checkpointing", kind)
-        found.append(Change(name="checkpointing", arguments=arguments, same_result=True))
+        found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
         if config.training.optim.startswith("adamw_torch") and not on_cpu:
             name = "Adam's states in 8 bits"
@@ -234,20 +237,27 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
     shorter = ("--data.max_length", str(half))
     if config.data.packing:
         shorter += ("--data.pack_length", str(half))
-    found.append(Change(name=f"rows of at most {half} tokens", arguments=shorter, same_result=False))
+    name = f"rows of at most {half} tokens"
+    found.append(Change(name=name, arguments=shorter, same_result=False, of_rows=True))
     return found
 
 
-def make_fit(config: Config, bench: Bench, on_cpu: bool) -> tuple[list[Change], Tried | None]:
-    """Add one remedy after the other until a dry run goes through; (what was added, that dry run or None)."""
-    taken: list[Change] = []
-    for change in remedies(config, on_cpu):
+def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[list[Change], Tried | None]:
+    """Add one remedy after the other until a dry run goes through; (what was added, that dry run or None).
+
+    Args:
+        base: the dry run that found the device full.
+    """
+    left, taken, last = remedies(config, on_cpu), list[Change](), base
+    while useful := [change for change in left if last.state_fits or not change.of_rows]:
+        change = useful[0]
+        left.remove(change)
         trying = [*(one for one in taken if one.arguments[0] != change.instead_of), change]
         result = bench.try_out([word for one in trying for word in one.arguments])
         if result.measured is not None:
             return trying, result
         if result.full:  # and not refused for another reason
-            taken = trying
+            taken, last = trying, result
     return taken, None
 
 

@@ -298,7 +298,7 @@ def does_not_fit(config: Config, bench: Bench, base: Tried, machine: Hardware) -
         return FAILED
     from finetune.advise.candidates import make_fit
 
-    taken, result = make_fit(config, bench, machine.device == "cpu")
+    taken, result = make_fit(config, bench, machine.device == "cpu", base)
     names = ", ".join(change.name for change in taken)
     flags = " ".join(word for change in taken for word in change.arguments)
     content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}

@@ -243,18 +243,20 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
     )
 
 
+FULL = Tried(measured=None, reason="CUDA ran out of memory", full=True)
+
+
 class FakeBench(Bench):
     """Dry runs by their extra arguments; what is not listed does not fit."""
 
     def __init__(self, results: dict[str, Tried]) -> None:
         super().__init__(arguments=[])
-        self.results, self.asked = results, []
+        self.results, self.asked, self.otherwise = results, [], FULL
 
     def try_out(self, extra: Any, ranks: int = 1) -> Tried:
         key = " ".join(extra)
         self.asked.append(key)
-        full = Tried(measured=None, reason="CUDA ran out of memory", full=True)
-        return next((self.results[name] for name in self.results if name == key), full)
+        return self.results.get(key, self.otherwise)
 
 
 def config(folder: Path, *extra: str):
@@ -350,13 +352,31 @@ def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
     less = f"{SIZE} 1 --training.gradient_checkpointing unsloth"
     for last in ("--training.optim adamw_8bit", "--model.full_finetuning false"):  # LoRA's few states stay as they were
         fits = {f"{less} {last}": Tried(measured=measurement())}
-        taken, result = candidates.make_fit(full, FakeBench(fits), on_cpu=False)
+        taken, result = candidates.make_fit(full, FakeBench(fits), False, FULL)
         assert len(taken) == 3 and result and result.measured
-    taken, result = candidates.make_fit(full, FakeBench({}), on_cpu=False)
+    taken, result = candidates.make_fit(full, FakeBench({}), False, FULL)
     assert len(taken) == 5 and result is None
     for given, on_cpu in ((["--training.optim", "adafactor"], False), ([], True)):
         other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu=on_cpu)
         assert candidates.OPTIMIZER not in [one.arguments[0] for one in other]
+
+
+def test_rows_are_left_alone_while_the_device_is_full_without_them(tmp_path: Path) -> None:
+    """Fewer rows at a time would be slower for nothing; they matter once the rest fits."""
+    full = config(tmp_path, "--model.full_finetuning", "--training.gradient_checkpointing", "false")
+    no_row = replace(FULL, state_fits=False)
+    eight = "--training.optim adamw_8bit"
+    bench = FakeBench({f"{eight} {SIZE} 1": Tried(measured=measurement())})
+    taken, _ = candidates.make_fit(full, bench, False, no_row)
+    assert [one.name for one in taken] == ["Adam's states in 8 bits", "one row at a time"]
+    assert bench.asked == [eight, f"{eight} {SIZE} 1"]
+    bench = FakeBench({})
+    bench.otherwise = no_row
+    assert candidates.make_fit(full, bench, False, no_row)[1] is None
+    lora = "--model.full_finetuning false"
+    assert bench.asked == [eight, lora, f"{lora} --model.load_in_4bit true"]
+    report = {"go": False, "reason": "full", "out_of_memory": True, "state_fits": False}
+    assert candidates.tried(report) == Tried(measured=None, reason="full", full=True, state_fits=False)
 
 
 def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path) -> None:
@@ -372,7 +392,7 @@ def test_a_remedy_that_is_refused_for_another_reason_is_left_out(tmp_path: Path)
             f"{lora} --data.max_length 1024": fits,
         }
     )
-    taken, result = candidates.make_fit(full, bench, on_cpu=False)
+    taken, result = candidates.make_fit(full, bench, False, FULL)
     assert [one.name for one in taken] == ["LoRA in place of all weights", "rows of at most 1024 tokens"]
     assert result is fits
 
