@@ -286,12 +286,12 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
 def say(reference: dict[str, Any], found: list[Comparison]) -> None:
     """A table for people, and what is out of tolerance."""
     shown = Table(title=f"Against {reference['world_size']} rank(s), {reference['steps']} steps", title_justify="left")
-    for column in ("ranks", "gradient ratio", "cosine", "norm", "loss", "held-out loss", "weights", ""):
+    for column in ("ranks", "gradient ratio - 1", "1 - cosine", "norm", "loss", "held-out loss", "weights", ""):
         shown.add_column(column, justify="right")
     for one in found:
-        held_out = "none held out" if one.eval_loss is None else f"{one.eval_loss:.1e}"
+        held_out = "-" if one.eval_loss is None else f"{one.eval_loss:.1e}"
         verdict = "not proven" if one.failures else "equal"
-        gradient = (f"{one.ratio:.6f}", f"{one.cosine:.7f}", f"{one.norm:.1e}")
+        gradient = (f"{one.ratio - 1:+.1e}", f"{max(1 - one.cosine, 0.0):.1e}", f"{one.norm:.1e}")
         shown.add_row(str(one.world_size), *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
     console().print(shown)
     for one in found:
