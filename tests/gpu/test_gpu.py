@@ -93,6 +93,39 @@ dist.destroy_process_group()
 """
 
 
+# The same weights, two micro-batches a step: each rank's peak in the third step, in MiB.
+HELD = """
+import os
+import types
+import torch
+import torch.distributed as dist
+from finetune import distributed
+from finetune.trainer import SFTTrainer
+
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+layers = [torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(32)]
+ddp = torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Sequential(*layers).cuda(), device_ids=[rank], gradient_as_bucket_view=True
+)
+trainer = types.SimpleNamespace(accelerator=types.SimpleNamespace(sync_gradients=False))
+rows = torch.ones(64, 4096, dtype=torch.bfloat16, device="cuda")
+for step in range(3):
+    torch.cuda.reset_peak_memory_stats()
+    with ddp.no_sync():
+        if os.environ["KEPT"] == "1":
+            SFTTrainer._keep_gradients_in_buckets(trainer, ddp)
+        ddp(rows).mean().backward()
+    ddp(rows).mean().backward()
+    ddp.zero_grad()
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    distributed.put_collectives_away()
+print(f"RESULT {rank} {peak:.1f}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tiny.make_model(tmp_path / "model")
@@ -260,3 +293,18 @@ def test_first_buckets_are_gone_in_the_second_step(tmp_path: Path) -> None:
         found[away] = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
     sys.stdout.write(f"MiB over the third step, as torch does it: {found['0']}; put away: {found['1']}\n")
     assert len(found["1"]) == 2 and max(found["1"]) < 1
+
+
+@pytest.mark.multigpu
+def test_gradients_are_held_once(tmp_path: Path) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: D9, 1 GiB of gradients in place of two."""
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    found = {}
+    for kept in ("0", "1"):
+        done = launch.run("torchrun", [], cache=tmp_path, script=script, KEPT=kept)
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[kept] = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert len(found["0"]) == len(found["1"]) == 2
+    for twice, once in zip(found["0"], found["1"], strict=True):
+        assert 1000 < twice - once < 1100, found
