@@ -97,6 +97,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     """
     from finetune import measurements
     from finetune.train import out_of_memory
+    from finetune.trial import holds_its_state
 
     trainer, telling = trial.trainer, trial.telling
     full = None
@@ -115,8 +116,14 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     finally:
         telling.close()
     if full is not None:
+        if not holds_its_state(trial.trainer):
+            reason = (
+                f"{full} Tried: weights, gradients and the optimiser's state fill the device without any row, so rows "
+            )
+            reason += "do not matter; `finetune advise` looks for what would fit."
+            return Outcome(go=False, reason=reason, measured={"out_of_memory": True, "state_fits": False})
         sizes = search(trial, world, start=None)
-        about = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": sizes.get("state_fits", True)}
+        about = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=about)
     kept = measurements.keep(measured)
     sizes = search(trial, world, start=trial.job.batch.per_device)
@@ -196,13 +203,10 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
 
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
+    if start is None:
+        sizes = [size for size in sizes if size < job.batch.per_device]
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "a CPU run has no memory limit of its own: nothing was searched"}
-    if start is None:
-        if not trials.holds_its_state(trial.trainer):
-            reason = "weights, gradients and the optimiser's state fill the device without any row"
-            return {"attempts": [], "reason": reason, "state_fits": False}
-        sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
         return {"attempts": [], "reason": "the settings leave no other micro-batch size"}
 
@@ -261,8 +265,6 @@ def _too_large(said: str, sizes: dict[str, Any]) -> str:
         return f"{said} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
     if sizes["attempts"]:
         return f"{said} Tried: no smaller micro-batch fits either; `finetune advise` looks for what would."
-    if not sizes.get("state_fits", True):
-        return f"{said} Tried: {sizes['reason']}, so rows do not matter; `finetune advise` looks for what would fit."
     return said
 
 

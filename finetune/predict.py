@@ -134,7 +134,8 @@ class Work:
 class Gradients:
     """What DDP sends: bytes of each trained parameter's gradient, and how it keeps them.
 
-    as_bucket_view: the gradients live inside the buckets; otherwise the buckets are a copy.
+    as_bucket_view: the gradients live inside the buckets and take no more than on one device; otherwise the buckets are
+                    a copy.
     in_peak:        the one-device peak was measured with gradients held (accumulation of two or more).
     """
 

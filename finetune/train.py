@@ -383,7 +383,7 @@ def out_of_memory(job: Job) -> Iterator[None]:
         model, training = job.config.model, job.config.training
         others = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
         if model.full_finetuning:
-            others += ["training.optim: adamw_8bit"] if training.optim.startswith("adamw_torch") else []
+            others += ["training.optim: adamw_8bit"] if training.adam_in_full else []
             others.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
             others.append("model.load_in_4bit: true")

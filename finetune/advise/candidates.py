@@ -226,7 +226,7 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
         arguments = ("--training.gradient_checkpointing", kind)
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
-        if config.training.optim.startswith("adamw_torch") and not on_cpu:
+        if config.training.adam_in_full and not on_cpu:
             name = "Adam's states in 8 bits"
             found.append(Change(name=name, arguments=(OPTIMIZER, "adamw_8bit"), same_result=False))
         name, arguments = "LoRA in place of all weights", ("--model.full_finetuning", "false")

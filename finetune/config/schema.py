@@ -182,6 +182,11 @@ class TrainingConfig:
     # Not a key of its own: the SFTConfig fields that were given under `training:` and are none of the above.
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def adam_in_full(self) -> bool:
+        """Whether the optimiser keeps Adam's two states as wide as the weights."""
+        return self.optim in ("adamw_torch", "adamw_torch_fused")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:

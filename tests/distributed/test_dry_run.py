@@ -167,7 +167,7 @@ def test_the_largest_micro_batch_is_found_by_trying(
     assert re.search(said, words), words[-2000:]
     found = json.loads((tmp_path / "d.json").read_text())
     if full == 0:
-        assert found["micro_batch_search"]["attempts"] == [] and found["out_of_memory"] and not found["state_fits"]
+        assert found["out_of_memory"] and not found["state_fits"]
         return
     # Of a global batch of 48: doubled from 8, or halved, then bisected.
     tried = {one["per_device"]: one["fits"] for one in found["micro_batch_search"]["attempts"]}

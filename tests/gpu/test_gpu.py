@@ -280,17 +280,20 @@ def test_full_training_on_packs_begins_on_two_gpus(folder: Path) -> None:
     assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=1e-3)
 
 
+def of_each_rank(text: str, folder: Path, **switches: str) -> list[float]:
+    """What two ranks of a script print: MiB."""
+    script = folder / "script.py"
+    script.write_text(text)
+    done = launch.run("torchrun", [], cache=folder, script=script, **switches)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+
+
 @pytest.mark.multigpu
 def test_first_buckets_are_gone_in_the_second_step(tmp_path: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: D8. What torch does by itself depends on who is ahead, and
     is only printed."""
-    script = tmp_path / "buckets.py"
-    script.write_text(BUCKETS)
-    found = {}
-    for away in ("0", "1"):
-        done = launch.run("torchrun", [], cache=tmp_path, script=script, AWAY=away)
-        assert done.returncode == 0, done.stdout[-4000:]
-        found[away] = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    found = {away: of_each_rank(BUCKETS, tmp_path, AWAY=away) for away in ("0", "1")}
     sys.stdout.write(f"MiB over the third step, as torch does it: {found['0']}; put away: {found['1']}\n")
     assert len(found["1"]) == 2 and max(found["1"]) < 1
 
@@ -298,13 +301,7 @@ def test_first_buckets_are_gone_in_the_second_step(tmp_path: Path) -> None:
 @pytest.mark.multigpu
 def test_gradients_are_held_once(tmp_path: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: D9, 1 GiB of gradients in place of two."""
-    script = tmp_path / "held.py"
-    script.write_text(HELD)
-    found = {}
-    for kept in ("0", "1"):
-        done = launch.run("torchrun", [], cache=tmp_path, script=script, KEPT=kept)
-        assert done.returncode == 0, done.stdout[-4000:]
-        found[kept] = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    found = {kept: of_each_rank(HELD, tmp_path, KEPT=kept) for kept in ("0", "1")}
     assert len(found["0"]) == len(found["1"]) == 2
     for twice, once in zip(found["0"], found["1"], strict=True):
         assert 1000 < twice - once < 1100, found

@@ -356,7 +356,7 @@ def test_what_would_make_a_model_fit(tmp_path: Path) -> None:
         assert len(taken) == 3 and result and result.measured
     taken, result = candidates.make_fit(full, FakeBench({}), False, FULL)
     assert len(taken) == 5 and result is None
-    for given, on_cpu in ((["--training.optim", "adafactor"], False), ([], True)):
+    for given, on_cpu in ((["--training.optim", "adamw_torch_8bit"], False), ([], True)):
         other = candidates.remedies(config(tmp_path, "--model.full_finetuning", *given), on_cpu=on_cpu)
         assert candidates.OPTIMIZER not in [one.arguments[0] for one in other]
 

@@ -151,12 +151,8 @@ def test_the_optimisers_state_is_held_as_in_training(kind: Any) -> None:
     }
     assert torch.equal(trainer.model.weight, before) and trainer.model.weight.grad is None
     # Whether DDP's first step, with its buckets made twice, stays below the steps that follow.
-    holds_more = trial._state_bytes(trainer_of(plain)) >= trainer.model.weight.nbytes
+    holds_more = trial._state_bytes(types.SimpleNamespace(optimizer=plain)) >= trainer.model.weight.nbytes
     assert holds_more is (kind is torch.optim.AdamW)
-
-
-def trainer_of(optimizer: Any) -> Any:
-    return types.SimpleNamespace(optimizer=optimizer)
 
 
 def test_a_device_may_be_full_without_any_row() -> None:
