@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
-# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The smallest is for CPU ranks; 20.6 billion are of
+# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The two smallest are for CPU ranks; 20.6 billion are of
 # no published model: trained in full, its weights, gradients and Adam's states are 165 GB in bfloat16.
 SHAPES = {
     "llama-1m": dict(
@@ -19,6 +19,16 @@ SHAPES = {
         num_key_value_heads=2,
         vocab_size=8192,
         tie_word_embeddings=False,
+    ),
+    "llama-190m": dict(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=8192,
+        tie_word_embeddings=True,
     ),
     "llama-360m": dict(
         hidden_size=960,
