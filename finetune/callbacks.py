@@ -82,22 +82,6 @@ class FirstGradients(TrainerCallback):
             self._done = True
 
 
-class FreeFirstBuckets(TrainerCallback):
-    """Has DDP's first buckets freed before the second step, in which it makes others in their place.
-
-    On a rank whose host is ahead of its GPU NCCL's process group would hold them throughout that step, as much memory
-    as all gradients (docs/defects.md, D8). It costs one wait for the first step.
-    """
-
-    def __init__(self) -> None:
-        self._done = False
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._done:
-            distributed.put_collectives_away()
-            self._done = True
-
-
 class Witness(TrainerCallback):
     """Writes, on rank 0, what `finetune parity` compares: the gradient of the first step, summed over ranks and not yet
     clipped; its norm at every step; and the trained weights after the last."""

@@ -186,7 +186,7 @@ def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tu
         plan=plan,
         layout=layout,
         eval_layout=job.eval_layout,
-        callbacks=[callbacks.FreeFirstBuckets(), telling, stop, callbacks.FirstGradients(), *profile, *watching],
+        callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *watching],
     )
     telling.trainer = trainer
     with bootstrap.quiet_ranks():

@@ -126,6 +126,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
         self._step_loss: torch.Tensor | None = None
         self._counts_checked = False
+        self._gradients_in_buckets = self._first_buckets_freed = False
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -266,6 +267,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Forward and backward of one micro-batch; keeps the loss on the device."""
         self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self._free_first_buckets(model)
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         if self.accelerator.sync_gradients:
             self.step_losses.append(self._step_loss)
@@ -279,11 +281,21 @@ class SFTTrainer(trl.SFTTrainer):
         the bucket. So the first micro-batch of all reduces, too, which leaves views of the buckets. The last one takes
         the mean of that mean over the ranks, which is the same. From then on gradients are set to zero in place.
         """
-        if self.accelerator.sync_gradients or not getattr(model, "gradient_as_bucket_view", False):
-            return
-        if "zero_grad" not in vars(model):
+        accumulates = not self.accelerator.sync_gradients and getattr(model, "gradient_as_bucket_view", False)
+        if accumulates and not self._gradients_in_buckets:
             model.require_backward_grad_sync = True  # of this micro-batch: the end of `no_sync` sets it again
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
+            self._gradients_in_buckets = True
+
+    def _free_first_buckets(self, model: Any) -> None:
+        """Once, after the first micro-batch that reduces: have NCCL let go of DDP's buckets (docs/defects.md, D8).
+
+        DDP makes others in their place before the next one that does. On a rank whose host is ahead of its GPU NCCL's
+        process group would hold them on, as much memory as all gradients. It costs one wait for that micro-batch.
+        """
+        if not self._first_buckets_freed and getattr(model, "require_backward_grad_sync", False):
+            distributed.put_collectives_away()
+            self._first_buckets_freed = True
 
     def drain_step_losses(self) -> list[float]:
         """Losses of the steps since the last call, in nats per label token, equal on all ranks; waits for the GPU."""

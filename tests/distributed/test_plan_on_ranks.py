@@ -70,7 +70,7 @@ def build_spied(*arguments):
         return batches, total
 
     def put_away():
-        (folder / f"put-away-after-{trainer.state.global_step}-rank-{distributed.ranks().rank}").touch(exist_ok=False)
+        (folder / f"put-away-in-{trainer.state.global_step}-rank-{distributed.ranks().rank}").touch(exist_ok=False)
         away()
 
     distributed.put_collectives_away = put_away
@@ -150,7 +150,7 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
     assert len(whole_epoch) == one["ledger"]["train"]["rows_kept"]  # each document once
     for ranks in worlds[:-1]:
         run = runs[ranks]
-        assert put_away(tmp_path / f"spy-{ranks}") == [f"put-away-after-1-rank-{rank}" for rank in range(ranks)]
+        assert put_away(tmp_path / f"spy-{ranks}") == [f"put-away-in-0-rank-{rank}" for rank in range(ranks)]
         assert run["plan"] == one["plan"]
         for step in range(STEPS):
             assert step_documents(tmp_path / f"spy-{ranks}", step) == step_documents(tmp_path / "spy-1", step), step
@@ -171,7 +171,7 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
         shutil.rmtree(again / f"checkpoint-{later}")
     resumed = spied(4, [*arguments, "--training.resume_from_checkpoint", "true"], again, tmp_path)
     assert resumed["resumed_from"].endswith("checkpoint-7")
-    assert put_away(tmp_path / "spy-again") == [f"put-away-after-8-rank-{rank}" for rank in range(4)]
+    assert put_away(tmp_path / "spy-again") == [f"put-away-in-7-rank-{rank}" for rank in range(4)]
     assert worst(one["losses"][7:], resumed["losses"]) < 1e-5
     assert not list((tmp_path / "spy-again").glob("step-6-*"))
     assert step_documents(tmp_path / "spy-again", 7) == step_documents(tmp_path / "spy-1", 7)

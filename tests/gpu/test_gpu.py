@@ -93,8 +93,9 @@ dist.destroy_process_group()
 """
 
 
-# The same weights, two micro-batches a step: each rank's peak in the third step, in MiB.
+# The same weights, two micro-batches a step with more activations than gradients: each rank's peak, in MiB.
 HELD = """
+import contextlib
 import os
 import types
 import torch
@@ -109,19 +110,19 @@ layers = [torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in
 ddp = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Sequential(*layers).cuda(), device_ids=[rank], gradient_as_bucket_view=True
 )
-trainer = types.SimpleNamespace(accelerator=types.SimpleNamespace(sync_gradients=False))
-rows = torch.ones(64, 4096, dtype=torch.bfloat16, device="cuda")
+accelerator = types.SimpleNamespace()
+trainer = types.SimpleNamespace(accelerator=accelerator, _gradients_in_buckets=False, _first_buckets_freed=False)
+rows = torch.ones(16384, 4096, dtype=torch.bfloat16, device="cuda")
 for step in range(3):
-    torch.cuda.reset_peak_memory_stats()
-    with ddp.no_sync():
-        if os.environ["KEPT"] == "1":
-            SFTTrainer._keep_gradients_in_buckets(trainer, ddp)
-        ddp(rows).mean().backward()
-    ddp(rows).mean().backward()
+    for last in (False, True):
+        accelerator.sync_gradients = last
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            if os.environ["KEPT"] == "1":
+                SFTTrainer._keep_gradients_in_buckets(trainer, ddp)
+            ddp(rows).mean().backward()
+            SFTTrainer._free_first_buckets(trainer, ddp)
     ddp.zero_grad()
-    peak = torch.cuda.max_memory_allocated() / 2**20
-    distributed.put_collectives_away()
-print(f"RESULT {rank} {peak:.1f}\\n", end="", flush=True)
+print(f"RESULT {rank} {torch.cuda.max_memory_allocated() / 2**20:.1f}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -300,8 +301,23 @@ def test_first_buckets_are_gone_in_the_second_step(tmp_path: Path) -> None:
 
 @pytest.mark.multigpu
 def test_gradients_are_held_once(tmp_path: Path) -> None:
-    """`python -m pytest -m multigpu tests/gpu` on two GPUs: D9, 1 GiB of gradients in place of two."""
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: D9, room for 1 GiB of gradients in place of two."""
     found = {kept: of_each_rank(HELD, tmp_path, KEPT=kept) for kept in ("0", "1")}
     assert len(found["0"]) == len(found["1"]) == 2
     for twice, once in zip(found["0"], found["1"], strict=True):
         assert 1000 < twice - once < 1100, found
+
+
+@pytest.mark.multigpu
+def test_full_training_on_two_gpus_needs_the_memory_of_one(tmp_path: Path) -> None:
+    """`python -m pytest -m multigpu tests/gpu` on two GPUs: D8 and D9, over a whole run under accumulation."""
+    model = tiny.make_model(tmp_path / "model", hidden=1024, layers=8)
+    tiny.make_rows(tmp_path / "train.jsonl", 1000, longest=150)
+    extra = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5", "--data.packing"]
+    extra += ["--data.max_length", "512", "--data.pack_length", "16384", "--training.per_device_train_batch_size", "1"]
+    extra += ["--training.max_steps", "3", "--training.global_batch_size", "4", "--logging.generate_samples", "0"]
+    runs = [launch.train(how, arguments(tmp_path, *extra), out=tmp_path / how, cache=tmp_path) for how in PROFILES]
+    one, two = (run["peak_memory_gib"] for run in runs)
+    gradients = (model / "model.safetensors").stat().st_size / 2 / 2**30  # float32 there, bfloat16 here
+    sys.stdout.write(f"GiB of one GPU {one}, of two {two}, of gradients {gradients:.3f}\n")
+    assert len(two) == 2 and max(two) < one[0] + gradients / 4

@@ -148,6 +148,12 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch() -> None:
     assert set(copies) == {(1, 8), (2, 8)} and all(one["non_blocking"] for one in copies.values())
 
 
+def keeper() -> Any:
+    """What the trainer knows of its gradients before the first micro-batch."""
+    accelerator = types.SimpleNamespace(sync_gradients=False)
+    return types.SimpleNamespace(accelerator=accelerator, _gradients_in_buckets=False, _first_buckets_freed=False)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: bool) -> None:
     """Real DDP, several buckets, against the same layers without it. torch by itself holds them twice (D9)."""
@@ -155,10 +161,11 @@ def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: 
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     alone = copy.deepcopy(layers)
     rows = torch.randn(4, 3, 5, 64)  # steps, micro-batches
-    fake: Any = types.SimpleNamespace(accelerator=types.SimpleNamespace(sync_gradients=False))
+    fake = keeper()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+        model.zero_grad = model.zero_grad  # Unsloth gives DDP one of its own on a GPU (unsloth_zoo fast_grad_params)
         storages: list[set[int]] = []
         for step in rows:
             for place, batch in enumerate(step):
@@ -178,3 +185,26 @@ def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: 
     first, *others = storages[2:]  # the buckets, which the first step makes anew
     assert len(first) < 8  # of weights and biases of four layers
     assert all(one == first for one in others) is kept
+
+
+@pytest.mark.parametrize("views, expected", [(True, [0]), (False, [2])], ids=["all weights", "adapters"])
+def test_first_buckets_are_freed_after_the_first_micro_batch_that_reduces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: bool, expected: list[int]
+) -> None:
+    """Before the next one that does, in whose forward DDP makes others: once in a run (D8)."""
+    freed: list[int] = []
+    monkeypatch.setattr("finetune.distributed.put_collectives_away", lambda: freed.append(place))
+    fake = keeper()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), gradient_as_bucket_view=views)
+        for place in range(6):  # two steps of three micro-batches
+            fake.accelerator.sync_gradients = last = place % 3 == 2
+            with contextlib.nullcontext() if last else model.no_sync():
+                SFTTrainer._keep_gradients_in_buckets(fake, model)
+                model(torch.ones(2, 4)).sum().backward()
+                SFTTrainer._free_first_buckets(fake, model)
+        SFTTrainer._free_first_buckets(fake, torch.nn.Linear(4, 4))  # one GPU: there is no DDP
+    finally:
+        dist.destroy_process_group()
+    assert freed == expected
