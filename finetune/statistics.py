@@ -60,6 +60,11 @@ def summarise(runs: Sequence[Sequence[float]]) -> Summary:
     )
 
 
+def apart(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    """Whether two intervals (low, high) share no value. Of a single run there is none, and nothing can be told."""
+    return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
+
+
 def without_outliers(values: Sequence[float]) -> list[float]:
     """The values whose modified Z-score is at most MOST_Z, in their order."""
     return [value for value, z in zip(values, modified_z(values), strict=True) if abs(z) <= MOST_Z]

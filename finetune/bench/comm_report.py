@@ -14,6 +14,8 @@ from finetune.bench.verb import world_sizes
 from finetune.errors import RunError, UserError
 from finetune.hardware import Hardware, survey, topology_line
 from finetune.nccl import in_words, settings
+from finetune.predict import BUCKET_BYTES
+from finetune.statistics import apart
 from finetune.verb import console
 
 
@@ -109,20 +111,32 @@ def show(found: dict[str, Any]) -> None:
 
 
 def compare(runs: list[dict[str, Any]]) -> None:
-    """All-reduce of every variant beside the first one's, smallest and largest size."""
+    """All-reduce of every variant beside the first one's: the smallest size, DDP's bucket, the largest.
+
+    A factor is told only where two 95 % intervals do not overlap: times of small sizes are the host's, and scatter.
+    """
     first = runs[0]["collectives"]["all_reduce"]
-    table = Table(title=f"{runs[0]['world_size']} ranks, all-reduce by setting", title_justify="left")
+    bucket = min(range(len(first)), key=lambda place: abs(first[place]["bytes"] - BUCKET_BYTES))
+    places = sorted({0, bucket, len(first) - 1})
+    title = f"{runs[0]['world_size']} ranks, all-reduce by setting (= where 95 % intervals overlap)"
+    table = Table(title=title, title_justify="left")
     table.add_column("setting")
-    for row in (first[0], first[-1]):
-        table.add_column(f"{row['bytes']:,} bytes", justify="right")
+    for place in places:
+        table.add_column(f"{first[place]['bytes']:,} bytes", justify="right")
     for found in runs:
         rows = found["collectives"]["all_reduce"]
-        cells = [
-            f"{duration(row['seconds']['median'])} ({base['seconds']['median'] / row['seconds']['median']:.2f} x)"
-            for row, base in ((rows[0], first[0]), (rows[-1], first[-1]))
-        ]
+        pairs = [(first[place], rows[place]) for place in places]
+        cells = [f"{duration(row['seconds']['median'])} ({factor(base, row)})" for base, row in pairs]
         table.add_row(found["variant"], *cells)
     console().print(table)
+
+
+def factor(base: dict[str, Any], row: dict[str, Any]) -> str:
+    """How many times as fast as `base`; "=" where that cannot be told."""
+    one, other = base["seconds"], row["seconds"]
+    if not apart(one["ci95"], other["ci95"]):
+        return "="
+    return f"{one['median'] / other['median']:.2f} x"
 
 
 def duration(seconds: float) -> str:

@@ -107,21 +107,29 @@ def test_a_setting_that_fails_leaves_the_others(
     def measure(world: int, sizes: list[int], *arguments: Any, **named: Any) -> dict[str, Any]:
         if arguments[2].get("NCCL_PROTO") == "LL128":
             raise RunError("no algorithm/protocol available")
-        row = {"bytes": sizes[0], "seconds": {"median": 1e-4}, "algbw_gb_s": 1.0, "busbw_gb_s": 1.0}
-        collectives = {name: [row] for name in named["collectives"]}
+        median = {"LL": 4e-4, "Simple": 1.1e-4}.get(arguments[2].get("NCCL_PROTO"), 1e-4)
+        seconds = {"median": median, "ci95": [median - 1e-5, median + 1e-5]}
+        rows = [{"bytes": size, "seconds": seconds, "algbw_gb_s": 1.0, "busbw_gb_s": 1.0} for size in sizes]
+        collectives = dict.fromkeys(named["collectives"], rows)
         kept = {"kind": "comm", "world_size": world, "backend": "nccl", "conditions": {"warnings": []}}
         return kept | {"collectives": collectives, "environment": arguments[2]}
 
     found = machine(monkeypatch, 2, 18)
     monkeypatch.setattr(comm_report, "survey", lambda: found)
     monkeypatch.setattr(comm, "measure", measure)
-    assert main(["comm", "--settings", "--sizes", "4096", "--json", str(tmp_path / "x.json")]) == 0
+    words = ["comm", "--settings", "--sizes", "4096,65536,26214400,67108864", "--json", str(tmp_path / "x.json")]
+    assert main(words) == 0
     result = json.loads((tmp_path / "x.json").read_text())
     names = [run["variant"] for run in result["runs"]]
     assert names[0] == "as advised" and "Tree" in names and "LL128" not in names
     assert result["failed"] == [{"world_size": 2, "variant": "LL128", "error": "no algorithm/protocol available"}]
     said = capsys.readouterr().out
     assert "all-reduce by setting" in said and "LL128 failed" in said
+    table = said[said.rindex("all-reduce by setting") :]
+    assert "26,214,400 bytes" in table and "65,536 bytes" not in table  # DDP's bucket is among the three columns
+    lines = {line.split("│")[1].strip(): line for line in table.splitlines() if "│" in line}
+    assert lines["LL"].count("400.0 us (0.25 x)") == 3
+    assert lines["Simple"].count("110.0 us (=)") == 3  # within the intervals: nothing to be gained is shown
 
 
 def test_collectives_that_were_measured_stay_when_the_next_fail(

@@ -90,3 +90,9 @@ def test_at_least_half_of_the_values_stay(values: list[float]) -> None:
     kept = statistics.without_outliers(values)
     assert len(kept) >= len(values) / 2
     assert np.median(values) >= min(kept) and np.median(values) <= max(kept)
+
+
+def test_intervals_that_touch_tell_nothing() -> None:
+    assert statistics.apart((1.0, 2.0), (2.1, 3.0)) and statistics.apart((2.1, 3.0), (1.0, 2.0))
+    assert not statistics.apart((1.0, 2.0), (2.0, 3.0)) and not statistics.apart((1.0, 4.0), (2.0, 3.0))
+    assert not statistics.apart(None, (2.0, 3.0)) and not statistics.apart((2.0, 3.0), None)  # a single run
