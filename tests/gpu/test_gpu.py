@@ -312,7 +312,7 @@ def test_gradients_are_held_once(tmp_path: Path) -> None:
 def test_full_training_on_two_gpus_needs_the_memory_of_one(tmp_path: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: D8 and D9, over a whole run under accumulation."""
     model = tiny.make_model(tmp_path / "model", hidden=1024, layers=8)
-    tiny.make_rows(tmp_path / "train.jsonl", 1000, longest=150)
+    tiny.make_rows(tmp_path / "train.jsonl", 1200, longest=150)
     extra = ["--model.full_finetuning", "true", "--training.learning_rate", "2e-5", "--data.packing"]
     extra += ["--data.max_length", "512", "--data.pack_length", "16384", "--training.per_device_train_batch_size", "1"]
     extra += ["--training.max_steps", "3", "--training.global_batch_size", "4", "--logging.generate_samples", "0"]
