@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, invariants, keeping, metrics, model_files, strategy
+from finetune import distributed, interrupt, invariants, keeping, metrics, model_files, optimizers, strategy
 from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
 from finetune.hardware import when_full
@@ -89,13 +89,14 @@ def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
 
 
 def check_files(config: Config) -> None:
-    """The model's files and the data files are there: known before anything heavy is imported.
+    """The model's files, the data files and the optimiser's package are there: known before anything heavy is imported.
 
     Raises:
         UserError: one is missing, or is nothing that can be read or trained.
     """
     from finetune.data import sources
 
+    optimizers.check(config.training.optim)
     model_files.check(config)
     for given in (config.data.train_file, config.data.eval_file):
         if given is not None:

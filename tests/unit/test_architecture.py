@@ -10,7 +10,18 @@ ROOT = Path(__file__).parent.parent.parent
 LAYERS = (
     {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"},
     {"hardware", "nccl", "statistics", "predict", "rules"},
-    {"bootstrap", "data", "model", "model_files", "metrics", "communication", "samples", "job", "measurements"},
+    {
+        "bootstrap",
+        "data",
+        "model",
+        "model_files",
+        "optimizers",
+        "metrics",
+        "communication",
+        "samples",
+        "job",
+        "measurements",
+    },
     {"trainer", "callbacks", "scoring"},
     {
         "train",
