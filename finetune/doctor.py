@@ -490,10 +490,10 @@ def _triton_cache(config: Config, found: Found) -> Verdict:
 def _files(config: Config, found: Found) -> Verdict:
     if config.demo:
         return None
-    from finetune.train import check_files
+    from finetune.train import check_present
 
     try:
-        check_files(config)
+        check_present(config)
     except UserError as error:
         return "stop", str(error)
     return "ok", "what is to be on this machine is there"

@@ -118,10 +118,11 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (
-                f"{full} Tried: weights, gradients and the optimiser's state fill the device without any row, so rows "
+                "weights, gradients and the optimiser's state fill the device without any row, so rows do not matter; "
+                "`finetune advise` looks for what would fit."
             )
-            reason += "do not matter; `finetune advise` looks for what would fit."
-            return Outcome(go=False, reason=reason, measured={"out_of_memory": True, "state_fits": False})
+            about = {"out_of_memory": True, "state_fits": False}
+            return Outcome(go=False, reason=f"{full} Tried: {reason}", measured=about)
         sizes = search(trial, world, start=None)
         about = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=about)
@@ -203,10 +204,10 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
 
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
-    if start is None:
-        sizes = [size for size in sizes if size < job.batch.per_device]
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "a CPU run has no memory limit of its own: nothing was searched"}
+    if start is None:
+        sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
         return {"attempts": [], "reason": "the settings leave no other micro-batch size"}
 

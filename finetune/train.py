@@ -39,7 +39,7 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
         hooks: functions of the user's script.
     """
     if not config.demo:
-        check_files(config)
+        check_present(config)
     if not config.dry_run:
         strategy.apply(config)
     else:
@@ -88,7 +88,7 @@ def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
     return demo.configure(config, cache_folder(), distributed.ranks().world_size), demo
 
 
-def check_files(config: Config) -> None:
+def check_present(config: Config) -> None:
     """The model's files, the data files and the optimiser's package are there: known before anything heavy is imported.
 
     Raises:
