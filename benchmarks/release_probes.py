@@ -7,8 +7,9 @@
 Each folder holds one release of unsloth and of unsloth_zoo, unpacked. It comes first on the path of a fresh process,
 with the installed torch and transformers; there each patch's probe runs, then the patch, then the probe again. Prints
 one line of JSON per release. A release that does not import with the installed versions is recorded with the reason,
-and its loss is probed alone, as `benchmarks.old_releases` loads it. So is the loss of all releases on a CPU, where
-Unsloth does not load it. `benchmarks.old_releases` measures how wrong the loss is.
+and its loss is probed alone, as `benchmarks.old_releases` loads it. On a CPU, where Unsloth does not load it, that is
+how the loss of every release is probed.
+`benchmarks.old_releases` measures how wrong it is. Most releases need the package `triton` to import, on a CPU as well.
 
 Per patch: `present` is what the probe found, `repaired` what it found after the patch. `unknown` says why a probe
 could not run: its module is not in the release, does not import here, or needs a GPU.
@@ -49,6 +50,14 @@ PROBED_MODULES = {
 def short_name(patch: ModuleType) -> str:
     """The name of the patch's file."""
     return patch.__name__.rpartition(".")[2]
+
+
+def installed(name: str) -> str | None:
+    """Version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def reason(error: BaseException) -> str:
@@ -151,8 +160,7 @@ def record(folder: Path) -> dict[str, Any]:
         "unsloth_zoo": versions.get("unsloth_zoo"),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "trl": importlib.metadata.version("trl"),
+        **{name: installed(name) for name in ("triton", "transformers", "trl")},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "imports": error is None,
         "import_error": error,
