@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that the other kind avoids for towers
-REMOVE_WHEN = None  # unreleased: every release from 2026.4.8 to 2026.10.9 has it
+REMOVE_WHEN = None  # unreleased: 2026.8.22 to 2026.10.9 have it (benchmarks/release_probes.py)
 
 MODULE = "unsloth.models.vision"
 UTILITIES = "unsloth.models.loader_utils"
