@@ -1,51 +1,86 @@
-"""Unsloth checkpoints full fine-tuning in another way on several ranks than on one, and a slower one.
+"""Unsloth uses a slower kind of gradient checkpointing for full fine-tuning on several ranks than on one.
 
-On one GPU its own reentrant checkpointing. On several torch's other one, for models with a picture or audio tower,
-whose weights DDP would else count twice; and as full fine-tuning shares their code, for all models.
-Without this: 7 % more time for each micro-batch (1.2 B on packs of 16,384 tokens, one H200; 0.19 GiB less memory).
-With it those text models for which Unsloth itself keeps reentrant checkpointing under DDP with LoRA, as all their
-layers are run once, keep it here too: what one GPU measures holds for several.
+On one GPU it uses its own reentrant checkpointing, and under DDP torch's non-reentrant one, because DDP would mark the
+weights of a vision or audio tower ready twice. Full fine-tuning shares that code, so text models are affected as well.
+Without this: 7 % more time per micro-batch (1.2 B, packs of 16,384 tokens, one H200) and 0.19 GiB less memory. With it,
+the text models that Unsloth itself trains with reentrant checkpointing under DDP when they have a LoRA keep it in full
+fine-tuning: each of their layers runs once per forward pass. What one GPU measures then holds for several.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # of the towers
-REMOVE_WHEN = None  # unreleased: unsloth 2026.10.9 has it
+UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that the other kind avoids for towers
+REMOVE_WHEN = None  # unreleased: 2026.8.22 to 2026.10.9 have it (benchmarks/release_probes.py)
 
 MODULE = "unsloth.models.vision"
-ASK, DECIDES = "vlm_gradient_checkpointing_reentrant", "is_distributed"
-MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")  # unsloth.models.loader's own fast classes
+UTILITIES = "unsloth.models.loader_utils"
+# What `post_patch_model` asks, and the answer it gets on one rank. Releases up to 2026.10.7 ask the second question.
+QUESTIONS = {"vlm_gradient_checkpointing_reentrant": True, "is_distributed": False}
+# The two functions of which it calls one as soon as it has decided: the first for non-reentrant checkpointing.
+DROPS_REENTRANT, PREPARES = "unpatch_unsloth_gradient_checkpointing", "prepare_model_for_training"
+MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")  # the fast classes of unsloth.models.loader
 
 
 def _loaded() -> ModuleType | None:
-    """The module, where Unsloth is in use and asks whether there are several ranks."""
+    """The module, if `import unsloth` has loaded it and it decides in a way known here."""
     module = sys.modules.get(MODULE)
-    asked = sys.modules.get(getattr(getattr(module, ASK, None), "__module__", ""))
-    found = hasattr(asked, DECIDES) and hasattr(getattr(module, "FastBaseModel", None), "post_patch_model")
-    return module if found else None
+    known = module is not None and hasattr(getattr(module, "FastBaseModel", None), "post_patch_model")
+    return module if known and _question(module) and hasattr(module, PREPARES) else None
+
+
+def _question(module: ModuleType | None) -> str | None:
+    return next((name for name in QUESTIONS if hasattr(module, name)), None)
 
 
 def needed() -> bool:
-    """Whether a text model on several ranks would be checkpointed as one with a tower. The same on any number of
-    ranks, so that what one measures has the same patches as what several run."""
+    """Whether a Llama on two ranks would get non-reentrant checkpointing. The answer does not depend on the number of
+    ranks of this process, so that a measurement on one rank has the patches of a run on several."""
     module = _loaded()
-    if module is None:
-        return False
-    ask = getattr(module, ASK)
-    with _replaced(sys.modules[ask.__module__], DECIDES, lambda: True):
-        towers = ask()
-    return not towers and not hasattr(module.FastBaseModel.post_patch_model, "__wrapped__")
+    return module is not None and not _reentrant_on_two_ranks(module)
+
+
+class _Decided(Exception):
+    """Ends `post_patch_model` as soon as it has decided, before it changes anything."""
+
+    def __init__(self, reentrant: bool) -> None:
+        self.reentrant = reentrant
+
+
+def _reentrant_on_two_ranks(module: ModuleType) -> bool:
+    import torch
+
+    def drops_reentrant(*_: Any, **__: Any) -> None:
+        raise _Decided(False)
+
+    def prepares(*_: Any, use_reentrant: bool = True, **__: Any) -> None:
+        raise _Decided(use_reentrant)
+
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(model_type="llama", dtype=torch.bfloat16, torch_dtype=torch.bfloat16)  # type: ignore
+    with ExitStack() as replaced:
+        for holder in (module, sys.modules.get(UTILITIES)):
+            if holder is not None and hasattr(holder, "is_distributed"):
+                replaced.enter_context(_replaced(holder, "is_distributed", lambda: True))
+        if hasattr(module, DROPS_REENTRANT):
+            replaced.enter_context(_replaced(module, DROPS_REENTRANT, drops_reentrant))
+        replaced.enter_context(_replaced(module, PREPARES, prepares))
+        try:
+            module.FastBaseModel.post_patch_model(model, True)
+        except _Decided as decision:
+            return decision.reentrant
+    raise RuntimeError("unsloth's post_patch_model no longer prepares a model for training")
 
 
 def apply() -> None:
-    """Answer for the text models what is answered on one rank."""
+    """Answer for text models what is answered on one rank."""
     module = _loaded()
-    if module is None or not needed():
+    question = _question(module)
+    if module is None or question is None or not needed():
         return
     original = module.FastBaseModel.post_patch_model
 
@@ -53,16 +88,16 @@ def apply() -> None:
     def post_patch_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         if model.config.model_type not in MODEL_TYPES:
             return original(model, *args, **kwargs)
-        with _replaced(module, ASK, lambda: True):
+        with _replaced(module, question, lambda: QUESTIONS[question]):
             return original(model, *args, **kwargs)
 
     module.FastBaseModel.post_patch_model = staticmethod(post_patch_model)
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[[], bool]) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
     original = getattr(module, name)
-    setattr(module, name, function)
+    setattr(module, name, value)
     try:
         yield
     finally:

@@ -55,38 +55,91 @@ def test_the_installed_unsloth(tmp_path: Path) -> None:
     assert found == f"FOUND [True] False {before} {after} {others} True", found
 
 
-@pytest.fixture
-def unsloth(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A release in which `is_distributed` decides, as a stand-in."""
-    utils, vision = types.ModuleType("unsloth.models.loader_utils"), types.ModuleType(patch.MODULE)
-    exec(f"def is_distributed(): return False\ndef {patch.ASK}(): return not is_distributed()", utils.__dict__)
-    vision.__dict__[patch.ASK] = vars(utils)[patch.ASK]
-    vision.__dict__["FastBaseModel"] = type("FastBaseModel", (), {"post_patch_model": staticmethod(lambda model: None)})
+# The decision as the releases up to 2026.10.7 take it, and as later ones do.
+DECISIONS = {
+    "2026.10.7": "not is_distributed()",
+    "2026.10.9": "vlm_gradient_checkpointing_reentrant()",
+}
+RELEASE = """
+from unsloth.models.loader_utils import *
+
+def unpatch_unsloth_gradient_checkpointing():
+    prepared.append("unpatched")
+
+def prepare_model_for_training(model, use_reentrant=True):
+    prepared.append(use_reentrant)
+
+def post_patch_model(model, use_gradient_checkpointing=True):
+    use_reentrant = DECISION
+    if not use_reentrant:
+        unpatch_unsloth_gradient_checkpointing()
+    prepare_model_for_training(model, use_reentrant=use_reentrant)
+
+prepared = []
+FastBaseModel = type("FastBaseModel", (), {"post_patch_model": staticmethod(post_patch_model)})
+"""
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, decision: str, ranks: int = 1) -> types.ModuleType:
+    """Unsloth's module with this decision, in a process of so many ranks."""
+    utils, vision = types.ModuleType(patch.UTILITIES), types.ModuleType(patch.MODULE)
+    asked = [f"def is_distributed(): return {ranks} > 1"]
+    if "vlm" in decision:
+        asked.append("def vlm_gradient_checkpointing_reentrant(): return not is_distributed()")
+    exec("\n".join(asked), utils.__dict__)
+    for name in ("unsloth", "unsloth.models"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for module in (utils, vision):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(RELEASE.replace("DECISION", decision), vision.__dict__)
     return vision
 
 
-def test_it_is_applied_once(unsloth: types.ModuleType) -> None:
+@pytest.fixture(params=DECISIONS)
+def decision(request: pytest.FixtureRequest) -> str:
+    return DECISIONS[request.param]
+
+
+def prepared(vision: types.ModuleType, model_type: str) -> list:
+    """What `post_patch_model` did to a model of this type."""
+    vision.__dict__["prepared"].clear()
+    model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    vision.__dict__["FastBaseModel"].post_patch_model(model)
+    return list(vision.__dict__["prepared"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_text_models_keep_reentrant_checkpointing(decision: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = stand_in(monkeypatch, decision, ranks)
+    as_published = [True] if ranks == 1 else ["unpatched", False]
+    assert prepared(vision, "llama") == as_published
+    assert patch.needed() and prepared(vision, "llama") == as_published  # the probe changes nothing
     assert [verdict.applied for verdict in core.run([patch])] == [True]
+    assert prepared(vision, "llama") == [True]
+    assert prepared(vision, "gemma3") == as_published  # has a vision tower
     assert [verdict.applied for verdict in core.run([patch])] == [False]
+    assert vision.__dict__["is_distributed"]() == (ranks == 2)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [(patch.MODULE, patch.ASK), (patch.MODULE, "FastBaseModel"), ("unsloth.models.loader_utils", patch.DECIDES)],
-)
-def test_a_release_without_one_of_its_parts(module: str, name: str, unsloth: types.ModuleType) -> None:
-    del sys.modules[module].__dict__[name]
+@pytest.mark.parametrize("fixed", ["True", "use_gradient_checkpointing or not is_distributed()"])
+def test_a_release_that_is_reentrant_on_several_ranks(fixed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, fixed)
     assert not patch.needed()
 
 
-def test_a_release_that_is_reentrant_on_several(unsloth: types.ModuleType) -> None:
-    exec(f"def {patch.ASK}(): return True", sys.modules["unsloth.models.loader_utils"].__dict__)
-    unsloth.__dict__[patch.ASK] = vars(sys.modules["unsloth.models.loader_utils"])[patch.ASK]
+def test_a_release_that_asks_another_question_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patch cannot help there, and says so: the run does not start as if it had."""
+    stand_in(monkeypatch, "False")
+    with pytest.raises(RuntimeError, match="applied, and the defect is still there"):
+        core.run([patch])
+
+
+@pytest.mark.parametrize("name", ["FastBaseModel", "is_distributed", patch.PREPARES])
+def test_a_release_without_one_of_its_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    del stand_in(monkeypatch, DECISIONS["2026.10.7"]).__dict__[name]
     assert not patch.needed()
 
 
-def test_nothing_is_looked_at_without_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_probed_without_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, patch.MODULE, raising=False)
     assert not patch.needed()
