@@ -12,7 +12,6 @@ behind all of that the kernel confines the process (`sandbox.py`). Uses the stan
 
 from __future__ import annotations
 
-import _string
 import ast
 import builtins
 import dataclasses
@@ -21,14 +20,15 @@ import hashlib
 import importlib
 import json
 import re
+import string
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-# Steps and events of one statement decide. A single operation that takes forever is ended by the limit on CPU seconds of
-# `sandbox.STUBS`, which is high enough that a slow machine decides nothing else by it.
+# Steps and events of one statement decide. A single operation that takes forever is ended by the limit on CPU seconds
+# of `sandbox.STUBS`, which is high enough that a slow machine decides nothing else by it.
 STEPS, EVENTS = 200_000, 2_000
 
 
@@ -798,11 +798,9 @@ def check_template(template: Any, depth: int = 0) -> None:
         raise Unsafe("a format string that is no plain text")
     if depth > 2:
         raise ValueError("Max string recursion exceeded")  # as str.format says it
-    for _, field, spec, _ in _string.formatter_parser(template):
-        if field is not None:
-            for is_attribute, part in _string.formatter_field_name_split(field)[1]:
-                if is_attribute:
-                    check_name(part)
+    for _, field, spec, _ in string.Formatter().parse(template):
+        for attribute_name in re.findall(r"\.([^.\[\]]*)", field or ""):
+            check_name(attribute_name)
         if spec:
             check_template(spec, depth + 1)
 
