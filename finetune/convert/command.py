@@ -112,6 +112,14 @@ def _verified(path: Path, keep_inference: bool) -> Any:
     if again != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
     conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
+    unconfined = traces[0]["unconfined"]
+    conversion.report["sandbox"] = "Python stubs only" if unconfined else "kernel and Python stubs"
+    if unconfined:
+        why = "; ".join(unconfined)
+        conversion.report["notes"].append(
+            f"warning: the kernel did not confine the notebook while it was traced ({why}); only the Python-level stubs"
+            " did. Convert notebooks that you do not trust on a Linux with Landlock and seccomp"
+        )
     return conversion
 
 

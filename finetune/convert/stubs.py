@@ -5,9 +5,9 @@ it came about (`load_dataset("x").map(f)`), and calls on it make further symbols
 by what they would have trained with. Nothing real is imported but a few pure modules of the standard library.
 
 What keeps a hostile notebook in: only names of `_PURE_MODULES` are real; attributes that lead into the interpreter
-(`__subclasses__`, `gi_frame`, ...) are refused before anything runs; an audit hook refuses files, processes, sockets
-and everything else that Python reports; and there are limits on steps, seconds and memory. Uses the standard library
-only.
+(`__subclasses__`, `gi_frame`, ...) are refused before anything runs, in format strings too; an audit hook refuses
+files, processes, sockets and everything else that Python reports; there are limits on steps, seconds and memory; and
+behind all of that the kernel confines the process (`sandbox.py`). Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
 import re
+import string
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-# Steps and events of one statement decide. The seconds are for single operations that take for ever, and so many that a
-# slow machine decides nothing else by them.
-SECONDS, STEPS, EVENTS, MEMORY = 10, 200_000, 2_000, 2 * 2**30
+# Steps and events of one statement decide. A single operation that takes forever is ended by the limit on CPU seconds
+# of `sandbox.STUBS`, which is high enough that a slow machine decides nothing else by it.
+STEPS, EVENTS = 200_000, 2_000
 
 
 class Unsafe(BaseException):
@@ -742,6 +744,7 @@ def _fill_real_values() -> None:
             item = getattr(real, name)
             if not isinstance(item, types.ModuleType):
                 _REAL_VALUES[f"{module}.{name}"] = item
+    _REAL_VALUES["dataclasses.dataclass"] = _dataclass
 
 
 MODULES: dict[str, Symbol] = {}
@@ -761,7 +764,7 @@ _FORBIDDEN = frozenset(
 _DUNDERS = frozenset(
     "__init__ __name__ __file__ __doc__ __class__ __len__ __getitem__ __setitem__ __iter__ __next__ __call__ __enter__"
     " __exit__ __repr__ __str__ __eq__ __hash__ __post_init__ __version__ __all__ __main__ __contains__ __lt__ __gt__"
-    " __add__ __bool__ __shell__ __qualname__ __ne__ __le__ __ge__ __annotations__ __future__".split()
+    " __add__ __bool__ __shell__ __qualname__ __ne__ __le__ __ge__ __future__".split()
 )
 
 
@@ -773,8 +776,51 @@ def check_name(name: str) -> None:
         raise Unsafe(f"the name {name} leads into the interpreter")
 
 
+def _format(value: Any, name: str) -> Any:
+    """`value.format` or `value.format_map`, which reach attributes that a template names."""
+    method = getattr(value, name)
+    if isinstance(value, str) or (isinstance(value, type) and issubclass(value, str)):
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            template = value if isinstance(value, str) else args[0]
+            check_template(template)
+            return (
+                str.format(template, *args[value is str :], **kwargs) if name == "format" else method(*args, **kwargs)
+            )
+
+        return checked
+    return method
+
+
+def check_template(template: Any, depth: int = 0) -> None:
+    """Raise Unsafe for a format string that names what leads into the interpreter, or pads without measure."""
+    if type(template) is not str:
+        raise Unsafe("a format string that is no plain text")
+    if depth > 2:
+        raise ValueError("Max string recursion exceeded")  # as str.format says it
+    for _, field, spec, _ in string.Formatter().parse(template):
+        for attribute_name in re.findall(r"\.([^.\[\]]*)", field or ""):
+            check_name(attribute_name)
+        if spec:
+            check_template(spec, depth + 1)
+
+
+def _dataclass(*args: Any, **kwargs: Any) -> Any:
+    """`dataclasses.dataclass`, which compiles field names as source: each must be a name."""
+    made = [value for value in args if isinstance(value, type)]
+    if not made:
+        return functools.partial(_dataclass, **kwargs)
+    for base in made[0].__mro__:
+        for field in base.__dict__.get("__annotations__", {}):
+            if type(field) is not str or not field.isidentifier():
+                raise Unsafe("a field of a dataclass that is no name")
+    return dataclasses.dataclass(*args, **kwargs)
+
+
 def _getattr(value: Any, name: str, *default: Any) -> Any:
     check_name(plain(name))
+    if name in ("format", "format_map") and not isinstance(value, Symbol):
+        return _format(value, plain(name))
     if isinstance(value, Symbol) and default and value is RUN.tokenizer and name == "tokenizer":
         return value
     return getattr(value, plain(name), *default)
@@ -976,6 +1022,12 @@ class Instrument(ast.NodeTransformer):
             if keyword.arg is None:
                 keyword.value = _helper("__spread__", [keyword.value])
         return _helper("__do__", [node.func, *node.args], node.keywords)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr in ("format", "format_map") and isinstance(node.ctx, ast.Load):
+            return _helper("getattr", [node.value, ast.Constant(node.attr)])
+        return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -1183,21 +1235,24 @@ def _hashes(detail: Any) -> Iterator[str]:
 # --- the cage ---------------------------------------------------------------------------------------------------------
 
 
-def _limit() -> None:
-    """Limits on seconds and memory, and modules that would be imported later, when nothing can be."""
-    import encodings.idna  # noqa: F401  (imported now: later nothing can be)
+def _confine() -> dict[str, Any]:
+    """Have the kernel confine this process; modules that would be imported later are imported now, when they can be.
+
+    Returns:
+        What is missing, a sentence each: empty if the kernel enforces everything.
+    """
+    import encodings.idna  # noqa: F401
+    import importlib.util
     import locale  # noqa: F401  (for argparse, as the next)
     import shutil  # noqa: F401
 
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    for name, limit in (("AS", MEMORY), ("CPU", SECONDS), ("FSIZE", 0), ("CORE", 0)):
-        try:
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-        except (ValueError, OSError, AttributeError):
-            pass  # not on this system, or lower already
+    # By its file: this program runs with no folder of its own on the path.
+    spec = importlib.util.spec_from_file_location("sandbox", __file__.replace("stubs.py", "sandbox.py"))
+    assert spec is not None and spec.loader is not None
+    sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sandbox)
+    granted = sandbox.confine(sandbox.STUBS)
+    return {"missing": list(granted.missing)}
 
 
 def _lock() -> None:
@@ -1212,9 +1267,7 @@ def _lock() -> None:
         "code.__new__",
         "function.__new__",
         "sys._getframe",
-        "marshal.loads",
         "import",
-        "gc.get_objects",
     }
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -1225,12 +1278,14 @@ def _lock() -> None:
 
 
 def main() -> None:
-    """Read a list of jobs as JSON from standard input, write the list of results to standard output."""
+    """Read a list of jobs as JSON from standard input; write to standard output, a line each, what the kernel does not
+    enforce and the list of results. The first line is written before any code of the notebook runs."""
     jobs = json.loads(sys.stdin.buffer.read())
     _fill_real_values()
     _DEEP.update([json.dumps, json.loads, hashlib.sha256, hashlib.md5, str.join])
     out = sys.stdout.buffer
-    _limit()
+    out.write(json.dumps(_confine()).encode() + b"\n")
+    out.flush()
     _lock()
     sys.setrecursionlimit(600)
     results = []
