@@ -13,6 +13,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from finetune.convert.read import Notebook, Statement
 from finetune.redact import (
@@ -288,7 +289,7 @@ class _Edits(ast.NodeVisitor):
             inner.visit(part)
             if inner.found:
                 self.variables += inner.variables
-                part = _Substitute({id(one): new for one, new in inner.found}).visit(part)
+                part = cast("ast.expr", _Substitute({id(one): new for one, new in inner.found}).visit(part))
                 changed = True
             values.append(part)
         if changed:

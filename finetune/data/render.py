@@ -144,7 +144,9 @@ class Budget:
 
     def checked(self, value: Any) -> Any:
         """The value, whose size was counted."""
-        if isinstance(value, str | bytes):
+        if value.__class__ is str:
+            self.make(len(value))
+        elif isinstance(value, str | bytes):
             self.make(len(value))
         elif isinstance(value, list | tuple | Mapping | Namespace | set | frozenset):
             self.make(_weight(value, self.largest + 1))
@@ -153,14 +155,9 @@ class Budget:
         return value
 
     def joined(self, parts: Iterable[str]) -> str:
-        kept, total = [], 0
-        for part in parts:
-            total += len(part)
-            if total > self.largest:
-                self.make(total)
-            kept.append(part)
-        self.make(total)
-        return "".join(kept)
+        parts = list(parts)
+        self.make(sum(map(len, parts)))
+        return "".join(parts)
 
 
 def _weight(value: Any, most: int) -> int:
@@ -212,11 +209,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _Counting().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and left.__class__ is str and right.__class__ is str:  # most of what templates do
+            self.budget.make(len(left) + len(right))
+            return left + right
         make, largest = self.budget.make, self.budget.largest
         self.budget.step()
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):
-            make(len(left) + len(right))
-        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+        if operator == "*" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
         elif operator == "*":
             for one, times in ((left, right), (right, left)):
@@ -231,7 +229,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        if __obj == self.budget.step or __obj == self.budget.checked:
+        if __obj is self.step or __obj is self.checked:
             return __obj(*args)
         self.budget.step()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
