@@ -25,6 +25,7 @@ from finetune import __version__, distributed, keeping
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError, describe
 from finetune.record import write_json
+from finetune.redact import redact
 from finetune.verb import DONE, FAILED, run_verb
 
 WORLD_SIZES = (1, 2, 4, 8)
@@ -572,7 +573,7 @@ def without_secrets(found: Any) -> Any:
             text = text.replace(secret, MASK)
         for pattern in _SECRETS:
             text = pattern.sub(rf"\1{MASK}", text)
-        return home.sub("~", text)
+        return home.sub("~", redact(text))
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):

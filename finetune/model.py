@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -353,11 +354,12 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
+        model_files.check_refused(str(name), what, error)
         if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
             raise
         text = str(error)
-        if isinstance(error, ValueError) and not any(
+        if not isinstance(error, OSError) and not any(
             sign in text
             for sign in ("Unrecognized model", "not a local folder", "Couldn't instantiate", "does not appear")
         ):

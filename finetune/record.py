@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune import distributed
+from finetune.redact import redact_tree
 
 FILE_NAME = "run.json"
 
@@ -25,7 +26,7 @@ class RunRecord:
         """Set top-level fields and write the file."""
         self.content.update(values)
         if distributed.ranks().is_main:
-            write_json(self.path, self.content)
+            write_json(self.path, redact_tree(self.content))
 
     def fail(self, message: str) -> None:
         """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own."""

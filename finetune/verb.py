@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from finetune.errors import UserError, describe
+from finetune.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +57,7 @@ def guarded(run: Callable[[], int]) -> int:
         _report(error, f"error: {_rank_name()}{error}\n")
         return error.exit_code
     except Exception as error:
-        _report(error, _rank_name() + traceback.format_exc())
+        _report(error, _rank_name() + redact(traceback.format_exc()))
         return FAILED
 
 

@@ -14,6 +14,7 @@ import yaml
 from finetune.config.schema import SECTIONS, Config, ConfigError, contradictions
 from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
 from finetune.config.values import NotAllowed, convert, describe, members
+from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
 # Names from other tools. They are suggested, not accepted: a file says what it means in one way.
 _ALIASES = {
@@ -95,7 +96,9 @@ class Setting(NamedTuple):
         return f"{self.section}.{self.key}"
 
     def __str__(self) -> str:
-        shown = f"--{self.name} {_show(self.raw)}" if self.raw is not None else f"{self.name}: {_show(self.value)}"
+        value = self.value if self.raw is None else self.raw
+        text = MASK if is_secret_name(self.key) and value not in ("", None) else _show(value)
+        shown = f"{self.name}: {text}" if self.raw is None else f"--{self.name} {text}"
         return f"{self.where}: `{shown.rstrip()}`"
 
 
@@ -108,7 +111,7 @@ class _Problems:
     names: set[str] = field(default_factory=set)
 
     def add(self, text: str, *names: str | None) -> None:
-        self.texts.append(text)
+        self.texts.append(redact(text))
         self.names.update(name for name in names if name)
 
 
@@ -380,9 +383,9 @@ def _summary(name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """A value as YAML would have it, on one line, cut where it is long."""
+    """A value as YAML would have it, on one line, cut if it is long; secrets are masked before the cut."""
     plain = {None: "null", True: "true", False: "false"}
-    text = plain[value] if value is None or isinstance(value, bool) else str(value)
+    text = plain[value] if value is None or isinstance(value, bool) else redact(str(value))
     return textwrap.shorten(text, 80, placeholder=" ...")
 
 
@@ -433,5 +436,6 @@ def dump_yaml(config: Config) -> str:
         del resolved["lora"]
     if config.training.max_steps > 0:
         del resolved["training"]["num_train_epochs"]
+    resolved = redact_tree(resolved)
     header = f"# resolved from {source} and the command line\n" if source else ""
     return header + yaml.dump(resolved, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

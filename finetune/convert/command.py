@@ -83,12 +83,14 @@ def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
     """Convert one notebook in memory, and verify it. Raises nothing that the notebook can cause."""
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
+    from finetune.redact import redact
 
     start = time.perf_counter()
 
-    def outcome(result: str, exit_code: int, **more: Any) -> Outcome:
+    def outcome(result: str, exit_code: int, *, reason: str = "", **more: Any) -> Outcome:
+        seconds = time.perf_counter() - start
         return Outcome(
-            notebook=str(path), result=result, exit_code=exit_code, seconds=time.perf_counter() - start, **more
+            notebook=str(path), result=result, exit_code=exit_code, seconds=seconds, reason=redact(reason), **more
         )
 
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.redact import redact
 
 MAX_BYTES = 64 * 2**20  # notebooks with their pictures are below 20 MB; what is larger is something else
 
@@ -91,7 +92,7 @@ def read(path: Path) -> Notebook:
     for index, (kind, source) in enumerate(cells):
         source = source.replace("\r\n", "\n").replace("\r", "\n")
         if kind == "markdown":
-            heading = _heading(source) or heading
+            heading = _heading(redact(source, "[removed]")) or heading
         elif kind == "code":
             notebook.headings[index] = heading
             notebook.text += source + "\n"

@@ -1,132 +1,352 @@
-"""Tokens and keys that stand in a notebook: never copied, replaced by the environment variable."""
+"""Secrets that stand in a notebook: never copied, replaced by the environment variable.
+
+A string is a secret by its form, by the name that it is given (a variable, key, argument, header or parameter), or by
+being one elsewhere in the notebook. In code, an environment variable takes its place; in comments, docstrings, shell
+lines and headings it is removed. Every removal is noted, without the secret.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
-from dataclasses import replace
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from finetune.convert.read import Notebook, Statement
-
-# Shape of a token -> the variable that its library reads.
-_SHAPES = (
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "HF_TOKEN"),
-    (re.compile(r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{16,}"), "OPENAI_API_KEY"),
-    (re.compile(r"\b(?:ghp|gho|ghs|github_pat)_[A-Za-z0-9_]{16,}"), "GITHUB_TOKEN"),
-    (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), "AWS_ACCESS_KEY_ID"),
-    (re.compile(r"\bAIza[0-9A-Za-z_-]{30,}"), "GOOGLE_API_KEY"),
-    (re.compile(r"\bxox[abp]-[0-9A-Za-z-]{10,}"), "SLACK_TOKEN"),
-    (re.compile(r"\bwandb_v1_[A-Za-z0-9_]{20,}|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"), "WANDB_API_KEY"),
+from finetune.redact import (
+    Found,
+    find,
+    holds_secret,
+    is_credible,
+    is_placeholder,
+    is_secret_name,
+    merged,
+    redact,
+    variable_for,
 )
-_ARGUMENTS = {
-    "token": "HF_TOKEN",
-    "hf_token": "HF_TOKEN",
-    "use_auth_token": "HF_TOKEN",
-    "hub_token": "HF_TOKEN",
-    "api_key": "API_KEY",
-    "auth_token": "AUTH_TOKEN",
-    "access_token": "ACCESS_TOKEN",
-    "password": "PASSWORD",
-    "secret": "SECRET",
-}
-_NAMES = re.compile(r"(?:^|_)(token|api_?key|secret|password|apikey)$", re.IGNORECASE)
-_GENERIC = re.compile(r"^[A-Za-z0-9_\-]{20,}$")
+
+REMOVED = "<removed>"
+_COMMIT = re.compile(r"[0-9a-f]{40}")  # also the form of an older W&B key
+_COMMIT_NAMES = re.compile(r"rev|commit|sha|hash|digest|checksum|sum$|id$|ref", re.IGNORECASE)
+_SCHEME = re.compile(r"(?:bearer|basic|token|bot)\s+(\S.*)", re.IGNORECASE | re.DOTALL)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
+# Arguments whose value is never copied, whatever it looks like.
+_ARGUMENTS = frozenset(
+    "token hf_token use_auth_token hub_token api_key auth_token access_token password secret".split()
+)
 
 
 def remove_secrets(notebook: Notebook) -> list[str]:
-    """Replace tokens in every statement, in place. Returns what was done, without the tokens."""
+    """Replace secrets in statements, shell lines and headings, in place. Returns what was done, without the secrets."""
+    known = _Known.of(notebook)
     notes: list[str] = []
     for number, statement in enumerate(notebook.statements):
-        changed, variables = _without(statement)
-        if changed is not statement:
-            notebook.statements[number] = changed
-            for variable in variables:
-                notes.append(
-                    f"cell {statement.cell}: a token stood in the code; it is not copied. The script reads"
-                    f" {variable} from the environment"
-                )
-    notebook.shells = [replace(shell, text=scrub(shell.text)) for shell in notebook.shells]
+        changed, variables, has_comment = _without(statement, known)
+        notebook.statements[number] = changed
+        notes += [
+            f"cell {statement.cell}: a token stood in the code; it is not copied. The script reads {variable} from the"
+            " environment"
+            for variable in variables
+        ]
+        if has_comment:
+            notes.append(f"cell {statement.cell}: a token stood in a comment or docstring; it is removed")
+    for number, shell in enumerate(notebook.shells):
+        text = known.removed(shell.text)
+        if text != shell.text:
+            notes.append(f"cell {shell.cell}: a token stood in a shell line or file; it is removed")
+        notebook.shells[number] = replace(shell, text=text)
+    for cell, heading in notebook.headings.items():
+        notebook.headings[cell] = known.removed(heading)
+        if "[removed]" in heading or notebook.headings[cell] != heading:
+            notes.append("a token stood in a heading; it is removed")
+    notebook.unparsed = [(cell, error, known.removed(text)) for cell, error, text in notebook.unparsed]
     return list(dict.fromkeys(notes))
 
 
 def scrub(text: str) -> str:
-    """A text without anything that has the shape of a token."""
-    for shape, _ in _SHAPES:
-        text = shape.sub("<removed>", text)
-    return text
+    """A text without anything that looks like a secret."""
+    return redact(text, REMOVED)
 
 
-def _without(statement: Statement) -> tuple[Statement, list[str]]:
-    found = sorted(_secrets(statement.node), key=lambda item: (item[0].lineno, item[0].col_offset), reverse=True)
+@dataclass
+class _Known:
+    """What is known of a notebook's secrets: names of variables that hold one, and values -> environment variable."""
+
+    names: set[str] = field(default_factory=set)
+    values: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, notebook: Notebook) -> _Known:
+        known = cls()
+        for statement in notebook.statements:
+            known.names |= {
+                value.id
+                for name, value, _ in _named(statement.node)
+                if isinstance(value, ast.Name) and is_secret_name(name)
+            }
+        for statement in notebook.statements:
+            for node, variable in known.by_name(statement.node).items():
+                text = _credential(_literal(node) or "")
+                if len(text) >= 8 and not is_placeholder(text):
+                    known.values.setdefault(text, variable)
+        return known
+
+    def by_name(self, root: ast.AST) -> dict[ast.expr, str]:
+        """Literals that are secrets by the name they are given -> environment variable."""
+        found: dict[ast.expr, str] = {}
+        for name, value, place in _named(root):
+            text = _literal(value)
+            if text is None:
+                continue
+            shape = next((item for item in find(text) if item.end - item.start == len(text)), None)
+            if place == "environ" and (shape or self.holds(name, text)):
+                found[value] = name
+            elif place == "argument" and name in _ARGUMENTS and len(text) > 2 or self.holds(name, text):
+                found[value] = shape.variable if shape else variable_for(name)
+            elif _COMMIT.fullmatch(text) and not _COMMIT_NAMES.search(name):
+                found.setdefault(value, "WANDB_API_KEY")
+        return found
+
+    def holds(self, name: str, text: str) -> bool:
+        """Whether `name` holds a secret, and `text` may be one."""
+        weak = name.lower().endswith("key") and _RANDOM.fullmatch(text)
+        return bool((name in self.names or weak) and is_credible(text)) or holds_secret(name, text)
+
+    def find(self, text: str) -> list[Found]:
+        """Where secrets stand in a text: by form, by a name in the text, or as a value that is known."""
+        found = find(text)
+        for value, variable in self.values.items():
+            found += [Found(*match.span(), variable) for match in re.finditer(re.escape(value), text)]
+        return merged(found)
+
+    def removed(self, text: str) -> str:
+        parts, last = [], 0
+        for item in self.find(text):
+            parts += [text[last : item.start], REMOVED]
+            last = item.end
+        text = "".join([*parts, text[last:]])
+        for value in self.values:  # a heading lacks the underscores that it stood with
+            text = text.replace(value.replace("_", ""), REMOVED) if "_" in value else text
+        return text
+
+
+def _named(root: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
+    """(name, value, place) wherever code gives a value a name. `place` is argument, environ or name."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from _assigned(target, node.value)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr | ast.AugAssign) and node.value is not None:
+            yield from _assigned(node.target, node.value)
+        elif isinstance(node, ast.Dict):
+            yield from ((_literal(key) or "", value, "name") for key, value in zip(node.keys, node.values, strict=True))
+        elif isinstance(node, ast.Tuple | ast.List) and len(node.elts) == 2:
+            yield _literal(node.elts[0]) or "", node.elts[1], "name"
+        elif isinstance(node, ast.arguments):
+            parameters = [*node.posonlyargs, *node.args]
+            defaults = zip(parameters[len(parameters) - len(node.defaults) :], node.defaults, strict=True)
+            yield from ((parameter.arg, value, "name") for parameter, value in defaults)
+            only = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            yield from ((parameter.arg, value, "name") for parameter, value in only if value is not None)
+        elif isinstance(node, ast.Compare):
+            yield from _assigned(node.left, node.comparators[0])
+        elif isinstance(node, ast.Call):
+            yield from _passed(node)
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
+    if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
+        for one, other in zip(target.elts, value.elts, strict=False):
+            yield from _assigned(one, other)
+    elif isinstance(target, ast.Name):
+        yield target.id, value, "name"
+    elif isinstance(target, ast.Subscript):
+        is_environment = ast.unparse(target.value).endswith("environ")
+        yield _literal(target.slice) or "", value, "environ" if is_environment else "name"
+    elif isinstance(target, ast.Attribute):
+        yield target.attr, value, "name"
+
+
+def _passed(call: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
+    function = ast.unparse(call.func)
+    is_login = function.rsplit(".", 1)[-1] == "login"
+    login = "wandb_api_key" if "wandb" in function else "hf_token"
+    if is_login and call.args:
+        yield login, call.args[0], "name"
+    texts = [_literal(argument) or "" for argument in call.args]
+    for name, value in zip(texts, call.args[1:], strict=False):  # setdefault("X", "..."), getenv("X", "...")
+        yield name, value, "environ" if "env" in function else "name"
+    for keyword in call.keywords:
+        if keyword.arg == "key" and (is_login or "wandb" in function):
+            yield login, keyword.value, "argument"
+        elif keyword.arg == "default" and texts:  # add_argument("--hf_token", default="...")
+            yield texts[0], keyword.value, "name"
+        elif keyword.arg in ("auth", "basic_auth") and isinstance(keyword.value, ast.Tuple):
+            yield "password", keyword.value.elts[-1], "name"
+        elif keyword.arg:
+            yield keyword.arg, keyword.value, "argument"
+    if function.endswith("BasicAuth") and len(call.args) == 2:
+        yield "password", call.args[1], "name"
+
+
+def _literal(node: ast.expr | None) -> str | None:
+    """The text of a string or bytes literal, also of one in pieces; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+        return node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = [_literal(node.left), _literal(node.right)]
+    elif isinstance(node, ast.JoinedStr):
+        parts = [_literal(part) for part in node.values]
+    elif isinstance(node, ast.FormattedValue) and node.conversion == -1 and node.format_spec is None:
+        return _literal(node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join":
+        if len(node.args) != 1 or not isinstance(node.args[0], ast.List | ast.Tuple):
+            return None
+        glue, parts = _literal(node.func.value), [_literal(part) for part in node.args[0].elts]
+        return None if glue is None or None in parts else glue.join(part or "" for part in parts)
+    else:
+        return None
+    return None if None in parts else "".join(part or "" for part in parts)
+
+
+# --- one statement ----------------------------------------------------------------------------------------------------
+
+
+def _without(statement: Statement, known: _Known) -> tuple[Statement, list[str], bool]:
+    """The statement without secrets, the variables that took their place, and whether a comment had one."""
+    edits = _Edits(known, known.by_name(statement.node))
+    edits.visit(statement.node)
     source = statement.source
-    variables = []
-    for node, variable in found:
-        source = _replaced(source, node, f'os.environ["{variable}"]')
-        if not _placeholder(node.value):
-            variables.append(variable)
-    source = scrub(source)  # comments, and tokens inside longer strings
-    if source == statement.source:
-        return statement, []
+    for node, text in sorted(edits.found, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
+        source = _replaced(source, node, text)
+    plain = _comments_removed(source, known)
+    has_comment = plain != source or edits.in_docstring
+    if plain == statement.source:
+        return statement, [], False
     try:
-        node = ast.parse(source).body[0]
-    except (SyntaxError, IndexError):
-        node = ast.parse(source := ast.unparse(_Replace(dict(found)).visit(statement.node))).body[0]
-    return replace(statement, source=source, node=node), variables
+        (node,) = ast.parse(plain).body
+    except (SyntaxError, ValueError):  # an offset that the parser has wrong: the comments are lost
+        texts = {id(node): text for node, text in edits.found}
+        plain = ast.unparse(_Substitute(texts).visit(statement.node))
+        (node,) = ast.parse(plain).body
+    return replace(statement, source=plain, node=node), list(dict.fromkeys(edits.variables)), has_comment
 
 
-def _placeholder(value: object) -> bool:
-    return bool(re.search(r"your|token_here|\.\.\.|xxx|<", str(value), re.IGNORECASE))
+class _Edits(ast.NodeVisitor):
+    """Collects the literals to replace, outermost first, with the source that takes their place."""
+
+    def __init__(self, known: _Known, by_name: dict[ast.expr, str]) -> None:
+        self.known, self.by_name = known, by_name
+        self.found: list[tuple[ast.expr, str]] = []
+        self.variables: list[str] = []
+        self.in_docstring = False
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Expr) and _literal(node.value) is not None:
+            text = _literal(node.value) or ""
+            if (removed := self.known.removed(text)) != text:
+                self.found.append((node.value, _quoted(removed)))
+                self.in_docstring = True
+        elif isinstance(node, ast.expr) and (text := _literal(node)) is not None:
+            self._literal(node, text)
+        elif isinstance(node, ast.JoinedStr):
+            self._joined(node)
+        else:
+            self.generic_visit(node)
+
+    def _literal(self, node: ast.expr, text: str) -> None:
+        is_bytes = isinstance(node, ast.Constant) and isinstance(node.value, bytes)
+        if node in self.by_name:
+            start = len(text) - len(_credential(text))
+            found = [Found(start, len(text), self.by_name[node])]
+        else:
+            found = self.known.find(text)
+        if not found:
+            return
+        self.variables += [item.variable for item in found if not is_placeholder(text[item.start : item.end])]
+        if len(found) == 1 and (found[0].start, found[0].end) == (0, len(text)):
+            new = f'os.environ["{found[0].variable}"]'
+        else:
+            new = ast.unparse(ast.JoinedStr(values=_split(text, found)))
+        self.found.append((node, new + ".encode()" if is_bytes else new))
+
+    def _joined(self, node: ast.JoinedStr) -> None:
+        """An f-string is replaced as a whole: the parser does not say where its parts stand."""
+        values: list[ast.expr] = []
+        changed = False
+        for part in node.values:
+            text = _literal(part)
+            found = self.known.find(text) if text else []
+            if text and found:
+                self.variables += [item.variable for item in found]
+                values += _split(text, found)
+                changed = True
+                continue
+            inner = _Edits(self.known, self.by_name)
+            inner.visit(part)
+            if inner.found:
+                self.variables += inner.variables
+                part = cast("ast.expr", _Substitute({id(one): new for one, new in inner.found}).visit(part))
+                changed = True
+            values.append(part)
+        if changed:
+            self.found.append((node, ast.unparse(ast.JoinedStr(values=values))))
 
 
-def _secrets(node: ast.stmt) -> list[tuple[ast.Constant, str]]:
-    found: dict[ast.Constant, str] = {}
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.keyword) and inner.arg in _ARGUMENTS and _text(inner.value):
-            found[inner.value] = _ARGUMENTS[inner.arg]  # type: ignore[index]
-        elif isinstance(inner, ast.Assign) and _text(inner.value) and _GENERIC.match(inner.value.value):  # type: ignore[attr-defined]
-            for target in inner.targets:
-                name = _target(target)
-                if _NAMES.search(name):
-                    found[inner.value] = name.upper()  # type: ignore[index]
-        elif isinstance(inner, ast.Call) and _text(inner.args[0] if inner.args else None):
-            if ast.unparse(inner.func).rsplit(".", 1)[-1] == "login":
-                variable = "WANDB_API_KEY" if "wandb" in ast.unparse(inner.func) else "HF_TOKEN"
-                found[inner.args[0]] = variable  # type: ignore[index]
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Constant) and isinstance(inner.value, str) and inner not in found:
-            for shape, variable in _SHAPES:
-                if shape.fullmatch(inner.value.strip()):
-                    found[inner] = variable
-    inside = {part for inner in ast.walk(node) if isinstance(inner, ast.JoinedStr) for part in ast.walk(inner)}
-    return [(item, variable) for item, variable in found.items() if item not in inside]
+class _Substitute(ast.NodeTransformer):
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.texts = texts
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        text = self.texts.get(id(node))
+        return ast.parse(text, mode="eval").body if text is not None else self.generic_visit(node)
 
 
-def _text(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 2
+def _split(text: str, found: list[Found]) -> list[ast.expr]:
+    """The parts of an f-string: the text, with an environment variable for each secret."""
+    parts: list[ast.expr] = []
+    last = 0
+    for item in found:
+        variable = ast.parse(f"os.environ['{item.variable}']", mode="eval").body
+        parts += [ast.Constant(text[last : item.start]), ast.FormattedValue(value=variable, conversion=-1)]
+        last = item.end
+    return [part for part in [*parts, ast.Constant(text[last:])] if getattr(part, "value", "") != ""]
 
 
-def _target(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return str(node.slice.value)
-    return getattr(node, "attr", "")
+def _credential(text: str) -> str:
+    """What of a header is secret: all behind `Bearer `."""
+    match = _SCHEME.fullmatch(text)
+    return match[1] if match else text
 
 
-def _replaced(source: str, node: ast.Constant, text: str) -> str:
+def _quoted(text: str) -> str:
+    if '"""' in text or "\\" in text or text.endswith('"'):
+        return repr(text)
+    return f'"""{text}"""'
+
+
+def _comments_removed(source: str, known: _Known) -> str:
+    """The source with the secrets of its comments removed."""
+    if "#" not in source:
+        return source
+    lines = source.split("\n")
+    try:
+        for token in reversed(list(tokenize.generate_tokens(io.StringIO(source).readline))):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column] + known.removed(token.string)
+    except (tokenize.TokenError, IndentationError):
+        return source
+    return "\n".join(lines)
+
+
+def _replaced(source: str, node: ast.expr, text: str) -> str:
     """`source` with the text of a node replaced; columns of the syntax tree count bytes."""
     lines = [line.encode() for line in source.split("\n")]
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
     before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset or 0 :]
     lines[first : last + 1] = [before + text.encode() + after]
     return b"\n".join(lines).decode()
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, found: dict[ast.Constant, str]):
-        self.found = found
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if node in self.found:
-            return ast.parse(f'os.environ["{self.found[node]}"]', mode="eval").body
-        return node

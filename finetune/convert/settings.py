@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from finetune.config.sft_fields import MANAGED, sft_fields
@@ -900,6 +900,12 @@ def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> No
     local = _local(chosen)
     if local != chosen:
         settings.notes.append(f"{chosen} is a path of a hosted notebook; the result goes to {local}")
+    path = PurePosixPath(local)
+    if path.is_absolute() or ".." in path.parts or local.startswith("~") or PureWindowsPath(local).is_absolute():
+        settings.notes.append(
+            f"training.output_dir is {local}, as in the notebook: outside the folder that the script starts in. Check"
+            " that it may be written, or set training.output_dir to another one"
+        )
     settings.set("training.output_dir", local)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from finetune.data.render import render
 from finetune.errors import UserError
 
 # What may stand beside a marker and melt into its outer tokens, as "user" + "s" do in one tokenizer and not in another.
@@ -227,16 +228,12 @@ class _Probe:
         self.tokens = "|".join(re.escape(content) for content in sorted(added, key=len, reverse=True)) or "(?!)"
 
     def render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        assert self._template is not None
         special = dict(self._tokenizer.special_tokens_map)
         try:
-            texts, _ = render_jinja_template(
-                [messages], chat_template=self._template, add_generation_prompt=prompt, **special
-            )
+            return render(self._template, messages, add_generation_prompt=prompt, **special)[0]
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise self.refuse(f"it refuses a conversation of {len(messages)} messages: {error}") from error
-        return texts[0]
 
     def between(self, text: str) -> tuple[list[str], list[str], str]:
         """What stands before each answer, before each question but the first, and after the last answer."""

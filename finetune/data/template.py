@@ -29,6 +29,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from finetune.data.formats import Conversation, Message, RowError, Text
 from finetune.data.markers import Markers
+from finetune.data.render import check_syntax, render
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -120,10 +121,8 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
             f"allowed are {', '.join(TEMPLATES)}, none, or the path of a Jinja file"
         )
     if template is not None:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            render_jinja_template([], chat_template=template)
+            check_syntax(template)
         except TemplateSyntaxError as error:
             raise UserError(f"the chat template {source} is not Jinja: line {error.lineno}: {error.message}") from error
     return template
@@ -327,20 +326,13 @@ class Encoder:
     def _render_marked(
         self, messages: list[Message], tools: list | None, *, prompt: bool = False, marks: bool = True
     ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template  # keeps the compiled template
-
+        assert self._template is not None
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self._template,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self._special,
+            return render(
+                self._template, messages, tools=tools, add_generation_prompt=prompt, marks=marks, **self._special
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RowError("template_error", f"the chat template failed: {error}") from error
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if marks else []
 
     def _marked_spans(self, row: Conversation, first_turn: int) -> tuple[str, list[Span]]:
         """The marks are the template author's word on what is learnt, and are taken as they are."""

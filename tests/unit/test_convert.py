@@ -540,6 +540,20 @@ def test_a_collection_that_the_training_needs_is_kept(notebook: Callable[..., Pa
     assert "rows.append" in script and "rows.extend" in script and "seen" not in script
 
 
+@pytest.mark.parametrize("folder", ["/etc/x", "../../x", "a/../../x", "~/x"])
+def test_an_output_folder_elsewhere_is_kept_with_a_note(
+    folder: str, notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = notebook(*with_cells(trainer=TRAINER.replace('"outputs"', f'"{folder}"')))
+    conversion = converted(path)
+    assert settings(conversion, tmp_path).training.output_dir == folder
+    assert any(f"training.output_dir is {folder}" in note for note in conversion.report["notes"])
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert f"training.output_dir is {folder}" in capsys.readouterr().out
+    plain = converted(notebook(*with_cells(), name="plain.ipynb"))
+    assert not any("training.output_dir is" in note for note in plain.report["notes"])
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 HF, WANDB, OPENAI = "hf_" + "aB3" * 10, "0123456789abcdef" * 2 + "01234567", "sk-proj-" + "x1Y" * 10

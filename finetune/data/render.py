@@ -1,0 +1,385 @@
+"""Chat templates of strangers, rendered with bounded work and memory.
+
+A template comes with the model and is a program. Jinja's sandbox keeps it from everything but the messages, but not
+from running forever or growing a string to 10 GB. Here it is compiled by transformers' own function, so the text is the
+same to the character, in an environment that counts: turns of loops and calls of macros, characters and list items that
+are made, and the size of a value before it is made. What exceeds a limit ends with a UserError.
+
+The limits grow with the conversation and are far above what templates need: a value may have 20 times the characters of
+the input, a rendering may make 64 times as many as a value may have.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.environment import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, generate_lorem_ipsum
+from jinja2.visitor import NodeTransformer
+
+from finetune.errors import UserError
+
+MOST_STEPS = 300_000  # turns of loops, calls and operators of one rendering, beside 20 for each input character
+MOST_SECONDS = 60.0  # for what no count covers; several thousand times what a row takes
+BASE_CHARACTERS = 1_000_000  # that a value may have beside its share of the input
+PER_CHARACTER = 20  # of the input
+MADE = 64  # times the largest value: what one rendering may make in all
+MOST_TEMPLATE = 1_000_000  # characters of a template; the longest known has 40,000
+_MOST_WIDTH = 10_000  # a width, an indentation or a number of columns
+_MOST_BITS = 4096  # of an integer
+_MOST_SLOW = 100_000  # characters for filters that take more than linear time
+
+Span = tuple[int, int]
+
+
+class TemplateLimit(UserError):
+    """A chat template does more than any rendering needs."""
+
+
+def render(
+    template: str,
+    messages: list[Any],
+    *,
+    tools: list[Any] | None = None,
+    add_generation_prompt: bool = False,
+    marks: bool = False,
+    **special: Any,
+) -> tuple[str, list[Span]]:
+    """The text of a conversation as `apply_chat_template` gives it, and with `marks` the spans of its
+    `{% generation %}` blocks.
+
+    Raises:
+        TemplateLimit: the template takes too much time or memory.
+        jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError: it fails on these messages.
+    """
+    from transformers.utils.chat_template_utils import _render_with_assistant_indices
+
+    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    try:
+        compiled = _compiled(template)
+        compiled.environment.budget.start(len(template) + _weight([messages, tools], 10**9))  # pyright: ignore
+        if marks:
+            text, spans = _render_with_assistant_indices(compiled_template=compiled, **given, **special)
+            return text, [(int(start), int(end)) for start, end in spans]
+        return compiled.render(**given, **special), []
+    except TemplateLimit as error:
+        raise TemplateLimit(_words(template, str(error))) from None
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise TemplateLimit(_words(template, f"{type(error).__name__}: {error}")) from None
+    except (ArithmeticError, RuntimeError) as error:
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def check_syntax(template: str) -> None:
+    """Compile a template. Raises jinja2.TemplateSyntaxError, or TemplateLimit for one that cannot be compiled."""
+    try:
+        _compiled(template)
+    except (RecursionError, MemoryError) as error:
+        raise TemplateLimit(_words(template, f"{type(error).__name__}: {error}")) from None
+    except TemplateLimit as error:
+        raise TemplateLimit(_words(template, str(error))) from None
+
+
+def _words(template: str, why: str) -> str:
+    return (
+        f"the chat template ({' '.join(template.split())[:60]!r}...) was stopped: {why[:300]}. Read it before you trust"
+        " this model, or set model.chat_template to another one (a known name or a Jinja file)."
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> Template:
+    """Compiled with the filters, globals and extensions that transformers gives its templates."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if len(template) > MOST_TEMPLATE:
+        raise TemplateLimit(f"it has {len(template)} characters, more than {MOST_TEMPLATE}")
+    stock = _compile_jinja_template("").environment
+    environment = BoundedEnvironment(
+        trim_blocks=stock.trim_blocks, lstrip_blocks=stock.lstrip_blocks, extensions=_extensions(stock)
+    )
+    environment.filters = {name: _bounded_filter(environment, name, kind) for name, kind in stock.filters.items()}
+    environment.globals = {**stock.globals, "lipsum": _lipsum}
+    environment.budget.start(len(template))
+    return environment.from_string(template)
+
+
+def _extensions(stock: Any) -> list[Any]:
+    return [type(extension) for extension in stock.extensions.values()]
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """What one rendering may still do."""
+
+    def start(self, input_characters: int) -> None:
+        self.largest = BASE_CHARACTERS + PER_CHARACTER * input_characters
+        self.left, self.steps = MADE * self.largest, MOST_STEPS + PER_CHARACTER * input_characters
+        self.until = time.monotonic() + MOST_SECONDS
+
+    def step(self) -> str:
+        """One turn of a loop or call of a macro. Returns no text."""
+        self.steps -= 1
+        if self.steps < 0:
+            raise TemplateLimit("its loops and macros take too many steps for one conversation")
+        if time.monotonic() > self.until:
+            raise TemplateLimit(f"it takes more than {MOST_SECONDS:.0f} seconds for one conversation")
+        return ""
+
+    def make(self, size: int) -> None:
+        """A value of so many characters or items is about to be made, or was."""
+        self.left -= size
+        if size > self.largest:
+            raise TemplateLimit(f"it makes a value of more than {self.largest} characters or items")
+        if self.left < 0:
+            raise TemplateLimit(f"it makes more than {MADE * self.largest} characters or items for one conversation")
+
+    def checked(self, value: Any) -> Any:
+        """The value, whose size was counted."""
+        if value.__class__ is str:
+            self.make(len(value))
+        elif isinstance(value, str | bytes):
+            self.make(len(value))
+        elif isinstance(value, list | tuple | Mapping | Namespace | set | frozenset):
+            self.make(_weight(value, self.largest + 1))
+        elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise TemplateLimit("it makes an integer of more than a thousand digits")
+        return value
+
+    def joined(self, parts: Iterable[str]) -> str:
+        parts = list(parts)
+        self.make(sum(map(len, parts)))
+        return "".join(parts)
+
+
+def _weight(value: Any, most: int) -> int:
+    """Characters and items in a value, with everything in it as often as it is there: what it takes to write it out.
+    Stops at `most`."""
+    total, waiting = 0, [value]
+    while waiting and total < most:
+        item = waiting.pop()
+        if isinstance(item, str | bytes):
+            total += len(item)
+            continue
+        total += 8
+        if isinstance(item, Namespace):
+            waiting.append(item._Namespace__attrs)  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(item, Mapping):
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            if len(item) > most:
+                return most
+            waiting += item
+    return total
+
+
+class BoundedTemplate(Template):
+    def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+        budget, total = self.environment.budget, 0  # pyright: ignore[reportAttributeAccessIssue]
+        for part in super().generate(*args, **kwargs):
+            total += len(part)
+            if total > budget.largest:
+                budget.make(total)
+            yield part
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which each step and each value is counted."""
+
+    template_class = BoundedTemplate
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.budget = Budget()
+        self.budget.start(0)
+        self.step, self.checked = self.budget.step, self.budget.checked
+        self.concat = self.budget.joined  # of a rendering's parts, of macros and of `{% set %}` blocks
+        super().__init__(*args, finalize=self.budget.checked, **kwargs)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Counting().visit(super()._parse(source, name, filename))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and left.__class__ is str and right.__class__ is str:  # most of what templates do
+            self.budget.make(len(left) + len(right))
+            return left + right
+        make, largest = self.budget.make, self.budget.largest
+        self.budget.step()
+        if operator == "*" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+        elif operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if hasattr(one, "__len__") and isinstance(times, int):
+                    make(max(1, min(_weight(one, largest), largest)) * max(0, times) + 8 * max(0, times))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(0, right))
+        elif operator == "%" and isinstance(left, str | bytes):
+            self._format(left, right if isinstance(right, tuple) else (right,))
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            make(_weight([left, right], largest + 1))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if __obj is self.step or __obj is self.checked:
+            return __obj(*args)
+        self.budget.step()
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str | bytes):
+            self.budget.make(len(owner))
+            self._check_method(owner, name, args, kwargs)
+        elif isinstance(owner, int) and name == "to_bytes":
+            self.budget.make(int(args[0] if args else kwargs.get("length", 1)))
+        return self.budget.checked(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            self._check_method(value.__self__, value.__name__, args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    def _check_method(self, owner: str | bytes, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A method of a text whose result may be longer than the text."""
+        make = self.budget.make
+        numbers = [abs(value) for value in (*args, *kwargs.values()) if isinstance(value, int)]
+        if name in ("center", "ljust", "rjust", "zfill") and numbers:
+            make(max(numbers))
+        elif name == "expandtabs" and numbers:
+            make(len(owner) * (1 + max(numbers)))
+        elif name == "replace" and len(args) >= 2:
+            make(len(owner) + _count(owner, args[0]) * _length(args[1]))
+        elif name == "join" and args:
+            parts = args[0] if hasattr(args[0], "__len__") else ()
+            make(sum(map(_length, parts)) + len(owner) * len(parts))
+        elif name == "translate" and args and isinstance(args[0], Mapping):
+            make(len(owner) * (1 + max(map(_length, args[0].values()), default=0)))
+        elif name in ("format", "format_map"):
+            mapping = args[0].values() if name == "format_map" and args and isinstance(args[0], Mapping) else ()
+            self._format(owner, (*args, *kwargs.values(), *mapping))
+
+    def _format(self, pattern: str | bytes, values: Iterable[Any]) -> None:
+        """Formatting by `%` or `format`: widths within bounds, and room for each value at each place."""
+        text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+        places = text.count("%") + text.count("{")
+        nested = "*" in text or re.search(r"\{[^{}]*\{", text)
+        if any(len(digits) > 5 for digits in re.findall(r"\d+", text)) and places:
+            raise TemplateLimit("it formats a value with a width of more than 99999 characters")
+        total = 0
+        for value in values:
+            value = tuple(value.values()) if isinstance(value, Mapping) else value
+            if nested and isinstance(value, int) and abs(value) > _MOST_WIDTH:
+                raise TemplateLimit(f"it formats a value with a width of more than {_MOST_WIDTH} characters")
+            total += _weight(value, self.budget.largest + 1)
+        widths = sum(int(digits) for digits in re.findall(r"\d+", text)) + (_MOST_WIDTH * places if nested else 0)
+        self.budget.make(len(text) + total * max(1, places) + widths)
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _MOST_BITS:
+        raise TemplateLimit("it makes an integer of more than a thousand digits")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else 32
+
+
+def _count(text: Any, part: Any) -> int:
+    try:
+        return text.count(part)
+    except TypeError:
+        return 0
+
+
+def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
+    if n * max > _MOST_SLOW:
+        raise TemplateLimit(f"it asks for {n * max} words of filler text")
+    return generate_lorem_ipsum(n, html, min, max)
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+_WIDE = frozenset("batch center indent round slice tojson truncate wordwrap".split())  # take a number of columns
+_SLOW = frozenset("pprint striptags title urlize wordcount wordwrap xmlattr".split())
+
+
+def _bounded_filter(environment: BoundedEnvironment, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    budget = environment.budget
+    place = 1 if hasattr(original, "jinja_pass_arg") else 0  # after the context or environment
+
+    @functools.wraps(original)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget.step()
+        value, given = args[place], (*args[place + 1 :], *kwargs.values())
+        if name == "join" and not hasattr(value, "__len__"):
+            value = list(value)
+            args = (*args[:place], value, *args[place + 1 :])
+        budget.checked(value)
+        numbers = [abs(number) for number in given if isinstance(number, int)]
+        if name in _WIDE and max(numbers, default=0) > _MOST_WIDTH:
+            raise TemplateLimit(f"it uses the filter {name} with {max(numbers)}, more than {_MOST_WIDTH}")
+        if name in _SLOW and _weight(value, _MOST_SLOW + 1) > _MOST_SLOW:
+            raise TemplateLimit(f"it uses the filter {name} on more than {_MOST_SLOW} characters")
+        texts = [len(text) for text in given if isinstance(text, str)]
+        if name == "join":
+            budget.make(_weight(value, budget.largest + 1) + max(texts, default=0) * len(value))
+        elif name in ("indent", "wordwrap"):
+            width = max([*numbers, *texts], default=4)
+            lines = len(str(value)) if name == "wordwrap" else str(value).count("\n") + 1
+            budget.make(len(str(value)) + lines * width)
+        elif name == "replace" and len(given) >= 2:
+            budget.make(len(str(value)) + _count(str(value), str(given[0])) * len(str(given[1])))
+        elif name == "format":
+            environment._format(str(value), given)
+        elif name == "tojson" and numbers:
+            budget.make(_weight(value, budget.largest + 1) * (1 + max(numbers)))
+        return budget.checked(original(*args, **kwargs))
+
+    return bounded
+
+
+# --- the template's tree ----------------------------------------------------------------------------------------------
+
+
+class _Counting(NodeTransformer):
+    """Counts each turn of a loop and call of a macro or block, and the size of what literals and `~` make."""
+
+    def _body(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.body = [nodes.ExprStmt(_call("step"), lineno=node.lineno), *node.body]
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _body  # noqa: N815
+
+    def _value(self, node: Any) -> Any:
+        self.generic_visit(node)
+        # The target of `{% for a, b in ... %}` and `{% set a, b = ... %}` is a tuple, too.
+        return node if getattr(node, "ctx", "load") == "store" else _call("checked", node)
+
+    visit_List = visit_Tuple = visit_Dict = _value  # noqa: N815
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """`a ~ b ~ c` as pairs, so that no step makes more than two values hold."""
+        self.generic_visit(node)
+        result: nodes.Expr = node.nodes[0]
+        for other in node.nodes[1:]:
+            parts = [_call("checked", result), _call("checked", other)]
+            result = _call("checked", nodes.Concat(parts, lineno=node.lineno))
+        return result
+
+
+def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
+    line = arguments[0].lineno if arguments else 1
+    return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None, lineno=line)

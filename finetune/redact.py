@@ -1,0 +1,235 @@
+"""Secrets in texts and values: found by the shape of tokens, by names such as `api_key`, and in addresses.
+
+Everything that may reach a log, a report or a script passes here: errors, run.json, and what `convert` writes. The
+shapes are prefixes that services give their tokens. A secret without a shape is found only by the name beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MASK = "***"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A secret at text[start:end], and the environment variable that its service's library reads."""
+
+    start: int
+    end: int
+    variable: str
+
+
+# Prefix and form of a service's tokens -> the variable that its library reads.
+_SHAPES: tuple[tuple[str, str], ...] = (
+    (r"(?:api_org|hf)_[A-Za-z0-9]{16,}", "HF_TOKEN"),
+    (r"sk-ant-[A-Za-z0-9_-]{16,}", "ANTHROPIC_API_KEY"),
+    (r"sk-or-[A-Za-z0-9_-]{16,}", "OPENROUTER_API_KEY"),
+    (r"sk-lf-[A-Za-z0-9-]{16,}", "LANGFUSE_SECRET_KEY"),
+    (r"sk-(?:proj-|svcacct-|admin-|None-)?[A-Za-z0-9_-]{16,}", "OPENAI_API_KEY"),
+    (r"gsk_[A-Za-z0-9]{16,}", "GROQ_API_KEY"),
+    (r"nvapi-[A-Za-z0-9_-]{16,}", "NVIDIA_API_KEY"),
+    (r"r8_[A-Za-z0-9]{16,}", "REPLICATE_API_TOKEN"),
+    (r"xai-[A-Za-z0-9]{16,}", "XAI_API_KEY"),
+    (r"pplx-[A-Za-z0-9]{16,}", "PERPLEXITY_API_KEY"),
+    (r"fw_[A-Za-z0-9]{20,}", "FIREWORKS_API_KEY"),
+    (r"tgp_v1_[A-Za-z0-9_-]{16,}", "TOGETHER_API_KEY"),
+    (r"tvly-[A-Za-z0-9_-]{16,}", "TAVILY_API_KEY"),
+    (r"lsv2_(?:pt|sk)_[A-Za-z0-9_]{16,}", "LANGSMITH_API_KEY"),
+    (r"wandb_v1_[A-Za-z0-9_]{20,}", "WANDB_API_KEY"),
+    (r"(?:gh[opsur]|github_pat)_[A-Za-z0-9_]{16,}", "GITHUB_TOKEN"),
+    (r"gl(?:pat|dt|ft|rt|cbt|ptt|agent|imt|soat|oas|ffct)-[A-Za-z0-9_.-]{16,}", "GITLAB_TOKEN"),
+    (r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])", "AWS_ACCESS_KEY_ID"),
+    (r"AIza[0-9A-Za-z_-]{30,}", "GOOGLE_API_KEY"),
+    (r"ya29\.[0-9A-Za-z_-]{20,}", "GOOGLE_OAUTH_TOKEN"),
+    (r"GOCSPX-[0-9A-Za-z_-]{20,}", "GOOGLE_CLIENT_SECRET"),
+    (r"(?:xox[a-z](?:\.xox[a-z])?|xapp)-[0-9A-Za-z-]{10,}", "SLACK_TOKEN"),
+    (r"https://hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/+-]{16,}", "SLACK_WEBHOOK_URL"),
+    (r"https://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/\d+/[\w-]{16,}", "DISCORD_WEBHOOK_URL"),
+    (r"pypi-[A-Za-z0-9_-]{50,}", "PYPI_TOKEN"),
+    (r"npm_[A-Za-z0-9]{30,}", "NPM_TOKEN"),
+    (r"dckr_[po]at_[A-Za-z0-9_-]{16,}", "DOCKER_TOKEN"),
+    (r"dapi[0-9a-f]{32}(?:-\d)?", "DATABRICKS_TOKEN"),
+    (r"do[opr]_v1_[0-9a-f]{32,}", "DIGITALOCEAN_TOKEN"),
+    (r"hv[sbr]\.[A-Za-z0-9_-]{20,}", "VAULT_TOKEN"),
+    (r"(?:[sr]k_(?:live|test|prod)|whsec)_[A-Za-z0-9]{14,}|sk_[A-Za-z0-9]{32,}", "STRIPE_API_KEY"),
+    (r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}", "SENDGRID_API_KEY"),
+    (r"sq0(?:atp|csp)-[A-Za-z0-9_-]{20,}", "SQUARE_TOKEN"),
+    (r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{20,}", "SHOPIFY_TOKEN"),
+    (r"glsa_[A-Za-z0-9_]{32,}|glc_[A-Za-z0-9+/=]{32,}", "GRAFANA_TOKEN"),
+    (r"pul-[0-9a-f]{40}", "PULUMI_ACCESS_TOKEN"),
+    (r"lin_(?:api|oauth)_[A-Za-z0-9]{30,}", "LINEAR_API_KEY"),
+    (r"(?:ntn|secret)_[A-Za-z0-9]{40,}", "NOTION_TOKEN"),
+    (r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}", "AIRTABLE_TOKEN"),
+    (r"pcsk_[A-Za-z0-9_]{20,}", "PINECONE_API_KEY"),
+    (r"ATATT3[A-Za-z0-9_=-]{60,}", "ATLASSIAN_TOKEN"),
+    (r"NRAK-[A-Z0-9]{20,}", "NEW_RELIC_API_KEY"),
+    (r"(?:sntry[su])_[A-Za-z0-9+/=_]{20,}", "SENTRY_AUTH_TOKEN"),
+    (r"tfp_[A-Za-z0-9_]{20,}|[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9_=-]{50,}", "TFE_TOKEN"),
+    (r"[0-9]{8,10}:AA[A-Za-z0-9_-]{32,33}(?![A-Za-z0-9_-])", "TELEGRAM_TOKEN"),
+    (r"AGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE_SECRET_KEY"),
+    (r"KGAT_[A-Za-z0-9]{20,}", "KAGGLE_API_TOKEN"),
+    (r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?", "TOKEN"),
+    # Any other prefix before a long run of random letters and digits.
+    (
+        r"[A-Za-z][A-Za-z0-9]{1,9}[_-](?:[A-Za-z0-9]{1,8}[_-]){0,2}"
+        r"(?=[A-Za-z]*[0-9])(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{32,}(?![A-Za-z0-9/+])",
+        "TOKEN",
+    ),
+)
+_START = r"(?<![A-Za-z0-9])"
+_SHAPED = [(re.compile(_START + f"(?:{shape})"), variable) for shape, variable in _SHAPES]
+_KEY_LINE = r"(?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
+_PRIVATE_KEY = re.compile(rf"-----BEGIN {_KEY_LINE}(?:.*?-----END {_KEY_LINE}|.*)", re.DOTALL)
+_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"<>{}]{1,300}(?=@)")  # user:password@host, or a token@host
+_QUERY = re.compile(
+    r"(?<=[?&])(?:[\w-]*(?:token|secret|password|passwd|signature|api_?key)|sig|key)=([^&\s'\"#]{6,})", re.I
+)
+_ACCOUNT_KEY = re.compile(r"(?:AccountKey|SharedAccessKey|SharedAccessSignature)=([A-Za-z0-9+/=%&-]{16,})", re.I)
+_HEADER = re.compile(r"\b(?:bearer|basic|token|bot)\s+(?=[\w./+=~-]*[0-9A-Z])([\w./+=~-]{12,})", re.I)
+_WANDB = re.compile(r"(?:wandb|weights\W{1,3}biases)[^\n]{0,60}?(?<![0-9a-fA-F])([0-9a-f]{40})(?![0-9a-fA-F])", re.I)
+# A name, in quotes or as an option, then its value: `api_key = "..."`, `'token': ...`, `--password ...`, `-u me:...`.
+_NAMED = re.compile(
+    r"(?:(?P<option>(?<!\S)--?[A-Za-z][\w.-]{0,80})\s+"
+    r"|(?P<name>[A-Za-z_][\w.-]{0,80})['\"]?\]?\s{0,9}(?:(?::\s{0,9}[\w.\[\], |]{1,30}?)?=(?!=)|:(?![:/]))\s{0,9})"
+    r"(?:(?P<quote>['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)(?P=quote)|(?P<bare>[^\s'\",;(){}\[\]<>`]+))"
+)
+_CURL_USER = re.compile(r"\bcurl\b[^\n]{0,300}?\s(?:-u|--user)\s*['\"]?[^\s:'\"]{1,100}:([^\s'\"]+)")
+
+_STRONG = re.compile(
+    r"(?:^|[_.-])(?:(?:pass|pass_?phrase|passwd|pwd|password|credentials?|secrets?|secret_(?:access_)?key|client_secret"
+    r"|authorization|x_api_key|api_?keys?|api_?token|auth(?:_key)?_?token|access_?(?:key|token)(?:_id|_secret)?"
+    r"|private_?key|account_?key|service_?key|encryption_?key|signing_?key|refresh_token|id_token|session_token"
+    r"|bearer_token|webhook(?:_url)?|dsn)|(?:hf|hub|huggingface|wandb|openai|anthropic|groq|gemini|google|cohere"
+    r"|mistral|github|gitlab|kaggle|replicate|together|nvidia|ngc|comet|neptune|ngrok|slack|telegram|bot|discord|aws"
+    r"|azure|read|write|my|user|personal|pat|login|secret|api|auth|access|use_auth)_?(?:token|key|secret|pat))$",
+    re.IGNORECASE,
+)
+_TOKENIZER_WORDS = frozenset(
+    "pad eos bos unk sep cls mask special end start stop eot eom eod begin first last next new image img audio video"
+    " vision user assistant system tool think prompt per max min num added extra additional decoder forced prefix"
+    " suffix middle separator space blank newline".split()
+)
+_MOST_NAMED = 200_000  # characters of a text in which names are looked at
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, key, option or header of this name holds a secret: `api_key`, `HF_TOKEN`, `X_SERVICE_KEY`,
+    `--hub-token`, `Authorization`; not `pad_token`, `max_new_tokens` or `text_key`."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-_ ")).replace("-", "_").rpartition(".")[2]
+    lower = words.lower()
+    before, _, last = lower.rpartition("_")
+    if last == "token":
+        return before.rpartition("_")[2] not in _TOKENIZER_WORDS
+    if _STRONG.search(lower):
+        return True
+    upper = words.isupper() and before != ""
+    return upper and last in ("key", "secret", "pass", "pw", "cred", "creds", "pat")
+
+
+def variable_for(name: str) -> str:
+    """The environment variable for a secret that is called `name` in code."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2].strip("-_ "))
+    variable = re.sub(r"\W+", "_", words).strip("_").upper()
+    known = {"token", "hf_token", "use_auth_token", "hub_token", "hugging_face_token", "huggingface_token"}
+    if variable.lower() in known:
+        return "HF_TOKEN"
+    return "SECRET" if not variable or variable[0].isdigit() else variable
+
+
+def shaped(text: str) -> Iterator[Found]:
+    """The secrets that are known by their form, wherever they stand: tokens of services, private keys, and the user
+    and password of an address. They may overlap."""
+    for pattern, variable in _SHAPED:
+        for match in pattern.finditer(text):
+            if not is_placeholder(match.group()):
+                yield Found(*match.span(), variable)
+    for match in _PRIVATE_KEY.finditer(text):
+        yield Found(*match.span(), "PRIVATE_KEY")
+    for pattern, variable, group in (
+        (_ADDRESS, "URL_CREDENTIALS", 0),
+        (_QUERY, "URL_TOKEN", 1),
+        (_ACCOUNT_KEY, "ACCOUNT_KEY", 1),
+        (_HEADER, "AUTHORIZATION_TOKEN", 1),
+        (_WANDB, "WANDB_API_KEY", 1),
+    ):
+        for match in pattern.finditer(text):
+            if not is_placeholder(match.group(group)):
+                yield Found(*match.span(group), variable)
+
+
+def find(text: str) -> list[Found]:
+    """All secrets of a text, in order and without overlap: those of `shaped`, and the values beside secret names."""
+    found = list(shaped(text))
+    found += _beside_names(text[:_MOST_NAMED])
+    found += [Found(*match.span(1), "PASSWORD") for match in _CURL_USER.finditer(text[:_MOST_NAMED])]
+    return merged(found)
+
+
+def _beside_names(text: str) -> Iterator[Found]:
+    position = 0
+    while match := _NAMED.search(text, position):
+        name, group = match["option"] or match["name"], "bare" if match["quoted"] is None else "quoted"
+        if holds_secret(name, match[group], quoted=group == "quoted"):
+            yield Found(*match.span(group), variable_for(name))
+            position = match.end()
+        else:  # what looks like its value may be the next name: `-x TOKEN=...`
+            position = match.start("option") + 1 if match["option"] else match.end("name")
+
+
+def merged(found: list[Found]) -> list[Found]:
+    """In order; those that overlap as one, which the longest one names."""
+    kept: list[Found] = []
+    for item in sorted(found, key=lambda item: (item.start, -item.end)):
+        if kept and item.start < kept[-1].end:
+            kept[-1] = Found(kept[-1].start, max(kept[-1].end, item.end), kept[-1].variable)
+        else:
+            kept.append(item)
+    return kept
+
+
+def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
+    """Whether `name` is that of a secret and its value may be one: no placeholder, special token of a tokenizer or
+    number, and, without quotes, no expression or word of a sentence."""
+    if not is_secret_name(name) or not is_credible(value):
+        return False
+    if not quoted:
+        is_expression = re.search(r"^\$|environ|getenv|\.get\b|os\.|input\(|userdata", value)
+        return len(value) >= 6 and not is_expression and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
+    is_weak = not _STRONG.search(name) and not re.search("token$", name, re.IGNORECASE)  # LABEL_KEY = "answer"
+    return not is_weak or bool(re.search(r"\d", value)) or len(value) >= 20
+
+
+def is_credible(value: str) -> bool:
+    """Whether the value of a secret name may be a secret."""
+    no_secret = r"[<\[(].*[>\])]|[\d.,_-]+|(?i:none|null|true|false)"
+    return len(value) >= 4 and not is_placeholder(value) and not re.fullmatch(no_secret, value)
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether a value only marks where a secret belongs: `YOUR_HF_TOKEN`, `hf_...`, `<token>`, `***`."""
+    return bool(re.search(r"your|_here|\.\.\.|…|x{4}|\*{3}|<\w+>|\$\{|example\.com$|changeme|placeholder", value, re.I))
+
+
+def redact(text: str, mask: str = MASK) -> str:
+    """The text with every secret in it replaced by `mask`."""
+    parts, last = [], 0
+    for item in find(text):
+        parts += [text[last : item.start], mask]
+        last = item.end
+    return "".join([*parts, text[last:]])
+
+
+def redact_tree(value: Any) -> Any:
+    """Dicts and lists with every text in them redacted, and the values of secret names masked."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {
+            key: MASK if isinstance(item, str) and item and is_secret_name(str(key)) else redact_tree(item)
+            for key, item in value.items()
+        }
+    return [redact_tree(item) for item in value] if isinstance(value, list | tuple) else value

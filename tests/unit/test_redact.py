@@ -1,0 +1,153 @@
+"""Secrets in texts. Tokens are made up here, from parts: no literal of this file looks like one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune import model_files, verb
+from finetune.config import ConfigError, load
+from finetune.errors import RunError, UserError
+from finetune.record import RunRecord
+from finetune.redact import MASK, is_secret_name, redact, redact_tree
+
+MIXED = "aB3xK9qZ7mW2"
+HEX = "0123456789abcdef"
+# The published forms of services: prefix and body.
+SHAPES = {
+    "huggingface": "hf" + "_" + MIXED * 3,
+    "openai": "sk" + "-proj-" + MIXED * 4,
+    "anthropic": "sk" + "-ant-api03-" + MIXED * 7,
+    "groq": "gsk" + "_" + MIXED * 4,
+    "nvidia": "nvapi" + "-" + MIXED * 5,
+    "replicate": "r8" + "_" + MIXED * 3,
+    "perplexity": "pplx" + "-" + MIXED * 4,
+    "wandb": "wandb" + "_v1_" + MIXED * 3,
+    "github": "ghp" + "_" + MIXED * 3,
+    "github fine-grained": "github" + "_pat_" + MIXED * 6,
+    "gitlab": "glpat" + "-" + MIXED * 2,
+    "aws": "AKIA" + "QWERTYUIOPASDFGH",
+    "google": "AIza" + MIXED * 3,
+    "slack": "xoxb" + "-1234567890-" + MIXED * 2,
+    "slack webhook": "https://hooks.slack.com/" + "services/T0AAAAAAA/B0AAAAAAA/" + MIXED * 2,
+    "pypi": "pypi" + "-AgEIcHlwaS5vcmc" + MIXED * 6,
+    "npm": "npm" + "_" + MIXED * 3,
+    "docker": "dckr" + "_pat_" + MIXED * 2,
+    "databricks": "dapi" + HEX * 2,
+    "stripe": "sk" + "_live_" + MIXED * 2,
+    "sendgrid": "SG" + "." + MIXED * 2 + "." + MIXED * 3,
+    "telegram": "123456789" + ":AA" + MIXED * 2 + "aB3xK9qZ",
+    "jwt": "eyJ" + MIXED + ".eyJ" + MIXED * 2 + "." + MIXED * 2,
+    "an unknown service": "newco" + "_" + MIXED * 3,
+    "private key": "-----BEGIN RSA " + "PRIVATE KEY-----\\n" + MIXED + "\\n-----END RSA " + "PRIVATE KEY-----",
+    "address": "https://me:" + MIXED + "@example.org/x",
+    "database": "postgres://me:" + MIXED + "@db.local/x",
+}
+INSIDE = {name: MIXED if name in ("address", "database", "private key") else secret for name, secret in SHAPES.items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_in_a_text(name: str) -> None:
+    for before, after in (("", ""), ("it is ", ", and no other"), ('x = "', '"'), ("line\n", "\nline")):
+        assert INSIDE[name] not in redact(before + SHAPES[name] + after)
+        assert redact(before) == before and redact(after) == after
+
+
+@pytest.mark.parametrize("name", ["api_key", "HF_TOKEN", "--hub-token", "X_SERVICE_KEY", "db_password", "clientSecret"])
+def test_values_beside_a_secret_name(name: str) -> None:
+    assert is_secret_name(name)
+    for text in (f"{name}=pass1word", f"{name}: 'pass1word'", f'"{name}": "pass1word"', f'{name} = "pass1word"'):
+        assert "pass1word" not in redact(text)
+    assert redact_tree({name: "x", "n": [{name: "y"}], "k": 1}) == {name: MASK, "n": [{name: MASK}], "k": 1}
+
+
+def test_what_is_no_secret_stays() -> None:
+    for text in (
+        "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
+        f"revision: {HEX * 2}01234567",
+        f"sha256:{HEX * 4}",
+        "data.train_file: /data/a_b-c/train-00001-of-00002.jsonl",
+        "pad_token: '<pad>', eos_token: '</s>', max_new_tokens: 128, tokens=12345",
+        "the token: a word; the password is asked for; key: value",
+        "/home/me/.cache/huggingface/token: permission denied",
+    ):
+        assert redact(text) == text
+    for name in ("pad_token", "eos_token", "max_new_tokens", "text_key", "tokenizer", "image_token", "keys"):
+        assert not is_secret_name(name)
+
+
+def test_long_texts_take_linear_time() -> None:
+    """Each of these took minutes under a pattern that backtracks: the test then never ends."""
+    for text in ("://" + "a" * 10**5, "curl -u " * 10**4, "a_" * 10**5, "?" + "token" * 10**4, "a" + " " * 10**5):
+        redact(text)
+
+
+# --- where users meet them --------------------------------------------------------------------------------------------
+
+PLACES = {
+    "a managed key": "--training.hub_token {}",
+    "with an equals sign": "--training.hub_token={}",
+    "an unknown key": "--training.unknown_thing {}",
+    "an unknown section": "--api_key {}",
+    "a stray word": "{}",
+    "a wrong type": "--training.max_steps {}",
+    "not among the choices": "--training.optim {}",
+    "in a mapping": "--model.loader_kwargs {{token: {}}}",
+    "YAML": "training: {{hub_token: '{}'}}",
+    "YAML of a wrong type": "training: {{max_steps: '{}'}}",
+    "YAML unknown section": "api: '{}'",
+    "YAML unknown nested": "training: {{thing: {{a: ['{}']}}}}",
+    "YAML duplicate": "training: {{seed: 1, seed: '{}'}}",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_configuration_error_never_repeats_a_secret(place: str, tmp_path: Path) -> None:
+    for name, secret in {**SHAPES, "short": "hunter2pass"}.items():
+        if name == "short" and place not in ("a managed key", "with an equals sign", "an unknown section", "YAML"):
+            continue  # nothing tells such a word from a value
+        text = PLACES[place].format(secret)
+        if place.startswith("YAML"):
+            (tmp_path / "c.yaml").write_text(text)
+            argv = ["--config", str(tmp_path / "c.yaml")]
+        else:
+            argv = [word.format(secret) for word in PLACES[place].split(" ", 1)]
+        with pytest.raises(ConfigError) as caught:
+            load(argv)
+        shown = str(caught.value) + repr(caught.value.problems)
+        assert INSIDE.get(name, secret) not in shown, (name, shown)
+
+
+def test_every_error_is_redacted(capsys: pytest.CaptureFixture[str]) -> None:
+    secret = SHAPES["huggingface"]
+    for error in (UserError(f"no {secret}"), RunError(f"no {secret}"), ValueError(f"no {secret}")):
+
+        def fail(error: Exception = error) -> int:
+            raise error
+
+        assert verb.guarded(fail) == getattr(error, "exit_code", 1)
+        shown = capsys.readouterr().err
+        assert secret not in shown and f"no {MASK}" in shown
+
+
+def test_run_json_and_the_resolved_configuration(tmp_path: Path) -> None:
+    from finetune.config import dump_yaml
+
+    secret = SHAPES["huggingface"]
+    argv = ["--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--model.backend", "unsloth"]
+    config = load([*argv, "--model.loader_kwargs", f"{{api_key: pass1word, name: {secret}}}"])
+    record = RunRecord(tmp_path)
+    record.update(config=config.to_dict(), rows=[1])
+    record.fail(f"no {secret}")
+    for shown in ((tmp_path / "run.json").read_text(), dump_yaml(config)):
+        assert secret not in shown and "pass1word" not in shown and MASK in shown
+
+
+def test_the_name_of_a_model_is_shown_without_its_password(tmp_path: Path) -> None:
+    config = load(["--model.model_name_or_path", SHAPES["address"], "--data.train_file", "x.jsonl"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_files, "_hub_is_off", lambda: True)
+        with pytest.raises(UserError, match=rf"https://{re.escape(MASK)}@example.org"):
+            model_files.check(config)
