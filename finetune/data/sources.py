@@ -118,6 +118,8 @@ def _expand_one(name: str) -> list[Path]:
     if path.is_dir():
         return _expand_folder(path)
     if path.exists():
+        if not path.is_file():
+            raise UserError(f"{path} is not a file or folder but a pipe, socket or device; {_READABLE}")
         if _kind(path) not in KINDS:
             raise UserError(f"{path} has the ending {''.join(path.suffixes) or '(none)'!r}; {_READABLE}")
         return [path]
@@ -257,6 +259,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(text)
+            except RecursionError as error:
+                raise UserError(f"{where}: not usable, as it is nested too deeply; one object a line") from error
             except json.JSONDecodeError as error:
                 raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno}); one object a line") from error
             yield _as_row(row, where), where
