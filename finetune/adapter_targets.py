@@ -29,7 +29,7 @@ def check_by_config(config: Config) -> None:
     if model.loader or model.loader_kwargs or model.trust_remote_code:
         return
     try:
-        shape = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.revision)
+        shape = AutoConfig.from_pretrained(str(model.model_name_or_path), revision=model.revision)
         if shape is not shape.get_text_config():
             return
         with torch.device("meta"):

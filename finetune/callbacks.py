@@ -209,7 +209,7 @@ class EventFile:
 
 
 def _quiet_event_thread() -> None:
-    """Keep Python from printing the traceback of a disk error in the thread that writes events: EventFile reports it."""
+    """Keep Python from printing the traceback of a disk error in the thread that writes events."""
     previous = threading.excepthook
     if getattr(previous, "of_event_files", False):
         return

@@ -19,6 +19,7 @@ _PATH = {
     errno.EACCES: "Permission denied",
     errno.EPERM: "Permission denied",
     errno.ENOTDIR: "A part of the path is a file, not a folder",
+    errno.EEXIST: "A file is in the place of a folder",
     errno.EISDIR: "The path is a folder, not a file",
     errno.ENAMETOOLONG: "The file name is too long",
 }

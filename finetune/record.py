@@ -62,7 +62,7 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # the file that was asked for; a failed write names none
+        error.filename = str(path)  # the file that was asked for; a failed write names none
         raise
     finally:
         with contextlib.suppress(OSError):

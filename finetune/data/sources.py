@@ -259,10 +259,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(text)
-            except RecursionError as error:
-                raise UserError(f"{where}: not usable, as it is nested too deeply; one object a line") from error
             except json.JSONDecodeError as error:
                 raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno}); one object a line") from error
+            except (ValueError, RecursionError) as error:  # an integer of thousands of digits; deep nesting
+                raise UserError(f"{where}: JSON that cannot be read ({error}); remove the row") from error
             yield _as_row(row, where), where
 
 
@@ -278,6 +278,8 @@ def _read_json(path: Path) -> Iterator[tuple[Row, str]]:
             yield from _read_jsonl(path)
             return
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: JSON that cannot be read ({error})") from error
     if isinstance(data, dict):
         if not isinstance(data.get("data"), list):
             keys = ", ".join(list(data)[:10])
