@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from finetune import communication, distributed, interrupt, invariants, metrics
+from finetune import communication, disk, distributed, interrupt, invariants, metrics
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import RunError
@@ -55,7 +60,7 @@ class Profile(TrainerCallback):
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=self._steps, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._file)),
+            on_trace_ready=self._export,
             record_shapes=True,
         )
         self._profiler.start()
@@ -68,6 +73,13 @@ class Profile(TrainerCallback):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+    def _export(self, profiler: torch.profiler.profile) -> None:
+        """Write the trace. A disk that cannot take it costs the trace, not the training."""
+        try:
+            profiler.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:
+            sys.stderr.write(f"warning: {self._file} was not written ({error}). The training continues.\n")
 
 
 class FirstGradients(TrainerCallback):
@@ -107,7 +119,11 @@ class Witness(TrainerCallback):
     def _save(self, name: str, tensors: dict[str, Any]) -> None:
         if distributed.ranks().is_main:
             plain = {key.removeprefix("module."): tensor.contiguous() for key, tensor in tensors.items()}
-            save_file(plain, self._folder / f"{name}.safetensors")
+            file = self._folder / f"{name}.safetensors"
+            try:
+                save_file(plain, file)
+            except SafetensorError as error:  # wraps the operating system's error in a text
+                raise RunError(f"{file} cannot be written: {error}. Free some space, then run again.") from error
 
 
 class StepClock:
@@ -141,6 +157,72 @@ class StepClock:
         return seconds
 
 
+class EventFile:
+    """TensorBoard's event file, made at the first write. If the disk fails it warns once and drops all further events:
+    the training and its checkpoints do not depend on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        self.warning: str | None = None  # why events were dropped
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """As SummaryWriter.add_scalar."""
+        self._write("add_scalar", tag, value, step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """As SummaryWriter.add_text."""
+        self._write("add_text", tag, text, step)
+
+    def add_histogram(self, tag: str, values: Any, step: int) -> None:
+        """As SummaryWriter.add_histogram."""
+        self._write("add_histogram", tag, values, step)
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        if self._writer is not None:
+            with self._dropping():
+                self._writer.close()
+            self._writer = None
+
+    def _write(self, method: str, *arguments: Any) -> None:
+        if self.warning is not None:
+            return
+        with self._dropping():
+            if self._writer is None:
+                _quiet_event_thread()
+                self._writer = SummaryWriter(str(self._folder))
+            getattr(self._writer, method)(*arguments)
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # of its background thread, too: it surfaces at a later write
+            why = disk.reason(error)
+            if why is None:
+                raise
+            self._writer = None
+            if self.warning is None:
+                self.warning = f"{why}: TensorBoard's events in {self._folder} are incomplete."
+                sys.stderr.write(f"warning: {self.warning} The training continues without TensorBoard.\n")
+
+
+def _quiet_event_thread() -> None:
+    """Keep Python from printing the traceback of a disk error in the thread that writes events."""
+    previous = threading.excepthook
+    if getattr(previous, "of_event_files", False):
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        of_writer = type(args.thread).__name__ == "_AsyncWriterThread"
+        if not (of_writer and args.exc_value is not None and disk.reason(args.exc_value)):
+            previous(args)
+
+    hook.of_event_files = True  # pyright: ignore[reportFunctionMemberAccess]
+    threading.excepthook = hook
+
+
 class Record(TrainerCallback):
     """Measures the run; at logging steps writes TensorBoard (rank 0) and adds to what run.json will hold.
 
@@ -164,7 +246,7 @@ class Record(TrainerCallback):
             layout: what the rows of the plan are made of.
             texts: shown as text in TensorBoard.
         """
-        self.writer = SummaryWriter(str(folder)) if folder is not None else None
+        self.writer = EventFile(folder) if folder is not None else None
         self.plan, self.layout = plan, layout
         self.tokens, self.squared_lengths = layout.tokens, layout.squared_lengths
         self.hardware, self.size, self.texts, self.progress = hardware, size, texts, progress
@@ -295,6 +377,7 @@ class Record(TrainerCallback):
             "step_seconds_median": metrics.median(self.step_seconds),
             **self._communication(),
             "peak_memory_gib": distributed.gather_objects(peak_memory_gib()),
+            "warnings": [self.writer.warning] if self.writer and self.writer.warning else [],
         }
 
     def _communication(self) -> dict[str, Any]:

@@ -66,9 +66,10 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None,
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune import model
+    from finetune import adapter_targets, model
 
     model.check(config, stack)
+    adapter_targets.check_by_config(config)
     tokenizer = model.load_tokenizer(config)
     with bootstrap.quiet_ranks():
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))

@@ -121,7 +121,14 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
         )
     parent = output_dir
     while not parent.exists():
+        if parent.is_symlink():
+            raise UserError(
+                f"training.output_dir is {output_dir}: {parent} is a symbolic link to {parent.readlink()}, which does "
+                "not exist. Create that folder or give another one."
+            )
         parent = parent.parent
+    if not parent.is_dir():
+        raise UserError(f"training.output_dir is {output_dir}: {parent} is a file. Give a folder.")
     if not os.access(parent, os.W_OK):
         raise UserError(
             f"training.output_dir is {output_dir}: {parent} cannot be written by this user. Give another folder."

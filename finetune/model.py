@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finetune import model_files
+from finetune import adapter_targets, model_files
 from finetune.bootstrap import Stack, quiet_ranks
 from finetune.config import Config
 from finetune.errors import RunError, UserError
@@ -131,6 +131,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     if config.model.full_finetuning or continue_adapter:
         return model
     lora = config.lora
+    adapter_targets.check(model, config, _targets(config))
     return loader.get_peft_model(
         model,
         r=lora.r,
@@ -186,6 +187,7 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     lora = config.lora
+    adapter_targets.check(model, config, _targets(config))
     torch.manual_seed(_adapter_seed(config))
     return get_peft_model(
         model,

@@ -33,6 +33,10 @@ def check(config: Config) -> None:
             f"model.model_name_or_path is {name}: no such folder is here, nor such a model in the cache, and "
             f"HF_HUB_OFFLINE is set. Check the spelling, download it first with `hf download {name}`, or give a folder."
         )
+    if not folder.is_dir() and not _hub_is_off() and not any(_cached(config, file) for file in SHAPES):
+        check_hub(f"model.model_name_or_path is {name}")
+    if folder.is_dir():
+        _check_folder(folder)
     _check_adapter(config, _found(config))
     _check_code(config)
 
@@ -98,6 +102,79 @@ def check_refused(name: str, what: str, error: Exception) -> None:
         ) from None
 
 
+def check_hub(given: str) -> None:
+    """The hub can be reached. The libraries ask ten times before they give up; this asks twice. A network that is only
+    slow passes.
+
+    Args:
+        given: what is wanted from the hub, as the beginning of the message.
+
+    Raises:
+        UserError: there is no connection at all.
+    """
+    import time
+
+    import httpx
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    for wait in (1.0, None):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=10)
+            return
+        except httpx.ConnectError as error:  # no route, no name, refused
+            if wait is None:
+                raise UserError(
+                    f"{given}, which is neither a folder here nor in the cache, and {constants.ENDPOINT} cannot be "
+                    f"reached ({error}). Check the network, HF_ENDPOINT and the proxy variables, or give a folder."
+                ) from None
+            time.sleep(wait)
+        except httpx.HTTPError:  # slow, or an answer that only the real request can judge
+            return
+
+
+def _check_folder(folder: Path) -> None:
+    """Configuration files that are JSON objects, and weights whose headers and sizes agree."""
+    for name in SHAPES:
+        if (folder / name).is_file():
+            _read_object(folder / name)
+    for file in sorted(folder.glob("*.safetensors")):
+        if why := _why_damaged(file):
+            raise UserError(
+                f"model.model_name_or_path is {folder}: its {file.name} is damaged ({why}). Copy or download it again."
+            )
+
+
+def _read_object(file: Path) -> dict:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}. Copy or download the model again.") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}. Check the permissions of the model.") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} must be a JSON object: it is a {type(found).__name__}. Copy the model again.")
+    return found
+
+
+def _why_damaged(file: Path) -> str | None:
+    """What is wrong with a safetensors file by its header: 8 bytes of length, JSON with the tensors' offsets, data."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            if size < 8 or length > size - 8:
+                return f"it has {size:,} bytes, too few for its header"
+            header = json.loads(content.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "its header is not valid"
+    return None if size == whole else f"it has {size:,} bytes instead of {whole:,}"
+
+
 def adapter(config: Config) -> dict | None:
     """The adapter_config.json of the model, which may have to be asked of the hub; None for a whole model.
 
@@ -113,7 +190,7 @@ def _found(config: Config) -> dict | None:
     """The adapter's configuration in the folder or the cache."""
     folder = Path(str(config.model.model_name_or_path))
     file = folder / ADAPTER if folder.is_dir() else _cached(config, ADAPTER)
-    return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else None
+    return _read_object(file) if file and file.is_file() else None
 
 
 def _cached(config: Config, file: str) -> Path | None:

@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from finetune import distributed
+from finetune import disk, distributed
 from finetune.redact import redact_tree
 
 FILE_NAME = "run.json"
@@ -28,6 +29,19 @@ class RunRecord:
         if distributed.ranks().is_main:
             write_json(self.path, redact_tree(self.content))
 
+    def try_update(self, **values: Any) -> None:
+        """`update`, where a disk that cannot take the file must not end the training: a warning, and the next update
+        tries again."""
+        try:
+            self.update(**values)
+        except OSError as error:
+            why = disk.reason(error)
+            if why is None:
+                raise
+            warning = f"{why}: {self.path} was not updated."
+            self.content.setdefault("warnings", []).append(warning)
+            sys.stderr.write(f"warning: {warning}\n")
+
     def fail(self, message: str) -> None:
         """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own."""
         if self.content:
@@ -39,14 +53,21 @@ def write_json(path: Path, content: Any) -> None:
     """Write `content` to a temporary file beside `path`, then rename: a reader sees the old file or the new one.
 
     Numbers that JSON has no word for (NaN, infinity) become null.
+
+    Raises:
+        OSError: the disk cannot take it; `filename` is `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # the file that was asked for; a failed write names none
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

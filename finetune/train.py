@@ -127,8 +127,10 @@ def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | Non
         results = telling.results()
         prediction = scoring.score(job, results)
         scoring.write(telling.writer, prediction, trainer.state.global_step)
-        record.update(steps=trainer.state.global_step, seconds_to_first_step=first_step, **results)
-        record.update(prediction=prediction)
+        # The model is saved below even if the disk has no room for run.json.
+        record.try_update(
+            steps=trainer.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
+        )
         if stop.stopped:
             record.update(status="interrupted")
             say_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
@@ -192,7 +194,30 @@ def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tu
     telling.trainer = trainer
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
+    complete_early_stopping(trainer)
     return trainer, telling, stop
+
+
+def complete_early_stopping(trainer: SFTTrainer) -> None:
+    """Let an EarlyStoppingCallback of the script's watch the held-out loss if the script names no other metric.
+
+    Raises:
+        UserError: the run does not evaluate while it trains.
+    """
+    from transformers import EarlyStoppingCallback
+
+    args = trainer.args
+    if not any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
+        return
+    if str(args.eval_strategy.value) == "no":
+        raise UserError(
+            "EarlyStoppingCallback needs evaluations while the run trains: there are none. Set data.eval_file or "
+            "data.eval_fraction, and training.eval_steps."
+        )
+    if args.metric_for_best_model is None:
+        args.metric_for_best_model = "eval_loss"
+    if args.greater_is_better is None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
 
 
 def check_same_plan(trainer: SFTTrainer, found: keeping.Found) -> None:

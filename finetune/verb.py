@@ -44,7 +44,7 @@ def guarded(run: Callable[[], int]) -> int:
 
     Of all ranks the one that failed first shows its error; the others end quietly with it.
     """
-    from finetune import distributed, interrupt
+    from finetune import disk, distributed, interrupt
 
     interrupt.install()
     try:
@@ -57,7 +57,9 @@ def guarded(run: Callable[[], int]) -> int:
         _report(error, f"error: {_rank_name()}{error}\n")
         return error.exit_code
     except Exception as error:
-        _report(error, _rank_name() + redact(traceback.format_exc()))
+        known = disk.failure(error)  # a disk that is full or gone, wherever it happened
+        text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
+        _report(known or error, text)
         return FAILED
 
 

@@ -57,6 +57,13 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self.duplicates: list[tuple[int, str]] = []
 
+    def construct_document(self, node: yaml.Node) -> Any:
+        if _expanded_nodes(node, {}) > _MOST_NODES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"its aliases expand to more than {_MOST_NODES:,} values", node.start_mark
+            )
+        return super().construct_document(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
@@ -66,6 +73,24 @@ class _Loader(yaml.SafeLoader):
                 elif isinstance(key, yaml.ScalarNode):
                     seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_MOST_NODES = 100_000  # of a document with its aliases written out
+# What PyYAML raises for a broken document; for some malformed scalars the error of Python itself.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError, TypeError)
+
+
+def _expanded_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Nodes below `node` with every alias written out: a few lines can stand for billions."""
+    if id(node) not in known:
+        known[id(node)] = 0  # an alias to what contains it
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_expanded_nodes(child, known) for child in children)
+    return known[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -234,17 +259,21 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
     except FileNotFoundError:
         problems.add(f"{path}: the configuration file does not exist (looked in {Path.cwd()})", *_OWN)
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         problems.add(f"{path}: cannot be read as UTF-8 text: {error}", *_OWN)
         return []
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except _NOT_YAML as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        what = getattr(error, "problem", None) or f"{error}".partition("\n")[0]
+        if isinstance(error, KeyError | AttributeError | TypeError):
+            what = "a value does not fit its tag"
+        elif isinstance(error, RecursionError):
+            what = "it is nested too deeply"
         problems.add(f"{path}{line}: is not valid YAML: {what}", *_OWN)
         return []
     for line, key in loader.duplicates:
@@ -294,9 +323,11 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
         return None
     try:
         value = convert(_parse(setting.raw, annotation) if setting.raw else setting.value, annotation)
-    except (NotAllowed, yaml.YAMLError, ValueError):
-        hint = "; put it in quotes" if str in members(annotation) and isinstance(setting.value, int | float) else ""
-        problems.add(f"{setting}: is not of the type {describe(annotation)}{hint}", setting.name)
+    except (NotAllowed, *_NOT_YAML):
+        problems.add(f"{setting}: {_wrong_type(setting, annotation)}", setting.name)
+        return None
+    if why := _unusable(value):
+        problems.add(f"{setting}: {why}", setting.name)
         return None
     words, test = (_OWN[setting.name].metadata["allowed"] if setting.name in _OWN else None) or ("", None)
     if test is not None and value is not None and not test(value):
@@ -313,6 +344,26 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
     return (value,)
 
 
+def _wrong_type(setting: Setting, annotation: Any) -> str:
+    """What is wrong with a value of the wrong type, with the usual slips by name: a number in quotes, or without."""
+    value = setting.value.strip("\"' ") if isinstance(setting.value, str) else setting.value
+    quoted = isinstance(value, str) and (setting.raw is None or setting.raw.lstrip()[:1] in ("'", '"'))
+    if quoted and int in members(annotation) and re.fullmatch(r"[-+]?\d{1,20}", value):
+        return f'expected an integer, got the string "{value}"; remove the quotes'
+    hint = "; put it in quotes" if str in members(annotation) and isinstance(value, int | float) else ""
+    return f"is not of the type {describe(annotation)}{hint}"
+
+
+def _unusable(value: Any) -> str | None:
+    """What no path, name or count can be, whatever its key; None for all other values."""
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        return "contains a NUL character; remove it"
+    if type(value) is int and abs(value) >= 2**63:
+        return "must be smaller than 2^63"
+    return None
+
+
 def _parse(raw: str, annotation: Any) -> Any:
     """The text of a command-line value as YAML. Where text is allowed, it stays as it is unless it is quoted, null, a
     list, a mapping or a bool that is allowed too: a prompt may hold `: ` or ` #`, a commit may look like a number."""
@@ -321,7 +372,7 @@ def _parse(raw: str, annotation: Any) -> Any:
     try:
         parsed = yaml.load(raw, _Loader)
         convert(parsed, annotation)
-    except (NotAllowed, yaml.YAMLError, ValueError):
+    except (NotAllowed, *_NOT_YAML):
         return raw
     quoted = isinstance(parsed, str) and raw.lstrip()[:1] in ("'", '"')
     is_null = parsed is None and raw.strip() in _NULLS

@@ -118,6 +118,11 @@ def detect(
         evidence = "; ".join(f"{match.name}: {match.evidence}" for match in found)
         raise UserError(f"the rows fit several formats ({evidence}); say which by data.format")
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
+    if {"chosen", "rejected"} <= set(columns):
+        raise UserError(
+            f"no row format fits: {present}: this is preference data (DPO, ORPO), and this program trains on answers "
+            "alone. To train on the chosen ones, write them into a file of messages or of prompt and completion."
+        )
     raise UserError(f"no row format fits: {present}; {needs}; map your columns by data.columns, field: column")
 
 

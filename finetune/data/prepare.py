@@ -216,7 +216,10 @@ def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item
     rows = iter(rows)
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
-    found = formats.detect(columns, [row for row, _ in first], config.data.format, config.data.columns)
+    try:
+        found = formats.detect(columns, [row for row, _ in first], config.data.format, config.data.columns)
+    except UserError as error:
+        raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":
         raise UserError(
             f"data.response_part marks turns in rows of text, and these rows are of the format {found.name} "

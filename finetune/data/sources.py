@@ -118,6 +118,8 @@ def _expand_one(name: str) -> list[Path]:
     if path.is_dir():
         return _expand_folder(path)
     if path.exists():
+        if not path.is_file():
+            raise UserError(f"{path} is not a file or folder but a pipe, socket or device; {_READABLE}")
         if _kind(path) not in KINDS:
             raise UserError(f"{path} has the ending {''.join(path.suffixes) or '(none)'!r}; {_READABLE}")
         return [path]
@@ -259,6 +261,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
                 row = json.loads(text)
             except json.JSONDecodeError as error:
                 raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno}); one object a line") from error
+            except (ValueError, RecursionError) as error:  # an integer of thousands of digits; deep nesting
+                raise UserError(f"{where}: JSON that cannot be read ({error}); remove the row") from error
             yield _as_row(row, where), where
 
 
@@ -274,6 +278,8 @@ def _read_json(path: Path) -> Iterator[tuple[Row, str]]:
             yield from _read_jsonl(path)
             return
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: JSON that cannot be read ({error})") from error
     if isinstance(data, dict):
         if not isinstance(data.get("data"), list):
             keys = ", ".join(list(data)[:10])

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 LAYERS = (
     {
         "errors",
+        "disk",
         "record",
         "keeping",
         "config",
@@ -25,6 +26,7 @@ LAYERS = (
     {
         "bootstrap",
         "data",
+        "adapter_targets",
         "model",
         "model_files",
         "optimizers",

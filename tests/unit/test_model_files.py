@@ -33,8 +33,7 @@ def test_a_folder_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline it is in the cache or nowhere; otherwise it is left to those who ask, and a hub that cannot be reached
-    ends nothing here."""
+    """Offline it is in the cache or nowhere; online, a hub that cannot be reached is reported at once."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the hub"):
@@ -43,7 +42,8 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    model_files.check(config("some/model"))
+    with pytest.raises(UserError, match="cannot be reached"):
+        model_files.check(config("some/model"))
     assert model_files.adapter(config("some/model")) is None
 
 

@@ -1,0 +1,87 @@
+"""Whether `lora.target_modules` and `lora.modules_to_save` name modules that the model has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.errors import UserError
+
+
+def check_by_config(config: Config) -> None:
+    """Check the names against the model's shape, built without weights, so that a typo costs no loading. What cannot be
+    built so (remote code, several towers, an adapter) is left to `check`, after loading.
+
+    Raises:
+        UserError: a name matches no module.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lora, model = config.lora, config.model
+    named = isinstance(lora.target_modules, list) or lora.modules_to_save
+    if not named or isinstance(lora.target_modules, str) or model.full_finetuning or lora.continue_adapter:
+        return
+    if model.loader or model.loader_kwargs or model.trust_remote_code:
+        return
+    try:
+        shape = AutoConfig.from_pretrained(str(model.model_name_or_path), revision=model.revision)
+        if shape is not shape.get_text_config():
+            return
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(shape)
+    except Exception:  # whatever is wrong with the model, loading it says it better
+        return
+    check(skeleton, config, lora.target_modules)
+
+
+def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> None:
+    """Check the names against a model that has no adapter yet.
+
+    Args:
+        targets: as PEFT takes them: names or ends of names, one regular expression, "all-linear", or None for PEFT's
+            own choice.
+
+    Raises:
+        UserError: a name matches no module. PEFT itself accepts a list if one of its names matches.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    given = config.lora.target_modules
+    if isinstance(targets, str):
+        if targets != "all-linear" and not _matches_regex(targets, names):
+            raise UserError(_missing("lora.target_modules", targets, linear))
+    elif targets:
+        missing = [target for target in targets if not _found(target, names)]
+        if missing and (given is not None or len(missing) == len(targets)):
+            raise UserError(_missing("lora.target_modules", missing[0], linear))
+    for target in config.lora.modules_to_save or []:
+        if not _found(target, names):
+            raise UserError(_missing("lora.modules_to_save", target, names))
+
+
+def _matches_regex(pattern: str, names: list[str]) -> bool:
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error as error:
+        raise UserError(
+            f"lora.target_modules is no valid regular expression: `{pattern}` ({error}). Give a list of module names, "
+            "a regular expression for whole names, or all-linear."
+        ) from None
+
+
+def _found(target: str, names: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _missing(key: str, target: str, names: list[str]) -> str:
+    """The sentence, with the last parts of the names that exist, most similar first."""
+    known = list(dict.fromkeys(part for part in (name.rpartition(".")[2] for name in names) if not part.isdigit()))
+    near = get_close_matches(target, known, n=len(known) or 1, cutoff=0.5)
+    listed = [*near, *(name for name in known if name not in near)][:20]
+    nearest = f" The nearest is {near[0]}." if near else ""
+    return f"{key} matches no module of the model: `{target}`.{nearest} The model has {', '.join(listed)}."

@@ -1,0 +1,262 @@
+"""Mistakes of users and full disks end in one sentence, not in a traceback. All in this process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from finetune import adapter_targets, disk, keeping, model_files, record, verb
+from finetune.config import load
+from finetune.data import formats, sources
+from finetune.errors import RunError, UserError
+from tests import tiny
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
+)
+# name: (bytes of the YAML file, what the message says)
+YAML = {
+    "list": (b"- a\n", "holds no settings"),
+    "scalar": (b"hello\n", "holds no settings"),
+    "binary": (b"\x00\x01\xff", "cannot be read as UTF-8"),
+    "key twice": (b"training: {max_steps: 1}\ntraining: {max_steps: 2}\n", "given twice"),
+    "aliases": (f"{ALIASES}lora: {{target_modules: *j}}\n".encode(), "aliases expand to more than"),
+    "aliases in a circle": (b"training: &t {max_steps: *t}\n", "is not of the type int"),
+    "nested": (b"model: " + b"[" * 3000, "nested too deeply"),
+    "digits": (b"training: {max_steps: " + b"9" * 5000 + b"}", "is not valid YAML"),
+    "huge": (b"training: {max_steps: 99999999999999999999}", "smaller than 2^63"),
+    "quoted": (b'training: {global_batch_size: "16"}', 'expected an integer, got the string "16"'),
+    "nan": (b"training: {learning_rate: .nan}", "is not of the type float"),
+    "infinity": (b"training: {learning_rate: .inf}", "is not of the type float"),
+    "negative": (b"data: {max_length: -5}", "must be at least 1"),
+    "NUL": (b'training: {output_dir: "a\\0b"}', "contains a NUL character"),
+    "tag of a bool": (b'data: {packing: !!bool "x"}', "does not fit its tag"),
+    "tag of a date": (b'a: !!timestamp "x"', "does not fit its tag"),
+    "python tag": (b"model: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+}
+
+
+def ends(capsys: pytest.CaptureFixture[str], run, code: int) -> str:
+    """Run as a command does; its message, after asserting the exit code, one error and no traceback."""
+    assert verb.guarded(run) == code
+    words = " ".join(capsys.readouterr().err.split())
+    assert words.startswith("error: ") and "Traceback" not in words, words
+    return words
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_configuration_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, expected = YAML[name]
+    (tmp_path / "c.yaml").write_bytes(content)
+    assert expected in ends(capsys, lambda: bool(load(["--config", str(tmp_path / "c.yaml")])), 2)
+
+
+@pytest.mark.parametrize("path", ["/", "a\0b", "x" * 5000])
+def test_configuration_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be read" in ends(capsys, lambda: bool(load(["--config", path])), 2)
+
+
+# name: (the error that a write raises, the message)
+DISKS = {
+    "full": (errno.ENOSPC, "No space left on the disk"),
+    "quota": (errno.EDQUOT, "disk quota of this user is used up"),
+    "read-only": (errno.EROFS, "disk is read-only"),
+    "broken": (errno.EIO, "input/output error"),
+    "permission": (errno.EACCES, "Permission denied"),
+}
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_any_file_on_a_disk_that_fails(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, expected = DISKS[name]
+
+    def fail(*arguments: object, **more: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    words = ends(capsys, lambda: record.write_json(tmp_path / "result.json", {}) or 0, 1)
+    assert expected in words and "result.json" in words
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_a_socket_is_not_one_of_a_disk() -> None:
+    assert disk.failure(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+    assert disk.failure(PermissionError(errno.EACCES, "bind")) is None
+
+
+def test_json_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ends(capsys, lambda: record.write_json(tmp_path / "file" / "x.json", {}) or 0, 1)
+    assert "A file is in the place of a folder" in words and "x.json" in words
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 64 KiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from finetune.callbacks import EventFile
+
+    events = EventFile(small_disk / "runs")
+    assert not (small_disk / "runs").exists()  # made at the first write
+    for step in range(100):
+        events.add_text("text", "x" * 5000, step)
+    events.close()
+    words = capfd.readouterr().err
+    assert words.count("No space left on the disk") == 1 and "Traceback" not in words
+    assert events.warning is not None and "No space left" in events.warning
+
+
+def test_run_json_on_a_full_disk_does_not_end_the_training(small_disk: Path, capsys) -> None:
+    run = record.RunRecord(small_disk)
+    run.update(status="running")
+    run.try_update(losses="x" * 100_000)
+    assert "No space left on the disk" in capsys.readouterr().err
+    assert json.loads(run.path.read_text()) == {"status": "running"}
+    run.content["losses"] = []
+    run.update(status="done")
+    assert "was not updated" in json.loads(run.path.read_text())["warnings"][0]
+
+
+def config(*arguments: str, model: Path | str = "m"):
+    return load(["--model.model_name_or_path", str(model), "--data.train_file", "rows.jsonl", *arguments])
+
+
+# arguments, what is said
+TARGETS = {
+    "one of two": (["--lora.target_modules", "[q_prj, v_proj]"], ["`q_prj`", "nearest is q_proj", "down_proj"]),
+    "all": (["--lora.target_modules", "[query]"], ["`query`", "q_proj"]),
+    "to save": (["--lora.modules_to_save", "[lm_hed]"], ["lora.modules_to_save", "nearest is lm_head"]),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapter_targets_that_match_nothing(name: str, tiny_model: Path) -> None:
+    given, expected = TARGETS[name]
+    with pytest.raises(UserError) as error:
+        adapter_targets.check_by_config(config(*given, model=tiny_model))
+    assert all(part in str(error.value) for part in expected), error.value
+
+
+def test_adapter_targets_that_match(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    adapter_targets.check_by_config(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for targets in ("all-linear", r".*\.q_proj", None, ["q_proj", "fused_qkv"]):  # the last as a default would be
+        adapter_targets.check(model, config(), targets)
+    for broken in ("q_proj", "("):
+        with pytest.raises(UserError, match="target_modules"):
+            adapter_targets.check(model, config(), broken)
+
+
+def test_early_stopping_watches_the_held_out_loss() -> None:
+    from transformers import EarlyStoppingCallback, TrainingArguments
+
+    from finetune.train import complete_early_stopping
+
+    def trainer(**settings: object) -> SimpleNamespace:
+        args = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **settings)  # type: ignore[arg-type]
+        callbacks = SimpleNamespace(callbacks=[EarlyStoppingCallback(2)])
+        return SimpleNamespace(args=args, callback_handler=callbacks)
+
+    evaluates = trainer(eval_strategy="steps", eval_steps=1)
+    complete_early_stopping(evaluates)  # type: ignore[arg-type]
+    assert (evaluates.args.metric_for_best_model, evaluates.args.greater_is_better) == ("eval_loss", False)
+    with pytest.raises(UserError, match=r"data\.eval_file or data\.eval_fraction, and training\.eval_steps"):
+        complete_early_stopping(trainer())  # type: ignore[arg-type]
+
+
+# file, its bytes, what is said
+MODEL_FILES = {
+    "no JSON": ("config.json", b"{", "is not valid JSON"),
+    "a list": ("config.json", b"[]", "must be a JSON object"),
+    "binary": ("config.json", b"\xff\xfe", "is not valid JSON"),
+    "header cut": ("model.safetensors", b"\xff" * 20, "too few for its header"),
+    "empty": ("model.safetensors", b"", "too few for its header"),
+    "header broken": ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "header is not valid"),
+    "cut": (
+        "model.safetensors",
+        (54).to_bytes(8, "little") + b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}} ' + b"123",
+        "bytes instead of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_model_files_that_are_damaged(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file, content, expected = MODEL_FILES[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        model_files.check(config(model=tmp_path))
+
+
+def test_model_files_that_are_whole(tiny_model: Path) -> None:
+    model_files.check(config(model=tiny_model))
+
+
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a host fails after two attempts; a slow network passes."""
+    import time
+
+    import httpx
+    from huggingface_hub import constants, utils
+
+    asked = []
+
+    def head(error: Exception):
+        def ask(*arguments: object, **more: object) -> None:
+            asked.append(arguments)
+            raise error
+
+        return lambda: SimpleNamespace(head=ask)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
+    with pytest.raises(UserError, match=r"no-such/model.*cannot be reached \(no such host\)"):
+        model_files.check(config(model="no-such/model"))
+    assert len(asked) == 2
+    monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
+    model_files.check(config(model="no-such/model"))
+
+
+def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="preference data"):
+        formats.detect(["prompt", "chosen", "rejected"], [])
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe"):
+        sources.expand([str(pipe)])
+    for number, content in enumerate((b'{"a": ' + b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}")):
+        for kind in ("json", "jsonl"):
+            file = tmp_path / f"{number}.{kind}"
+            file.write_bytes(content)
+            with pytest.raises(UserError, match=file.name):
+                list(sources.iter_rows([str(file)]))
+
+
+def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    tiny.make_rows(tmp_path / "file", 1)
+    for folder, expected in ((tmp_path / "link", "symbolic link"), (tmp_path / "file" / "out", "is a file")):
+        with pytest.raises(UserError, match=expected) as error:
+            keeping.check_output(folder, resuming=False, overwrite=False)
+        assert not isinstance(error.value, RunError)
