@@ -130,7 +130,7 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     from accelerate import PartialState
 
     timeout = timedelta(seconds=timeout_seconds)
-    state = PartialState(cpu=cpu, timeout=timeout)
+    state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
     if state.num_processes != me.world_size:
         raise UserError(
             f"The launcher asked for {me.world_size} processes and the process group has {state.num_processes}. "
@@ -141,6 +141,27 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     here = gather_objects((socket.gethostname(), os.getpid()))
     peers = {rank: pid for rank, (host, pid) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
     threading.Thread(target=_watch_for_failures, args=(on_failure, peers), daemon=True).start()
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` when a launcher has started its ranks again; else none.
+
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store over a restart, and in it the
+    addresses of ranks that have ended, to which the new ones would try to connect.
+    """
+    if not launcher.restarts() or not _launcher_hosts_store():
+        return {}
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, ranks().world_size, is_master=False, timeout=timeout)
+    own = PrefixStore(f"restart-{launcher.restarts()}", store)
+    return {"store": own, "rank": ranks().rank, "world_size": ranks().world_size}
+
+
+def _launcher_hosts_store() -> bool:
+    """Whether the store of the process group lives in torch's launcher, and not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def group_timeout_seconds() -> float | None:
@@ -250,8 +271,7 @@ class DelayedFlag:
 
 # --- stopping together ----------------------------------------------------------------------------------------------
 
-# A launcher that restarts its ranks may keep its store.
-_FAILURE = f"finetune/failure/{launcher.restarts()}"
+_FAILURE = "finetune/failure"
 _watching = threading.Event()  # set = no longer
 
 
@@ -315,7 +335,7 @@ def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping
         except Exception:
             if _watching.is_set():
                 return
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a launcher hosts it, and that has gone
+            if _launcher_hosts_store():
                 interrupt.request("the end of the launcher that hosts the ranks' store")
                 rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had"
             else:
