@@ -89,11 +89,9 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(
         wait_until(lambda: in_training(log), log)
         ranks = [child.pid for child in psutil.Process(process.pid).children()]
         process.kill()
-        began = time.monotonic()
         process.wait()
         codes = [wait_until(lambda rank=rank: {"code": code} if (code := end_of(rank)) is not None else None, log)
                  for rank in ranks]  # fmt: skip
-        sys.stderr.write(f"{how}: {len(ranks)} ranks gone after {time.monotonic() - began:.1f} s")
     finally:
         process.kill()
         for rank in ranks:
