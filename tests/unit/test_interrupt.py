@@ -143,7 +143,7 @@ print(os.getpid(), flush=True)
 {work}
 """
 STOPS = "try:\n    signal.pause()\nexcept interrupt.Interrupted:\n    raise SystemExit(130)"
-STUCK = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nwhile True: signal.sigtimedwait([], 1)"
+STUCK = "while True:\n    try:\n        signal.pause()\n    except BaseException:\n        pass"  # as libraries do
 POLLED = "launcher.signal_at_end_of = lambda parent: None; launcher._libc.prctl(1, 0, 0, 0, 0)"
 
 
