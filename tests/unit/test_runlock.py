@@ -36,8 +36,8 @@ with runlock.held(Path(sys.argv[1])):
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process, which holds tmp_path/out until its input ends."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=launch.environment(tmp_path), **pipes) as process:
+    env = launch.environment(tmp_path)
+    with subprocess.Popen(command, text=True, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin and process.stdout and process.stdout.readline() == "held\n"
         yield process
         process.kill()
