@@ -37,6 +37,7 @@ class StopOnRequest(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._flag.ask(interrupt.requested()):
             self.stopped = True
+            interrupt.drop_closed_output()  # of a launcher or `tee` that the same signal has ended
             control.should_log = True  # or the steps since the last record would be missing from run.json
             control.should_save = True
             control.should_training_stop = True

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune import launcher
 
 STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
 
@@ -20,15 +26,27 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it was stopped after `timeout` seconds.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=env
-    )
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace", env=env)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:  # a signal above all
         stop(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def start(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, errors: str | None = None, **streams: Any
+) -> subprocess.Popen[str]:
+    """Start a command that ends when this process does, even if that is killed. Call in the main thread.
+
+    On Linux the kernel sends it SIGTERM, which launchers pass on to their ranks; elsewhere programs of this project
+    notice by themselves (`finetune.interrupt`).
+    """
+    parent = os.getpid()
+    follow = functools.partial(launcher.signal_at_end_of, parent) if sys.platform == "linux" else None
+    env = launcher.child_environment(env)
+    return subprocess.Popen(command, env=env, text=True, errors=errors, preexec_fn=follow, **streams)
 
 
 def error_of(said: str) -> str | None:

@@ -9,14 +9,16 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from finetune import interrupt, launcher
 from finetune.errors import UserError
 
 FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
@@ -84,20 +86,11 @@ def _launcher_profile() -> dict[str, Any]:
     accelerate does not tell its children how many processes it was asked for, nor, in a distributed launch, that they
     are to stay on the CPU. So the question goes to the parent's command line and the profile named there.
     """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by accelerate launch alone
+    argv = launcher.accelerate_arguments()
+    if argv is None:
         return {}
-    import psutil
     import yaml
 
-    try:
-        argv = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return {}
-    names = ("launch", "accelerate-launch", "accelerate.commands.launch")  # `accelerate launch` and its other spellings
-    start = next((place for place, word in enumerate(argv) if word in names or Path(word).name in names), None)
-    if start is None:
-        return {}
-    argv = argv[start + 1 :]
     own = argv[: argv.index("-m")] if "-m" in argv else argv  # what follows -m belongs to the script
     options = dict(zip(own, own[1:], strict=False))
     options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
@@ -137,7 +130,7 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     from accelerate import PartialState
 
     timeout = timedelta(seconds=timeout_seconds)
-    state = PartialState(cpu=cpu, timeout=timeout)
+    state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
     if state.num_processes != me.world_size:
         raise UserError(
             f"The launcher asked for {me.world_size} processes and the process group has {state.num_processes}. "
@@ -145,7 +138,30 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
             "accelerate_configs/."
         )
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
-    threading.Thread(target=_watch_for_failures, args=(on_failure,), daemon=True).start()
+    here = gather_objects((socket.gethostname(), os.getpid()))
+    peers = {rank: pid for rank, (host, pid) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
+    threading.Thread(target=_watch_for_failures, args=(on_failure, peers), daemon=True).start()
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` when a launcher has started its ranks again; else none.
+
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store over a restart, and in it the
+    addresses of ranks that have ended, to which the new ones would try to connect.
+    """
+    if not launcher.restarts() or not _launcher_hosts_store():
+        return {}
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, ranks().world_size, is_master=False, timeout=timeout)
+    own = PrefixStore(f"restart-{launcher.restarts()}", store)
+    return {"store": own, "rank": ranks().rank, "world_size": ranks().world_size}
+
+
+def _launcher_hosts_store() -> bool:
+    """Whether the store of the process group lives in torch's launcher, and not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def group_timeout_seconds() -> float | None:
@@ -303,8 +319,13 @@ def _store() -> Any:
     return _get_default_store()
 
 
-def _watch_for_failures(on_failure: Callable[[str], None] | None) -> None:
-    """End this process soon after another rank has failed, whatever collective the main thread is waiting in."""
+def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping[int, int]) -> None:
+    """End this process soon after another rank has failed, whatever collective the main thread is waiting in.
+
+    Args:
+        on_failure: called with a message just before.
+        peers: process ids of the other ranks of this machine, by rank.
+    """
     store = _store()
     while not _watching.wait(FAILURE_POLL_SECONDS):
         try:
@@ -314,10 +335,35 @@ def _watch_for_failures(on_failure: Callable[[str], None] | None) -> None:
         except Exception:
             if _watching.is_set():
                 return
-            rank, message = 0, "the rank that hosts the store has gone"
+            if _launcher_hosts_store():
+                interrupt.request("the end of the launcher that hosts the ranks' store")
+                rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had"
+            else:
+                rank, message = 0, "the rank that hosts the store has gone"
+            if _watching.is_set():
+                return
         if on_failure is not None:
             on_failure(f"rank {rank}: {message}")
         threading.Event().wait(FAILURE_POLL_SECONDS)  # the rank that failed is writing its error
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
+
+
+def _wait_for_lost_peer(peers: Mapping[int, int]) -> int:
+    """Wait until the main thread ends the run, or until a rank of this machine has ended before it could: its number.
+
+    Ranks are connected to each other without the store, so they can still save a checkpoint together.
+    """
+    import psutil
+
+    def ended(pid: int) -> bool:
+        try:  # nobody may be left to collect a process that has ended
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    while True:
+        lost = [rank for rank, pid in peers.items() if ended(pid)]
+        if _watching.wait(FAILURE_POLL_SECONDS) or lost:  # the wait: a rank that ends with the run ends first
+            return lost[0] if lost else ranks().rank

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from finetune import __version__, distributed, keeping
+from finetune import __version__, children, distributed, keeping
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError, describe
 from finetune.record import write_json
@@ -115,11 +115,10 @@ def _start(question: str, *arguments: str) -> subprocess.Popen[str]:
     code = "import sys; from finetune import doctor; doctor.answer(*sys.argv[1:])"
     # The launcher's wish is read from the command line of a process's parent; this one's children have another.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if question == "stack" and _wants_cpu() else {}
-    return subprocess.Popen(
+    return children.start(
         [sys.executable, "-c", code, question, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         errors="replace",
         env=os.environ | hidden,
     )

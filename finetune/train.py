@@ -9,7 +9,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import distributed, interrupt, invariants, keeping, metrics, model_files, optimizers, strategy
+from finetune import (
+    distributed,
+    interrupt,
+    invariants,
+    keeping,
+    launcher,
+    metrics,
+    model_files,
+    optimizers,
+    restart,
+    runlock,
+    strategy,
+)
 from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
 from finetune.hardware import when_full
@@ -47,6 +59,15 @@ def run(config: Config, witness: Path | None = None, without: Collection[str] = 
 
         return dryrun.run(config, hooks)
     config, demo = with_demo(config)
+    with runlock.held(Path(config.training.output_dir)):
+        return run_alone(config, demo, witness, without, hooks)
+
+
+def run_alone(
+    config: Config, demo: ModuleType | None, witness: Path | None, without: Collection[str], hooks: Hooks
+) -> int:
+    """`run`, as the only one that writes to the output folder."""
+    config = restart.continued(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     output_dir = Path(config.training.output_dir)
     resume = config.training.resume_from_checkpoint
@@ -132,10 +153,11 @@ def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | Non
             steps=trainer.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
         )
         if stop.stopped:
-            record.update(status="interrupted")
+            record.update(status="interrupted", interrupted_by=interrupt.reason())
             say_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
             return True
-        save(trainer, output_dir)
+        with interrupt.finishing():
+            save(trainer, output_dir)
         after, answers_after = measure(job, trainer, asked)
 
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
@@ -338,7 +360,7 @@ def layouts(job: Job) -> dict[str, dict[str, Any]]:
 def say_stopped(checkpoint: Path) -> None:
     """Say where a run that was interrupted can go on."""
     console().print(
-        f"Stopped by a signal; {checkpoint} is saved. Go on with --training.resume_from_checkpoint true.",
+        f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Go on with --training.resume_from_checkpoint true.",
         soft_wrap=True,
     )
 
@@ -370,6 +392,7 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
     with keeping.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
+            launch=launcher.launch_id(),
             config=job.config.to_dict(),
             script=str(job.hooks.script) if job.hooks.script else None,
             versions=bootstrap.versions(),

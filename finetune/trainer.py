@@ -16,7 +16,7 @@ import trl
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
-from finetune import distributed, keeping
+from finetune import distributed, keeping, launcher
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
@@ -360,7 +360,8 @@ class SFTTrainer(trl.SFTTrainer):
                 self._save_state(staging, output_dir)
             distributed.barrier()
             if self.args.should_save:
-                keeping.seal(staging, {"step": self.state.global_step, "plan": self.plan.digest()})
+                about = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
+                keeping.seal(staging, about)
         if self.args.should_save:
             keeping.rotate(output_dir, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
         distributed.barrier()

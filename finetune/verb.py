@@ -49,9 +49,9 @@ def guarded(run: Callable[[], int]) -> int:
     interrupt.install()
     try:
         return run()
-    except interrupt.Interrupted as signal:
+    except interrupt.Interrupted:
         if distributed.ranks().is_main:
-            sys.stderr.write(f"stopped by {signal}\n")
+            sys.stderr.write(f"stopped by {interrupt.reason()}\n")
         return INTERRUPTED
     except UserError as error:
         _report(error, f"error: {_rank_name()}{error}\n")

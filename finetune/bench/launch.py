@@ -58,7 +58,7 @@ def _follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int
     """Run a command to its end, showing its progress: its exit code, and all else that it said."""
     said: list[str] = []
     with tempfile.TemporaryFile("w+", errors="replace") as errors, _progress(about) as show:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+        process = children.start(command, stdout=subprocess.PIPE, stderr=errors, env=env)
         try:
             for line in process.stdout or ():
                 if line.startswith(MARK):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -276,7 +277,7 @@ def _encoded_chunks(
         return
     # Spawned, not forked: a fork of a process whose tokenizer has threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
         pending: deque[tuple[list[str], Future]] = deque()
         for chunk in chain([following], chunks):
             pending.append(([where for _, where in chunk], pool.submit(_encode, [row for row, _ in chunk], work)))
@@ -287,8 +288,17 @@ def _encoded_chunks(
             yield wheres, future.result()
 
 
-def _one_thread() -> None:
+def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads beside them only get in the way
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's worker would wait for work for ever if the process that hands it out is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] | RowError]:

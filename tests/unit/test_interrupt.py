@@ -1,0 +1,202 @@
+"""Signals, and the end of a launcher, in the process that gets them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from finetune import interrupt, launcher
+from tests import launch
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, no signal so far, and this process' handlers afterwards."""
+    for name in (launcher.PARENT, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    state = {"_deferred": 0, "_requested_at": None, "_reason": "", "_launcher": None, "_launcher_is_gone": False}
+    for name, value in state.items():
+        monkeypatch.setattr(interrupt, name, value)
+    monkeypatch.setattr(interrupt, "drop_closed_output", lambda: None)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    launcher.launch_id.cache_clear()
+    yield
+    launcher.launch_id.cache_clear()
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    interrupt._on_signal(number, None)
+
+
+def test_a_shell_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run under nohup outlives its shell, whatever that has exported."""
+    assert launcher.find() is None and launcher.launch_id() is None
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv(launcher.PARENT, str(os.getppid() + 1))  # of a command that started the shell
+    assert launcher.find() is None
+
+
+def test_launchers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getppid()
+    monkeypatch.setenv(launcher.PARENT, str(parent))
+    assert launcher.find() == parent
+    monkeypatch.delenv(launcher.PARENT)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launcher.find() == parent
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    argv = ["python", "/bin/accelerate", "launch", "--cpu", "-m", "finetune.train"]
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(cmdline=lambda: argv))
+    assert launcher.find() == parent and launcher.accelerate_arguments() == ["--cpu", "-m", "finetune.train"]
+
+
+def test_two_launches_with_one_run_id_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's default run id is `none`, and job scripts number their processes alike."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    first = launcher.launch_id()
+    launcher.launch_id.cache_clear()
+    assert first == launcher.launch_id() and first
+    started = psutil.Process(os.getppid()).create_time() + 60
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(create_time=lambda: started))
+    launcher.launch_id.cache_clear()
+    assert first != launcher.launch_id()
+
+
+def test_the_end_of_the_launcher_after_ctrl_c_is_no_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late: a busy launcher takes its time. A third signal is one."""
+    monkeypatch.setattr(interrupt, "_launcher", os.getppid())
+    with interrupt.deferred():
+        send(signal.SIGINT)
+        assert interrupt.requested() and interrupt.reason() == "SIGINT"
+        monkeypatch.setattr(interrupt, "_requested_at", time.monotonic() - 60)
+        monkeypatch.setattr(launcher, "is_gone", lambda parent: True)
+        send(signal.SIGTERM)
+        assert interrupt.reason() == "SIGINT"
+        with pytest.raises(interrupt.Interrupted):
+            send(signal.SIGTERM)
+
+
+def test_the_reason_is_the_launcher_even_if_its_threads_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getppid()
+    monkeypatch.setattr(interrupt, "_launcher", parent)
+    with interrupt.deferred():
+        send(signal.SIGTERM)  # the kernel's, when the main thread has ended
+        assert interrupt.reason() == "SIGTERM"
+        monkeypatch.setattr(launcher, "is_gone", lambda parent: True)
+        assert interrupt.reason() == f"the end of its launcher (process {parent})"
+
+
+def test_what_is_being_written_is_finished_first() -> None:
+    done = []
+    with pytest.raises(interrupt.Interrupted, match="SIGTERM"), interrupt.finishing():
+        send(signal.SIGTERM)
+        done.append("written")
+    assert done == ["written"]
+
+
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt.install()
+    assert signal.getsignal(signal.SIGHUP) is interrupt._on_signal
+
+
+def test_output_whose_reader_has_ended_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for closed in (True, False):
+        reader, writer = os.pipe()
+        if closed:
+            os.close(reader)
+        interrupt.drop_closed_output((writer,))
+        assert os.write(writer, b"step 1") == 6  # BrokenPipeError without it
+        if not closed:
+            assert os.read(reader, 6) == b"step 1"
+
+
+# A command of this project that starts a rank; the rank says that it is there and computes.
+COMMAND = """
+import sys
+from finetune import children
+process = children.start([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
+process.wait()
+"""
+RANK = """
+import os, signal
+from finetune import interrupt, launcher
+{before}
+interrupt.install()
+print(os.getpid(), flush=True)
+{work}
+"""
+STOPS = "try:\n    signal.pause()\nexcept interrupt.Interrupted:\n    raise SystemExit(130)"
+STUCK = "while True:\n    try:\n        signal.pause()\n    except BaseException:\n        pass"  # as libraries do
+POLLED = "launcher.signal_at_end_of = lambda parent: None; launcher._libc.prctl(1, 0, 0, 0, 0)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal")
+@pytest.mark.parametrize(
+    ("before", "work"),
+    [("", STOPS), (POLLED, STOPS), ("interrupt.END_SECONDS = 0.0", STUCK)],
+    ids=["signal", "polling", "stuck"],
+)
+def test_a_rank_ends_with_the_command_that_started_it(tmp_path: Path, before: str, work: str) -> None:
+    rank = RANK.format(before=before, work=work)
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, rank], stdout=subprocess.PIPE, text=True, env=launch.environment(tmp_path)
+    ) as process:
+        assert process.stdout
+        number = int(process.stdout.readline())
+        process.kill()
+        try:
+            process.communicate(timeout=60)  # returns when the rank, which holds the other end, has ended
+        except subprocess.TimeoutExpired:
+            os.kill(number, signal.SIGKILL)
+            raise
+
+
+POOL = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from finetune.data import prepare
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context, initializer=prepare._start_worker) as pool:
+        found = {pool.submit(os.getpid).result() for _ in range(2)}
+        print("started", flush=True)
+        time.sleep(600)
+"""
+
+
+def test_workers_of_the_data_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "pool.py")],
+        stdout=subprocess.PIPE, text=True, env=launch.environment(tmp_path), cwd=tmp_path,
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stdout.readline() == "started\n"
+        workers = [
+            child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
+        ]
+        process.kill()
+        assert workers
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            for worker in workers:
+                worker.kill()
+            raise
