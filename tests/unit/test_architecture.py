@@ -8,7 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 # Each layer may import from itself and from those above it in this list.
 LAYERS = (
-    {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"},
+    {
+        "errors",
+        "files",
+        "record",
+        "keeping",
+        "config",
+        "distributed",
+        "interrupt",
+        "children",
+        "verb",
+        "invariants",
+        "hooks",
+    },
     {"hardware", "nccl", "statistics", "predict", "rules"},
     {
         "bootstrap",
@@ -20,6 +32,7 @@ LAYERS = (
         "communication",
         "samples",
         "job",
+        "resume",
         "measurements",
     },
     {"trainer", "callbacks", "scoring"},
