@@ -462,7 +462,9 @@ def move_schedule(schedule: Any, step: int) -> None:
         return
     schedule.last_epoch = step
     schedule._step_count = step + 1
-    schedule._last_lr = schedule.get_lr()
+    schedule._last_lr = [
+        base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate
 
