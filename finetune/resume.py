@@ -57,6 +57,7 @@ class Start:
     changes:   settings that differ from the checkpoint's, by permission: {step, key, was, now} each
     history:   changes of earlier resumes, then these
     notes:     sentences about what could not be compared
+    rebuild:   whether optimizer and schedule take their settings from this configuration, not from the checkpoint
     """
 
     found: Found = field(default_factory=Found)
@@ -64,6 +65,7 @@ class Start:
     changes: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    rebuild: bool = False
 
     def manifest(self, *, steps_per_epoch: int, total_steps: int) -> dict[str, Any]:
         """What the manifest of each checkpoint of this run holds beside step, plan and files."""
@@ -239,13 +241,13 @@ def compared(config: Config, start: Start) -> Start:
         UserError: naming every difference that is not allowed, at once.
     """
     had = start.found.manifest
-    before = had.get("settings")
-    if not isinstance(before, dict):
-        note = (
-            f"{start.found.path} was written by a version that recorded no settings: model, adapter, optimizer and "
-            "schedule are not compared with it."
+    before, notes = had.get("settings"), []
+    if not isinstance(before, dict) or not isinstance(before.get("training", {}), dict):
+        before = _settings_of_adapter(start.found.path)
+        notes.append(
+            f"{start.found.path} was written by a version that recorded no settings. Not compared: "
+            f"{'' if before else 'adapter, '}base model, optimizer, schedule and length of the run."
         )
-        return dataclasses.replace(start, notes=(note,))
     steps_per_epoch, total = had.get("steps_per_epoch"), had.get("total_steps")
     now = dict(start.settings)
     if isinstance(steps_per_epoch, int) and isinstance(total, int):
@@ -259,10 +261,26 @@ def compared(config: Config, start: Start) -> Start:
         raise UserError(_refusal(start.found.path, differing, allowed))
     changes = tuple({"step": start.found.step, "key": key, "was": was, "now": now} for key, was, now in differing)
     earlier = had.get("resumed_with_changes")
-    notes = (f"{start.found.path}: not recorded there, so not compared: {', '.join(unknown)}.",) if unknown else ()
+    history = (*(earlier if isinstance(earlier, list) else ()), *changes)
+    if unknown and not notes:
+        notes.append(f"{start.found.path} does not record {', '.join(unknown)}: not compared.")
     return dataclasses.replace(
-        start, changes=changes, history=(*(earlier if isinstance(earlier, list) else ()), *changes), notes=notes
+        start,
+        changes=changes,
+        history=history,
+        notes=tuple(notes),
+        rebuild=allowed and bool(changes or notes),  # what is not known to be the same takes effect, too
     )
+
+
+def _settings_of_adapter(checkpoint: Path | None) -> dict[str, Any]:
+    """What PEFT's own file says about the adapter in a checkpoint; empty in full fine-tuning."""
+    try:
+        said = files.read_json(Path(str(checkpoint), model_files.ADAPTER))
+    except (OSError, ValueError):
+        return {}
+    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")
+    return {f"lora.{name}": said[name] for name in names if name in said} if isinstance(said, dict) else {}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
@@ -330,7 +348,8 @@ def _depends_on_length(settings: Mapping[str, Any]) -> bool:
         return True
     if name in ("constant", "reduce_lr_on_plateau", "greedy"):
         return False
-    return not (name in ("constant_with_warmup", "inverse_sqrt") and (warmup == 0 or warmup >= 1))
+    absolute = isinstance(warmup, int | float) and (warmup == 0 or warmup >= 1)
+    return not (name in ("constant_with_warmup", "inverse_sqrt") and absolute)
 
 
 def check_length(config: Config, found: Found, total: int) -> None:

@@ -172,7 +172,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None
     with contextlib.closing(telling), out_of_memory(job):
         before, answers_before = measure(job, trainer, asked)
         with interrupt.deferred():
-            trainer.train(resume_from_checkpoint=checkpoint, with_changes=bool(start.changes))
+            trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
         first_step = telling.first_step_at - STARTED if telling.first_step_at else None
         results = telling.results()
         prediction = scoring.score(job, results)

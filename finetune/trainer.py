@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.resumed_step = 0  # the optimiser step that a resumed run starts from
         self.retention = keeping.Retention()
         self.manifest: dict[str, Any] = {}  # what each checkpoint's manifest says beside step, plan and files
-        self._resumes_with_changes = False
+        self._rebuilds = False
         super().__init__(
             model=model,
             args=args,
@@ -392,16 +393,13 @@ class SFTTrainer(trl.SFTTrainer):
         """Read both on the host; the optimizer moves its state to where its parameters are.
 
         transformers maps the file to the device of `args`, which fails for ranks on a CPU ("tagged with cpu:0").
-        With changed settings the optimizer's state and the schedule's position are the checkpoint's, and everything
-        else (rates, betas, weight decay, the curve) is this configuration's.
+        To rebuild them, the optimizer's state and the schedule's position are the checkpoint's, and everything else
+        (rates, betas, weight decay, the curve) is this configuration's.
         """
         if checkpoint is None:
             return
-        optimizer, schedule = (
-            torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
-            for name in ("optimizer.pt", "scheduler.pt")
-        )
-        if not self._resumes_with_changes:
+        optimizer, schedule = (read_state(Path(checkpoint, name)) for name in ("optimizer.pt", "scheduler.pt"))
+        if not self._rebuilds:
             self.optimizer.load_state_dict(optimizer)
             self.lr_scheduler.load_state_dict(schedule)
             return
@@ -426,13 +424,13 @@ class SFTTrainer(trl.SFTTrainer):
         args = self.args
         return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.plan.steps_per_epoch)
 
-    def train(self, resume_from_checkpoint: str | None = None, *, with_changes: bool = False, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, *, rebuild: bool = False, **kwargs: Any) -> Any:
         """Train to the end, from the beginning or from a whole checkpoint.
 
         Args:
-            with_changes: settings of the optimizer or the schedule differ from the checkpoint's, and take effect.
+            rebuild: the settings of optimizer and schedule are those of this run, not those in the checkpoint.
         """
-        self._resumes_with_changes = with_changes
+        self._rebuilds = rebuild
         if resume_from_checkpoint is None:
             self.resumed_step = 0
             return super().train(**kwargs)
@@ -451,6 +449,20 @@ class SFTTrainer(trl.SFTTrainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A file of tensors and plain values, onto the host. No code in it runs.
+
+    Raises:
+        RunError: it holds something else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise RunError(
+            f"{path} is not a file of tensors: {str(error).splitlines()[0][:200]} Resume from another checkpoint."
+        ) from error
 
 
 def move_schedule(schedule: Any, step: int) -> None:

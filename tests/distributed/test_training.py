@@ -183,6 +183,11 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
     assert second["losses"] == first["losses"][3:]
     assert second["tokens"] == first["tokens"]
     assert (whole / "adapter_model.safetensors").read_bytes() == (again / "adapter_model.safetensors").read_bytes()
+    sealed = json.loads((again / "checkpoint-6" / "checkpoint.json").read_text())["files"]
+    assert all(len(sealed[f"rng_state_{rank}.pth"]["xxh3_128"]) == 32 for rank in (0, 1))
+    before = {path: path.stat().st_mtime_ns for path in again.rglob("*")}
+    third = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path)
+    assert third == second and {path: path.stat().st_mtime_ns for path in again.rglob("*")} == before
 
 
 def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

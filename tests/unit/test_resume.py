@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune import keeping, resume, train
 from finetune.config import load
+from finetune.errors import UserError
 from tests import tiny
 
 OLD = Path(__file__).parent / "checkpoint_of_148928f" / "checkpoint-2"
@@ -477,19 +478,35 @@ def test_a_checkpoint_of_148928f_goes_on(
     """With the losses that 148928f had in the same steps, and a sentence on what could not be compared."""
     out, arguments = old
     again = runs(out, *arguments, *RESUME)
-    assert "recorded no settings: model, adapter, optimizer and schedule are not compared" in words(capsys)
+    assert "recorded no settings. Not compared: base model, optimizer, schedule and length" in words(capsys)
     assert again["resumed_from"].endswith("checkpoint-2")
     assert again["losses"] == pytest.approx([5.779609, 5.775651], rel=1e-5)
     assert "settings" in keeping.manifest(out / "checkpoint-4")
 
 
+def test_a_checkpoint_of_148928f_takes_changes_by_permission(
+    runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its adapter's own file says what the adapter was; the learning rate is not recorded, and takes effect."""
+    out, arguments = old
+    before = state(out)
+    runs(out, *arguments, *RESUME, "--lora.lora_alpha", "64", "--lora.r", "4", code=2)
+    told = words(capsys)
+    assert "lora.lora_alpha: was 4, now 64" in told and "lora.r: was 2, now 4" in told
+    assert state(out) == before
+    runs.watch()
+    again = runs(out, *arguments, *CHANGED, "--training.learning_rate", "1e-3", "--lora.lora_alpha", "64")
+    assert [group["lr"] for group in runs.groups] == pytest.approx(rates("cosine", 1e-3, 4)[2:], rel=1e-12)
+    assert [change["key"] for change in again["resumed_with_changes"]] == ["lora.lora_alpha"]
+
+
 def test_a_checkpoint_of_148928f_that_does_not_fit_is_refused(
     runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By the names and shapes of its tensors, which nothing else tells."""
     out, arguments = old
     before = state(out)
     for other, problem in (
-        (("--lora.r", "4"), "lora_A.weight has the shape [2, 16] there and [4, 16] in this run"),
         (("--lora.target_modules", "[q_proj]"), "v_proj.lora_A.weight, which this run does not train"),
         (("--lora.target_modules", "[q_proj, v_proj, k_proj]"), "k_proj.lora_A.weight, which is not in it"),
     ):
@@ -497,6 +514,32 @@ def test_a_checkpoint_of_148928f_that_does_not_fit_is_refused(
         told = words(capsys)
         assert "does not fit the model" in told and problem in told
     assert state(out) == before
+
+
+def test_shapes_of_another_model_do_not_fit(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    resume.check_shapes(model, tmp_path)
+    save_file({"weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"weight has the shape \[2, 4\] there and \[2, 3\] in this run"):
+        resume.check_shapes(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path, name: str) -> None:
+    """In a checkpoint whose manifest is made to match."""
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    shutil.rmtree(out / "checkpoint-6")
+    torch.save(Payload(), out / "checkpoint-4" / name)
+    manifest = keeping.manifest(out / "checkpoint-4")
+    (out / "checkpoint-4" / keeping.MANIFEST).unlink()
+    keeping.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key != "files"})
+    runs(out, *SIX, *RESUME, code=1)
+    assert not (tmp_path / "ran").exists()
 
 
 # --- the digest of base weights -------------------------------------------------------------------------------------
