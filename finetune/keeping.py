@@ -81,20 +81,18 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def seal(checkpoint: Path, about: dict[str, Any]) -> None:
-    """Write the manifest of a finished checkpoint folder: `about` (step, plan, settings), the size in bytes and the
-    checksum of each file, and a checksum of the manifest itself."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    sums = files.checksums(paths)
-    listed = {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest}
-        for path, digest in zip(paths, sums, strict=True)
-    }
-    content = files.plain({**about, "files": listed})
-    files.write_json(checkpoint / MANIFEST, {**content, "xxh3_128": files.checksum_of_json(content)})
+    """Write the manifest of a finished checkpoint folder: `about` (step, plan, settings), the size in bytes of each
+    file (`files`), its checksum (`xxh3_128`), and a checksum of the manifest itself (`checksum`)."""
+    paths = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    sums = files.checksums(paths.values())
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    content = files.plain({**about, "files": sizes, "xxh3_128": dict(zip(paths, sums, strict=True))})
+    files.write_json(checkpoint / MANIFEST, {**content, "checksum": files.checksum_of_json(content)})
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked for what this module relies on. Those of older versions have sizes alone.
+    """The manifest of a checkpoint, checked for what this module relies on. In those of older versions `xxh3_128` is
+    empty.
 
     Raises:
         Damaged: it is missing or is not such a manifest.
@@ -105,32 +103,25 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
         raise Damaged(f"it has no {MANIFEST}") from None
     except (OSError, ValueError):
         raise Damaged(f"its {MANIFEST} cannot be read") from None
-    try:
-        own = content.pop("xxh3_128", None)
-        listed = {name: _entry(name, entry) for name, entry in content["files"].items()}
-        step = content["step"]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise Damaged(f"its {MANIFEST} is not a list of files") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"its {MANIFEST} is not a list of files")
+    own = content.pop("checksum", None)
     if own is not None and own != files.checksum_of_json(content):
         raise Damaged(f"its {MANIFEST} does not match its checksum")
-    if type(step) is not int or step < 0 or not listed:
-        raise Damaged(f"its {MANIFEST} has no step or no files")
-    return {**content, "files": listed}
+    sizes, sums, step = content.get("files"), content.setdefault("xxh3_128", {}), content.get("step")
+    if not isinstance(sizes, dict) or not sizes or not all(_is_below(name) for name in sizes):
+        raise Damaged(f"its {MANIFEST} is not a list of files")
+    if not isinstance(sums, dict) or not (sums.keys() == sizes.keys() or own is None and not sums):
+        raise Damaged(f"its {MANIFEST} does not have a checksum of each file")
+    if type(step) is not int or step < 0:
+        raise Damaged(f"its {MANIFEST} has no step")
+    return content
 
 
-def _entry(name: str, entry: Any) -> tuple[int, str | None]:
-    """(bytes, checksum or None) of one file in a manifest, whose names must stay below the checkpoint.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    size, digest = (entry["bytes"], entry["xxh3_128"]) if isinstance(entry, dict) else (entry, None)
+def _is_below(name: str) -> bool:
+    """Whether a file name from a manifest stays inside the checkpoint's folder."""
     path = PureWindowsPath(name)  # knows both separators, and drives
-    if path.anchor or ".." in path.parts or not path.parts or "\0" in name:
-        raise ValueError(name)
-    if type(size) is not int or not isinstance(digest, str | None):
-        raise ValueError(entry)
-    return size, digest
+    return bool(path.parts) and not path.anchor and not path.drive and ".." not in path.parts and "\0" not in name
 
 
 def damage(checkpoint: Path, *, verify: bool = False) -> str | None:
@@ -140,23 +131,23 @@ def damage(checkpoint: Path, *, verify: bool = False) -> str | None:
         verify: read every file and compare its checksum, not only sizes.
     """
     try:
-        listed = manifest(checkpoint)["files"]
+        content = manifest(checkpoint)
     except Damaged as error:
         return str(error)
-    for name, (size, _) in listed.items():
+    for name, size in content["files"].items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
     if verify:
-        summed = [name for name, (_, digest) in listed.items() if digest is not None]
+        expected = content["xxh3_128"]
         try:
-            sums = files.checksums(checkpoint / name for name in summed)
+            found = files.checksums(checkpoint / name for name in expected)
         except OSError as error:
             return f"it cannot be read ({error})"
-        for name, digest in zip(summed, sums, strict=True):
-            if digest != listed[name][1]:
+        for name, digest in zip(expected, found, strict=True):
+            if digest != expected[name]:
                 return f"{name} does not match its checksum"
     return None
 

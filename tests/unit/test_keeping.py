@@ -83,7 +83,9 @@ DAMAGE = {
             '{"files": {}, "step": 6}',
             '{"files": {"weights.bin": "100"}, "step": 6}',
             '{"files": {"weights.bin": {"bytes": 100}}, "step": 6}',
-            '{"files": {"weights.bin": {"bytes": 100, "xxh3_128": 7}}, "step": 6}',
+            '{"files": {"weights.bin": 100}, "xxh3_128": {"weights.bin": 7}, "step": 6}',
+            '{"files": {"weights.bin": 100}, "xxh3_128": {"other": "7"}, "step": 6}',
+            '{"files": {"weights.bin": 100}, "xxh3_128": [], "step": 6}',
             '{"files": {"weights.bin": 100}}',
             '{"files": {"weights.bin": 100}, "step": "6"}',
             '{"files": {"weights.bin": 100}, "step": -1}',
@@ -115,8 +117,9 @@ def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None
     import xxhash
 
     folder = make_checkpoint(tmp_path, 7)
-    listed = json.loads((folder / keeping.MANIFEST).read_text())["files"]
-    assert listed == {"weights.bin": {"bytes": 100, "xxh3_128": xxhash.xxh3_128_hexdigest(b"x" * 100)}}
+    manifest = json.loads((folder / keeping.MANIFEST).read_text())
+    assert manifest["files"] == {"weights.bin": 100}
+    assert manifest["xxh3_128"] == {"weights.bin": xxhash.xxh3_128_hexdigest(b"x" * 100)}
     large = tmp_path / "large"
     large.write_bytes(bytes(range(256)) * 40_000)
     assert files.checksum(large) == xxhash.xxh3_128_hexdigest(large.read_bytes())
