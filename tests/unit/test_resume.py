@@ -195,6 +195,35 @@ def test_a_run_killed_after_its_last_checkpoint_gets_its_end_and_no_further_step
     assert state(out) == before
 
 
+def test_full_fine_tuning_killed_after_its_last_checkpoint_gets_its_end(runs: Runs, tmp_path: Path) -> None:
+    """The base model plays no part: all weights are in the checkpoint."""
+    out, full = tmp_path / "out", ("--model.full_finetuning", "true", "--training.max_steps", "2")
+    runs(out, *full)
+    trained = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    base = shutil.copytree(runs.folder / "model", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, base / "model.safetensors")
+    again = runs(out, *full, *RESUME, "--model.model_name_or_path", str(base))
+    assert again["losses"] == [] and again["status"] == "done"
+    assert (out / "model.safetensors").read_bytes() == trained
+
+
+def test_a_run_that_ended_early_by_itself_is_finished(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with an EarlyStoppingCallback after step 4 of 6; a longer run is another one, and is refused under cosine."""
+    shutil.rmtree(out / "checkpoint-6")
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "steps": 4}))
+    before = state(out)
+    runs(out, *SIX, *RESUME)
+    assert "already finished: 4 of 6 steps" in words(capsys)
+    runs(out, *SIX, *RESUME, "--training.max_steps", "7", code=2)
+    assert "was 6, now 7" in words(capsys)
+    assert state(out) == before
+
+
 # --- how long -------------------------------------------------------------------------------------------------------
 
 
