@@ -127,6 +127,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_whole(path: Path) -> None:
+    """`remove`, of which no half is ever seen under the path's own name, however it is interrupted."""
+    aside = path.with_name(f".{path.name}.removed.partial")
+    remove(aside)
+    with contextlib.suppress(OSError):
+        os.rename(path, aside)
+    remove(aside)
+
+
 # --- checksums ------------------------------------------------------------------------------------------------------
 
 

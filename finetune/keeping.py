@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune import files
 from finetune.errors import RunError, UserError
-from finetune.files import remove
+from finetune.files import remove, remove_whole
 from finetune.files import staging as staging
 from finetune.record import FILE_NAME
 
@@ -22,7 +22,7 @@ MANIFEST = "checkpoint.json"  # names, sizes and checksums of the checkpoint's f
 FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What a run that was killed can leave behind: only names that this package makes.
-_LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced)?|final(\.replaced)?|run\.json\.\d+)\.partial")
+_LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
 SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
 
 
@@ -237,7 +237,7 @@ def _existing(output_dir: Path) -> Path:
 def clear(output_dir: Path) -> None:
     """Remove an earlier run's checkpoints, records and final files, and nothing else that lies in the folder."""
     for path in checkpoints(output_dir):
-        remove(path)
+        remove_whole(path)
     if not (output_dir / "runs").is_symlink():
         remove(output_dir / "runs")
     shards = output_dir.glob("model-*-of-*.safetensors")
@@ -322,4 +322,4 @@ def rotate(output_dir: Path, retention: Retention, *newest: str) -> None:
     whole = [path for path in whole_checkpoints(output_dir) if path.name not in retention.damaged]
     free = [path for path in whole if path.name not in retention.protected.union(newest)]
     for path in free[: max(len(whole) - retention.limit, 0)]:
-        remove(path)
+        remove_whole(path)

@@ -124,7 +124,10 @@ def base_model(config: Config) -> dict[str, Any]:
         shape = {name: value for name, value in shape.items() if name not in _NOT_SHAPE}
     found: dict[str, Any] = {"model config": files.plain(shape)}
     if not config.model.full_finetuning:
-        found["base weights"] = weights_digest(folder) if folder is not None else None
+        try:
+            found["base weights"] = weights_digest(folder) if folder is not None else None
+        except (OSError, ValueError, LookupError, TypeError, struct.error):
+            found["base weights"] = None  # not readable: loading the model says it better
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,21 @@ def test_rotation_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-20" / "weights.bin").write_bytes(b"x")
     keeping.rotate(tmp_path, keep(2, damaged=("checkpoint-25",)), "checkpoint-17")
     assert names(tmp_path) == ["checkpoint-16", "checkpoint-17", "checkpoint-20", "checkpoint-25"]
+
+
+def test_a_rotation_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        make_checkpoint(tmp_path, step)
+
+    def killed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        keeping.rotate(tmp_path, keep(1), "checkpoint-2")
+    assert names(tmp_path) == ["checkpoint-2"]
+    keeping.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 def test_partial_files_of_dead_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
