@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune import bootstrap, children, distributed, keeping, strategy
+from finetune import bootstrap, children, distributed, keeping, resume, strategy
 from finetune.config import Batch, Config, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.hardware import OUTSIDE_NOTED
@@ -74,7 +74,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
                 "can be tried with CUDA_VISIBLE_DEVICES=0."
             )
         job = open_job(config, real, stack, hooks=hooks)
-        introduce(job, keeping.Found(path=None, skipped=()))
+        introduce(job, resume.Start())
         check_space(config, job.model)
         show_example(job)
         # Beside the real output folder, so that the real disk is tried.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,19 @@ class Job:
         )
 
 
-def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None, hooks: Hooks = NO_HOOKS) -> Job:
+def open_job(
+    config: Config,
+    batch: Batch,
+    stack: Stack,
+    on_failure: Any = None,
+    hooks: Hooks = NO_HOOKS,
+    before_loading: Callable[[], None] = lambda: None,
+) -> Job:
     """Prepare the data, then meet the other ranks, then load the model.
 
     Args:
         on_failure: called with a message when another rank has failed, just before this process ends.
+        before_loading: called on every rank once the ranks can communicate, before the model is loaded.
         hooks: functions of the user's script, for the tokenizer, the data, the model and, later, the trainer.
 
     Raises:
@@ -78,6 +87,7 @@ def open_job(config: Config, batch: Batch, stack: Stack, on_failure: Any = None,
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
+    before_loading()
     pack_length = config.data.row_length if config.data.packing else None
     loaded = model.load(config, stack, row_length=config.data.row_length)
     with bootstrap.quiet_ranks():

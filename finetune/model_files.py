@@ -186,6 +186,18 @@ def adapter(config: Config) -> dict | None:
     return found
 
 
+def base_folder(config: Config) -> Path | None:
+    """Folder of the model whose weights are frozen or trained: the base of an adapter; a snapshot in the hub's cache.
+    None if it is not on this machine yet."""
+    name, revision = str(config.model.model_name_or_path), config.model.revision
+    if (adapter := _found(config)) is not None:
+        name, revision = str(adapter.get("base_model_name_or_path")), None
+    if Path(name).is_dir():
+        return Path(name)
+    file = _cached_file(name, SHAPES[0], revision)
+    return file.parent if file is not None else None
+
+
 def _found(config: Config) -> dict | None:
     """The adapter's configuration in the folder or the cache."""
     folder = Path(str(config.model.model_name_or_path))
@@ -194,11 +206,15 @@ def _found(config: Config) -> dict | None:
 
 
 def _cached(config: Config, file: str) -> Path | None:
+    return _cached_file(str(config.model.model_name_or_path), file, config.model.revision)
+
+
+def _cached_file(name: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(str(config.model.model_name_or_path), file, revision=config.model.revision)
+        found = try_to_load_from_cache(name, file, revision=revision)
     except HFValidationError:  # no name that the hub could have
         return None
     return Path(found) if isinstance(found, str) else None

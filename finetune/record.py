@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from finetune import disk, distributed
+from finetune.files import write_json as write_json
 from finetune.redact import redact_tree
 
 FILE_NAME = "run.json"
@@ -47,38 +45,3 @@ class RunRecord:
         if self.content:
             with contextlib.suppress(OSError):
                 self.update(status="failed", error=message)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` to a temporary file beside `path`, then rename: a reader sees the old file or the new one.
-
-    Numbers that JSON has no word for (NaN, infinity) become null.
-
-    Raises:
-        OSError: the disk cannot take it; `filename` is `path`.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(_plain(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        error.filename = str(path)  # the file that was asked for; a failed write names none
-        raise
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int | bool):
-        return value
-    if hasattr(value, "item"):  # numpy and torch scalars
-        return _plain(value.item())
-    return str(value)

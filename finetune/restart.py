@@ -26,7 +26,7 @@ def continued(config: Config) -> Config:
     own = [
         path
         for path in keeping.checkpoints(output_dir)
-        if keeping.why_torn(path) is None and keeping.manifest(path).get("launch") == launcher.launch_id()
+        if keeping.damage(path) is None and keeping.manifest(path).get("launch") == launcher.launch_id()
     ]
     # Without one it starts as the first attempt did: from the checkpoint that it was given, or over.
     resume = str(own[-1]) if own else training.resume_from_checkpoint or True

@@ -19,10 +19,11 @@ from finetune import (
     model_files,
     optimizers,
     restart,
+    resume,
     runlock,
     strategy,
 )
-from finetune.config import Config, dump_yaml, resolve_batch, scaled_learning_rate
+from finetune.config import Batch, Config, dump_yaml, resolve_batch, scaled_learning_rate
 from finetune.errors import RunError, UserError, describe
 from finetune.hardware import when_full
 from finetune.hooks import NO_HOOKS, Hooks
@@ -30,6 +31,7 @@ from finetune.record import RunRecord, write_json
 from finetune.verb import DONE, INTERRUPTED, console, run_verb
 
 if TYPE_CHECKING:
+    from finetune.bootstrap import Stack
     from finetune.job import Job
     from finetune.samples import Question
     from finetune.trainer import SFTTrainer
@@ -70,33 +72,75 @@ def run_alone(
     config = restart.continued(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     output_dir = Path(config.training.output_dir)
-    resume = config.training.resume_from_checkpoint
-    keeping.check_output(output_dir, resuming=bool(resume), overwrite=config.training.overwrite_output_dir)
-    found = keeping.find(output_dir, resume)
+    asked = config.training.resume_from_checkpoint
+    keeping.check_output(output_dir, resuming=bool(asked), overwrite=config.training.overwrite_output_dir)
+    keeping.find(output_dir, asked, verify=False)  # a path that is wrong is refused before anything is loaded
 
     from finetune import bootstrap
 
     stack = bootstrap.start(config.model.backend, config.logging.log_level, without)
-    from finetune.job import open_job
-
     if demo:
         console().print(demo.introduction(), highlight=False, soft_wrap=True)
         demo.materialise(bootstrap.cache_folder())
     record = RunRecord(output_dir)
-    job = open_job(config, batch, stack, on_failure=lambda message: record.fail(message), hooks=hooks)
+    job, start = open_checked(config, batch, stack, record, hooks)
+    if (done := resume.finished(config, start, job.plan().digest(), total_steps(job))) is not None:
+        say_finished(config, done)
+        distributed.finish()
+        return DONE
     check_space(config, job.model)
-    if distributed.ranks().is_main and config.training.overwrite_output_dir:
-        keeping.clear(output_dir)
-    distributed.barrier()
-    introduce(job, found)
-    with recorded(record, job):
-        stopped = train(job, record, found, witness)
+    take_over(output_dir, overwrite=config.training.overwrite_output_dir)
+    introduce(job, start)
+    with recorded(record, job, start):
+        stopped = train(job, record, start, witness)
     if config.json and distributed.ranks().is_main:
         write_json(config.json, record.content)
     distributed.finish()  # nothing is left for a launcher to cut short when a rank returns another code than 0
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
         export(job, record)
     return INTERRUPTED if stopped else DONE
+
+
+def open_checked(
+    config: Config, batch: Batch, stack: Stack, record: RunRecord, hooks: Hooks
+) -> tuple[Job, resume.Start]:
+    """The job and where it starts: everything that must agree with a checkpoint is compared before the first write.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do; the output folder is as it was.
+    """
+    from finetune.job import open_job
+    from finetune.model import resolve_dtype
+
+    start = resume.Start()
+
+    def choose_start() -> None:
+        nonlocal start
+        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
+
+    job = open_job(
+        config,
+        batch,
+        stack,
+        on_failure=lambda message: record.fail(message),
+        hooks=hooks,
+        before_loading=choose_start,
+    )
+    return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
+
+
+def total_steps(job: Job) -> int:
+    """Optimizer steps of the whole run."""
+    return resume.total_steps(job.config, job.plan().steps_per_epoch)
+
+
+def take_over(output_dir: Path, *, overwrite: bool) -> None:
+    """Remove what earlier runs left behind: partial files, and with `overwrite` the whole run. All ranks call it."""
+    if distributed.ranks().is_main:
+        keeping.remove_leftovers(output_dir)
+        if overwrite:
+            keeping.clear(output_dir)
+    distributed.barrier()
 
 
 def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
@@ -124,16 +168,23 @@ def check_present(config: Config) -> None:
             sources.expand([given] if isinstance(given, str) else given)
 
 
-def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | None = None) -> bool:
+def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
     from finetune import samples, scoring
 
     output_dir = Path(job.config.training.output_dir)
     trainer, telling, stop = build_trainer(job, output_dir, witness)
-    check_same_plan(trainer, found)
+    checkpoint = str(start.found.path) if start.found.path else None
+    trainer.manifest = start.manifest(steps_per_epoch=trainer.plan.steps_per_epoch, total_steps=trainer.total_steps)
+    trainer.retention = keeping.Retention(
+        limit=job.config.training.save_total_limit,
+        protected=frozenset({start.found.path.name} if start.found.path else ()),
+        damaged=start.found.damaged,
+    )
     record.update(
         plan=trainer.plan.digest(),
-        resumed_from=str(found.path) if found.path else None,
+        total_steps=trainer.total_steps,
+        resumed_from=checkpoint,
         invariants=invariants.check(trainer),
         loss_normalised_by=invariants.divisor(trainer),
     )
@@ -143,7 +194,7 @@ def train(job: Job, record: RunRecord, found: keeping.Found, witness: Path | Non
     with contextlib.closing(telling), out_of_memory(job):
         before, answers_before = measure(job, trainer, asked)
         with interrupt.deferred():
-            trainer.train(resume_from_checkpoint=str(found.path) if found.path else None)
+            trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
         first_step = telling.first_step_at - STARTED if telling.first_step_at else None
         results = telling.results()
         prediction = scoring.score(job, results)
@@ -186,9 +237,7 @@ def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tu
     config, layout = job.config, job.layout
     plan = job.plan()
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
-    total = (
-        args.max_steps if args.max_steps > 0 else -(-int(args.num_train_epochs * plan.steps_per_epoch * 1000) // 1000)
-    )
+    total = resume.total_steps(config, plan.steps_per_epoch)
     is_main = distributed.ranks().is_main
     telling = callbacks.Record(
         folder=output_dir / "runs" if is_main else None,
@@ -242,29 +291,11 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
 
 
-def check_same_plan(trainer: SFTTrainer, found: keeping.Found) -> None:
-    """A checkpoint goes on only with the steps that it was part of.
-
-    Raises:
-        UserError: other data, seed or global batch size.
-    """
-    if found.path is None:
-        return
-    had, has = keeping.manifest(found.path).get("plan"), trainer.plan.digest()
-    if had != has:
-        raise UserError(
-            f"{found.path} belongs to another plan of steps ({had} against {has}): the data, its tokenizer or masks, "
-            "training.seed or training.global_batch_size have changed since. Restore them (run.json there has the old "
-            "configuration), or start a new run in another training.output_dir."
-        )
-
-
 def save(trainer: SFTTrainer, output_dir: Path) -> None:
     """The final adapter or model into `output_dir`, by one rank."""
     if distributed.ranks().is_main:
-        with keeping.no_space(output_dir, "the final model"), keeping.staging(output_dir / "final") as folder:
+        with keeping.no_space(output_dir, "the final model"), keeping.final_files(output_dir) as folder:
             trainer.save_model(str(folder))
-        keeping.publish(output_dir / "final", output_dir)
     distributed.barrier()
 
 
@@ -297,14 +328,17 @@ def check_space(config: Config, model: Any) -> None:
 # --- what is said and recorded --------------------------------------------------------------------------------------
 
 
-def introduce(job: Job, found: keeping.Found) -> None:
+def introduce(job: Job, start: resume.Start) -> None:
     """Say what is about to run."""
     from finetune.data import ledger
 
     say = console().print
-    for sentence in found.skipped:
-        say(f"warning: {sentence}", style="yellow", soft_wrap=True)
-    if job.config.training.resume_from_checkpoint and found.path is None:
+    for sentence in (*start.found.skipped, *start.notes):
+        say(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+    for change in start.changes:
+        text = f"changed since {start.found.path}: {change['key']} was {change['was']}, now {change['now']}"
+        say(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
+    if job.config.training.resume_from_checkpoint and start.found.path is None:
         say("warning: there is no checkpoint to resume from; the run starts at step 0", style="yellow", soft_wrap=True)
     world = distributed.ranks().world_size
     kind = (
@@ -357,6 +391,22 @@ def layouts(job: Job) -> dict[str, dict[str, Any]]:
     return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})
 
 
+def say_finished(config: Config, done: dict[str, Any]) -> None:
+    """Say that there is nothing to do, and write the earlier results where --json asks for them."""
+    if not distributed.ranks().is_main:
+        return
+    steps = done.get("steps")
+    console().print(
+        f"The run in {config.training.output_dir} is already finished: {steps} of {done.get('total_steps', steps)} "
+        "steps. Nothing was changed. A higher training.max_steps (or training.num_train_epochs) continues it.",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    if config.json:
+        write_json(config.json, done)
+
+
 def say_stopped(checkpoint: Path) -> None:
     """Say where a run that was interrupted can go on."""
     console().print(
@@ -384,7 +434,7 @@ def conclude(results: dict[str, Any], output_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def recorded(record: RunRecord, job: Job) -> Iterator[None]:
+def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
     """run.json from the first moment, with the error when there is one."""
     from finetune import bootstrap
     from finetune.model import resolve_dtype
@@ -406,6 +456,8 @@ def recorded(record: RunRecord, job: Job) -> Iterator[None]:
             patches=[verdict.to_dict() for verdict in job.stack.patches],
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},
             data_fingerprint=job.data.fingerprint,
+            settings=start.settings,
+            resumed_with_changes=list(start.history),
         )
     try:
         yield

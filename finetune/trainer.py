@@ -6,6 +6,8 @@ Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by 
 from __future__ import annotations
 
 import functools
+import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import trl
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
-from finetune import distributed, keeping, launcher
+from finetune import distributed, files, keeping, launcher
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
@@ -109,6 +111,9 @@ class SFTTrainer(trl.SFTTrainer):
         self.layout = layout
         self.eval_layout = eval_layout
         self.resumed_step = 0  # the optimiser step that a resumed run starts from
+        self.retention = keeping.Retention()
+        self.manifest: dict[str, Any] = {}  # what each checkpoint's manifest says beside step, plan and files
+        self._rebuilds = False
         super().__init__(
             model=model,
             args=args,
@@ -356,14 +361,18 @@ class SFTTrainer(trl.SFTTrainer):
                 self._save_optimizer_and_scheduler(str(staging))
                 self._save_scaler(str(staging))
                 self._save_rng_state(str(staging))
+                if not self.args.should_save:  # the rank that writes syncs the rest, perhaps from another machine
+                    files.sync_file(staging / f"rng_state_{self.args.process_index}.pth")
             if self.args.should_save:
                 self._save_state(staging, output_dir)
             distributed.barrier()
             if self.args.should_save:
                 about = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
+                about |= self.manifest
                 keeping.seal(staging, about)
         if self.args.should_save:
-            keeping.rotate(output_dir, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+            best = Path(self.state.best_model_checkpoint or target).name
+            keeping.rotate(output_dir, self.retention, target.name, best)
         distributed.barrier()
 
     def _save_state(self, staging: Path, output_dir: Path) -> None:
@@ -382,20 +391,95 @@ class SFTTrainer(trl.SFTTrainer):
         self.processing_class.save_pretrained(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read both on the host; the optimiser moves its state to where its parameters are.
+        """Read both on the host; the optimizer moves its state to where its parameters are.
 
         transformers maps the file to the device of `args`, which fails for ranks on a CPU ("tagged with cpu:0").
+        To rebuild them, the optimizer's state and the schedule's position are the checkpoint's, and everything else
+        (rates, betas, weight decay, the curve) is this configuration's.
         """
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
-        for name, target in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
-            target.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
+        optimizer, schedule = (read_state(Path(checkpoint, name)) for name in ("optimizer.pt", "scheduler.pt"))
+        if not self._rebuilds:
+            self.optimizer.load_state_dict(optimizer)
+            self.lr_scheduler.load_state_dict(schedule)
+            return
+        fresh = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(optimizer)
+        for group, values in zip(self.optimizer.param_groups, fresh, strict=True):
+            group.update(values)
+        move_schedule(self.lr_scheduler, int(schedule.get("last_epoch", self.resumed_step)))
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        """Train to the end, from the beginning or from a whole checkpoint."""
-        self.resumed_step = 0 if resume_from_checkpoint is None else keeping.step_of(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, but how often to log, save and evaluate is what is asked for now, not what the
+        checkpoint's trainer_state.json says."""
+        trained = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return trained
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        args = self.args
+        return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.plan.steps_per_epoch)
+
+    def train(self, resume_from_checkpoint: str | None = None, *, rebuild: bool = False, **kwargs: Any) -> Any:
+        """Train to the end, from the beginning or from a whole checkpoint.
+
+        Args:
+            rebuild: the settings of optimizer and schedule are those of this run, not those in the checkpoint.
+        """
+        self._rebuilds = rebuild
+        if resume_from_checkpoint is None:
+            self.resumed_step = 0
+            return super().train(**kwargs)
+        self.resumed_step = keeping.manifest(Path(resume_from_checkpoint))["step"]
+        if self.resumed_step < self.total_steps:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        return self._train_no_step(resume_from_checkpoint)
+
+    def _train_no_step(self, checkpoint: str) -> None:
+        """Take the weights and the state of a checkpoint that is at the end of the run. transformers would train a step
+        first, and only then ask whether it was the last."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = transformers.TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
+        self.state.max_steps = self.total_steps
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A file of tensors and plain values, onto the host. No code in it runs.
+
+    Raises:
+        RunError: it holds something else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise RunError(
+            f"{path} is not a file of tensors: {str(error).splitlines()[0][:200]} Resume from another checkpoint."
+        ) from error
+
+
+def move_schedule(schedule: Any, step: int) -> None:
+    """Set a schedule that has just been made to optimizer step `step`, and the rates of its optimizer with it.
+
+    Schedules that depend on measurements (reduce_lr_on_plateau, greedy) have no position; they start anew.
+    """
+    if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        return
+    schedule.last_epoch = step
+    schedule._step_count = step + 1
+    schedule._last_lr = [
+        base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = rate
 
 
 class _OnHost:

@@ -174,6 +174,9 @@ class TrainingConfig:
     save_total_limit: int | None = _setting(3, "Checkpoints kept; null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations; 0 evaluates before and after only.", AT_LEAST_0)
     resume_from_checkpoint: bool | str = _setting(False, "true takes the newest whole checkpoint; or a path.")
+    resume_with_changes: bool = _setting(
+        False, "Resume although settings that change the result (learning_rate, lora_alpha, ...) differ; they apply."
+    )
     ddp_timeout: int = _setting(1800, "Seconds that a rank waits for the others.", AT_LEAST_1)
     strategy: Literal["auto", "single", "ddp"] | None = _setting(
         None, "Number of GPUs: auto starts as many as pay, single one, ddp all; null stays as it was launched."
@@ -460,6 +463,12 @@ def contradictions(config: Config, given: frozenset[str]) -> list[tuple[tuple[st
             "training.resume_from_checkpoint",
             "training.overwrite_output_dir",
             because="one continues the run in output_dir and the other discards it; keep one",
+        )
+    if training.resume_with_changes and not training.resume_from_checkpoint:
+        refuse(
+            "training.resume_with_changes",
+            "training.resume_from_checkpoint",
+            because="resume_with_changes needs a checkpoint to resume from; set resume_from_checkpoint, or remove it",
         )
     rule = ("training.learning_rate_rule", "training.base_global_batch_size")
     if (training.learning_rate_rule == "none") != (training.base_global_batch_size is None):

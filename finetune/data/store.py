@@ -17,8 +17,8 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from finetune.errors import UserError
-from finetune.keeping import no_space, staging
-from finetune.record import write_json
+from finetune.files import checksum, staging, write_json
+from finetune.keeping import no_space
 
 VERSION = 2  # of the layout and of the code that decides tokens and labels: part of every entry's key
 BATCH_TOKENS = 4_000_000  # tokens of one Arrow record batch: what a writer holds in memory
@@ -209,10 +209,4 @@ def _damage(folder: Path, *, verify: bool) -> str | None:
 
 def _digest(path: Path) -> tuple[int, str]:
     """Size in bytes and xxh3 checksum of a file."""
-    import xxhash
-
-    checksum = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum.update(block)
-    return os.path.getsize(path), checksum.hexdigest()
+    return os.path.getsize(path), checksum(path)

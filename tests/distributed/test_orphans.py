@@ -72,7 +72,7 @@ def saved(out: Path) -> dict[str, Any]:
     """The record of an interrupted run, every step of which is in a whole checkpoint."""
     record = launch.read(out)
     assert record["status"] == "interrupted" and len(record["losses"]) == record["steps"] >= 3
-    assert keeping.why_torn(out / f"checkpoint-{record['steps']}") is None
+    assert keeping.damage(out / f"checkpoint-{record['steps']}") is None
     return record
 
 

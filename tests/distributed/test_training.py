@@ -161,7 +161,7 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
 
 
 def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is torn and is passed over, said aloud."""
+    """Stopped after step 3 and resumed, with dropout; the newest checkpoint is damaged and skipped, with a warning."""
     how = "cpu_2.yaml"
     extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
     arguments = settings(tiny_model, tiny_data, *extra)
@@ -177,12 +177,17 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
         cache=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    assert "checkpoint-6 is torn" in " ".join(done.stdout.split())
+    assert "checkpoint-6 is damaged" in " ".join(done.stdout.split())
     second = json.loads((again / "run.json").read_text())
     assert second["resumed_from"].endswith("checkpoint-3")
     assert second["losses"] == first["losses"][3:]
     assert second["tokens"] == first["tokens"]
     assert (whole / "adapter_model.safetensors").read_bytes() == (again / "adapter_model.safetensors").read_bytes()
+    sealed = json.loads((again / "checkpoint-6" / "checkpoint.json").read_text())["xxh3_128"]
+    assert all(len(sealed[f"rng_state_{rank}.pth"]) == 32 for rank in (0, 1))
+    before = {path: path.stat().st_mtime_ns for path in again.rglob("*")}
+    third = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path)
+    assert third == second and {path: path.stat().st_mtime_ns for path in again.rglob("*")} == before
 
 
 def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

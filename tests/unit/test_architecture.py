@@ -11,6 +11,7 @@ LAYERS = (
     {
         "errors",
         "disk",
+        "files",
         "record",
         "keeping",
         "config",
@@ -37,6 +38,7 @@ LAYERS = (
         "communication",
         "samples",
         "job",
+        "resume",
         "measurements",
     },
     {"trainer", "callbacks", "scoring"},
