@@ -13,7 +13,7 @@ Uses the standard library only.
 
 from __future__ import annotations
 
-import _string
+import _string  # pyright: ignore[reportMissingImports]
 import ast
 import builtins
 import dataclasses
