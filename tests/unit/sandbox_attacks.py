@@ -5,26 +5,43 @@ Each attack runs in a forked process, without any of the Python stubs: confined 
 memory, limits, signals), in sockets that listen here, in what it wrote to its output. The names of those that did
 something are printed as JSON. Uses the standard library only.
 """
-# ruff: noqa: E501  (an attack is one line)
+# ruff: noqa: E501, F401  (an attack is one line, and uses what is imported here)
 
+import _posixsubprocess
 import array
+import atexit
+import codecs
 import contextlib
 import ctypes
+import dbm.dumb
 import fcntl
+import gc
 import importlib.machinery
 import importlib.util
 import io
 import json
+import logging.handlers
 import mmap
 import os
+import pickle
 import platform
+import re
 import resource
 import select
+import shelve
 import shutil
 import signal
 import socket
+import sqlite3
 import struct
+import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
+import time
+import types
+import weakref
 import zipfile
 from pathlib import Path
 
