@@ -113,16 +113,20 @@ def _verified(path: Path, keep_inference: bool) -> Any:
     *_, again = steps(path, keep_inference=keep_inference, traces=traces)
     if again != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
+    _report_sandbox(conversion.report, traces)
     conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
-    unconfined = traces[0]["unconfined"]
-    conversion.report["sandbox"] = "Python stubs only" if unconfined else "kernel and Python stubs"
-    if unconfined:
-        why = "; ".join(unconfined)
-        conversion.report["notes"].append(
-            f"warning: the kernel did not confine the notebook while it was traced ({why}); only the Python-level stubs"
-            " did. Convert notebooks that you do not trust on a Linux with Landlock and seccomp"
-        )
     return conversion
+
+
+def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
+    """`sandbox` is `kernel` if the notebook's code ran confined by the kernel, else `stubs`, with a note that warns."""
+    missing = sorted({reason for trace in traces for reason in trace["unconfined"]})
+    report["sandbox"] = "stubs" if missing else "kernel"
+    if missing:
+        report["notes"].append(
+            f"warning: the kernel did not confine the notebook's code, only the recording stubs did:"
+            f" {'; '.join(missing)}. Convert notebooks you do not trust on Linux 5.13 or newer, x86-64 or 64-bit ARM."
+        )
 
 
 def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tuple[Any, Any, Any, Any]:

@@ -1,17 +1,16 @@
-"""Confine this process by the kernel before it runs a stranger's code: seccomp, Landlock and resource limits.
+"""Confinement by the kernel of a process that executes code nobody has vouched for.
 
-The Python-level stubs are the first wall and this is the second, which holds when the first does not. Two profiles:
+`confine(profile)` is called in the process itself, after its imports and before the first line of that code. From then
+on seccomp lets through a list of system calls, Landlock a list of files, and resource limits bound time, memory and
+files; none of it can be undone. `run` starts such a process and bounds it from outside: seconds on the clock, bytes of
+output, environment. Uses the standard library only, as it runs under `python -I -S` too.
 
-- `STUBS` reads the interpreter's standard library and writes nothing but the files that were open before.
-- `LIBRARIES` also reads site-packages and the system's shared libraries, may start threads, and writes one private
-  folder: a tmpfs of its own if the kernel lets this process mount one, else the folder as it is.
-
-Neither can start a program or a process, open a socket, signal, trace or read another process, or change an attribute
-of a file outside. What is not on the list of system calls fails with EPERM; a call through another system call table
-(32-bit, x32) ends the process. On a kernel or a system without these means, `confine` reports what is missing.
-
-Standard library only, as it runs under `python -I -S`. Numbers are those of the kernel's headers
-(asm/unistd_64.h, asm-generic/unistd.h, linux/landlock.h, linux/seccomp.h).
+Both profiles refuse programs, processes, sockets, signals to others, tracing, new mounts and namespaces, links, file
+attributes and every system call that is not listed. PURE reads the interpreter's standard library, writes nothing,
+starts no thread and maps no executable memory. LIBRARIES also reads installed packages and what their shared libraries
+need, starts threads, and writes below one folder. Over that folder lies a tmpfs of the process's own, bounded in
+size, if the kernel lets this process mount one; containers often do not. Otherwise it is a folder that `run` makes and
+removes, and RLIMIT_FSIZE bounds each file in it.
 """
 
 from __future__ import annotations
@@ -20,328 +19,465 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
+import subprocess
 import sys
-import sysconfig
+import tempfile
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-MIB = 2**20
+from dataclasses import dataclass, field
+from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Profile:
-    """What a confined process may still do, and how much of it."""
+    """What a confined process may use: CPU seconds, bytes of address space and per file, and open files."""
 
     name: str
-    libraries: bool  # site-packages, shared libraries, threads, one folder to write
-    memory_bytes: int
-    cpu_seconds: int
-    file_bytes: int  # that it may write to any one file
+    seconds: int
+    memory: int
+    file_size: int
     open_files: int
 
 
-# A conversion takes about 0.1 CPU seconds under the stubs; what takes 40 times as long does not end by itself.
-STUBS = Profile(
-    name="stubs", libraries=False, memory_bytes=2048 * MIB, cpu_seconds=4, file_bytes=64 * MIB, open_files=32
-)
-LIBRARIES = Profile(
-    name="libraries", libraries=True, memory_bytes=16384 * MIB, cpu_seconds=120, file_bytes=512 * MIB, open_files=256
-)
+PURE = Profile("pure", seconds=4, memory=2 * 2**30, file_size=0, open_files=32)
+LIBRARIES = Profile("libraries", seconds=300, memory=24 * 2**30, file_size=256 * 2**20, open_files=1024)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Confinement:
-    """What the kernel granted."""
+    """What the kernel granted. `missing` says why something is not in force; empty if the profile holds in full."""
 
-    seccomp: bool
-    landlock_abi: int  # 0: none
-    private_tmpfs: bool
-    missing: tuple[str, ...]  # one sentence per protection that is not there
+    seccomp: bool = False
+    landlock: int = 0  # the version of its interface; 0 if it is not in force
+    tmpfs: bool = False  # over the folder that may be written
+    missing: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether the kernel enforces everything that this module promises."""
         return not self.missing
 
 
-def confine(profile: Profile, *, writable: Path | None = None) -> Confinement:
-    """Confine this process for the rest of its life. Import what is needed and open what is to be written before.
+def confine(profile: Profile, writable: str | None = None) -> Confinement:
+    """Confine this process for good. `writable`: the folder that LIBRARIES may write.
 
-    Args:
-        writable: the folder that `LIBRARIES` may write; it must exist. None: nothing can be written.
+    Must be called while the process has one thread: Landlock binds the calling thread and those it starts later.
+    Raises RuntimeError otherwise, or if a folder is given to PURE. Files above 2 are closed.
     """
-    limit(profile)
-    if sys.platform != "linux":
-        why = f"{sys.platform} has neither seccomp nor Landlock"
-        return Confinement(seccomp=False, landlock_abi=0, private_tmpfs=False, missing=(why,))
+    if profile is PURE and writable:
+        raise RuntimeError("the profile PURE writes nothing: give no folder")
+    if threading.active_count() > 1 or _threads() > 1:
+        raise RuntimeError("a process with several threads cannot be confined: confine it before it starts them")
+    os.closerange(3, 1 << 16)
+    _limit(profile)
+    if not sys.platform.startswith("linux"):
+        return Confinement(missing=[f"{sys.platform} has neither seccomp nor Landlock"])
+    machine = _MACHINES.get(platform.machine())
+    if machine is None or sys.byteorder != "little" or sys.maxsize < 2**32:
+        return Confinement(missing=[f"no list of system calls for {platform.machine()}"])
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
+        return Confinement(missing=[f"no_new_privs: {_reason()}"])
     missing = []
-    mounted = profile.libraries and writable is not None and _mount_private(writable, profile.file_bytes)
-    try:
-        _no_new_privileges()
-    except OSError as error:
-        missing.append(f"no_new_privs was refused ({error.strerror})")
-    try:
-        abi = _restrict_files(profile, writable)
-    except OSError as error:
-        abi = 0
-        missing.append(f"Landlock is not available ({error.strerror}): files are guarded by seccomp alone")
-    try:
-        _restrict_calls(profile, landlock=abi > 0)
-        filtered = True
-    except OSError as error:
-        filtered = False
-        missing.append(f"seccomp is not available ({error.strerror})")
-    if filtered and not profile.libraries:
-        missing = [why for why in missing if not why.startswith("Landlock")]  # it can open no file at all then
-    return Confinement(seccomp=filtered, landlock_abi=abi, private_tmpfs=mounted, missing=tuple(missing))
+    tmpfs = writable is not None and _mount_tmpfs(libc, writable)
+    version = _landlock(libc, profile, writable)
+    if version < 3 and profile is LIBRARIES:  # before 3 a file that may only be read could still be truncated
+        why = "version 3 is needed (Linux 6.2)" if version > 0 else os.strerror(-version)
+        missing.append(f"Landlock: {why}")
+    seccomp = _seccomp(libc, program(profile, machine, os.getpid(), files=version > 0))
+    if seccomp:
+        missing.append(f"seccomp: {seccomp}")
+    return Confinement(seccomp=not seccomp, landlock=max(version, 0), tmpfs=tmpfs, missing=missing)
 
 
-def limit(profile: Profile) -> None:
-    """Limits on memory, CPU seconds, files and core dumps. There is none on processes: it would not bind root."""
+_TMPFS_BYTES = 2**30
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 0x4000, 0x40000
+
+
+def _mount_tmpfs(libc: Any, folder: str) -> bool:
+    """Put an empty tmpfs over `folder` that this process alone sees and that goes with it; whether the kernel did."""
+    if libc.unshare(_NEW_MOUNTS if os.geteuid() == 0 else _NEW_MOUNTS | _NEW_USER):
+        return False
+    if libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None):
+        return False
+    flags = ctypes.c_ulong(_NO_SUID | _NO_DEVICES | _NO_EXEC)
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, f"size={_TMPFS_BYTES},mode=700".encode()):
+        return False
+    os.chdir(folder)  # the working folder was the one below
+    return True
+
+
+def _threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
+
+
+def _reason() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
+def _limit(profile: Profile) -> None:
     try:
         import resource
     except ImportError:  # Windows
         return
-    limits = {
-        "AS": profile.memory_bytes,
-        "CPU": profile.cpu_seconds,
-        "FSIZE": profile.file_bytes,
-        "NOFILE": profile.open_files,
-        "CORE": 0,
-    }
-    for name, value in limits.items():
+    limits = {"AS": profile.memory, "CPU": profile.seconds, "FSIZE": profile.file_size, "CORE": 0}
+    limits |= {"NOFILE": profile.open_files, "MSGQUEUE": 0, "MEMLOCK": 0}
+    for name, limit in limits.items():
         try:
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         except (ValueError, OSError, AttributeError):
             pass  # not on this system, or lower already
 
 
-# --- the kernel -------------------------------------------------------------------------------------------------------
+# --- Landlock ---------------------------------------------------------------------------------------------------------
 
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_NAME = 38, 22, 15
-_SECCOMP_MODE_FILTER = 2
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 13
+_READ = _READ_FILE | _READ_DIR
+_WRITE = _READ | _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _REFER
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights by version of the interface
 
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _called(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
-
-
-def _syscall(number: int, *arguments: object) -> int:
-    call = _libc().syscall
-    call.restype = ctypes.c_long
-    return _called(call(ctypes.c_long(number), *arguments))
+_SYSTEM_FILES = (
+    "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo /usr/share/locale /etc/ld.so.cache"
+    " /etc/localtime /proc/self /proc/cpuinfo /proc/meminfo /proc/stat /proc/filesystems"
+    " /proc/sys/vm/overcommit_memory /sys/devices/system /dev/urandom /dev/random /dev/zero"
+).split()
 
 
-def _no_new_privileges() -> None:
-    _called(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+def _readable(profile: Profile) -> list[str]:
+    """The paths that a profile reads."""
+    standard = os.path.dirname(os.path.realpath(os.__file__))
+    if profile is PURE:
+        return [standard]
+    return [standard, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isabs(path)), *_SYSTEM_FILES]
 
 
-# --- a private folder -------------------------------------------------------------------------------------------------
-
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-
-
-def _mount_private(folder: Path, size: int) -> bool:
-    """Put an empty tmpfs over `folder`, which this process alone sees and which goes with it. False if the kernel does
-    not let it: then what is written stays in the folder, for whoever made it to remove."""
-    libc = _libc()
-    flags = _CLONE_NEWNS if os.geteuid() == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
-    if libc.unshare(flags) != 0 or libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None) != 0:
-        return False
-    options = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    return libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", options, f"size={size},mode=700".encode()) == 0
-
-
-# --- files: Landlock --------------------------------------------------------------------------------------------------
-
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 5: 16}  # number of access rights to files, from that ABI version on
-_NETWORK, _SCOPES = 0b11, 0b11  # TCP bind and connect (ABI 4); abstract Unix sockets and signals (ABI 6)
-_O_PATH = getattr(os, "O_PATH", 0)
-
-
-def _restrict_files(profile: Profile, writable: Path | None) -> int:
-    """Let this process open nothing but what the profile reads, and below `writable` anything. Returns the ABI."""
-    abi = _syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    every = (1 << max(count for version, count in _RIGHTS_BY_ABI.items() if version <= abi)) - 1
-    attributes = struct.pack("QQQ", every, _NETWORK, _SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    ruleset = _syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
+def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:
+    """Restrict this process to the profile's files; the version in force, or the error number, negative."""
+    version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    if version <= 0:
+        return -ctypes.get_errno()
+    handled = (1 << _RIGHTS.get(version, 16)) - 1
+    network = 3 if version >= 4 else 0  # TCP bind and connect
+    scoped = 3 if version >= 6 else 0  # abstract Unix sockets and signals
+    attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0)
+    if ruleset < 0:
+        return -ctypes.get_errno()
+    rules = {path: _READ for path in _readable(profile)}
+    if profile is LIBRARIES:
+        rules["/dev/null"] = _READ | _WRITE_FILE
+    if writable:
+        rules[writable] = _WRITE
     try:
-        for path in readable(profile):
-            _allow(ruleset, path, _READ_FILE | _READ_DIR)
-        if writable is not None and profile.libraries:
-            _allow(ruleset, writable, every & ~1)  # bit 0 is the right to execute
-        _syscall(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+        for path, rights in rules.items():
+            failed = _allow(libc, ruleset, path, rights & handled)
+            if failed:
+                return -failed
+        return -ctypes.get_errno() if libc.syscall(446, ruleset, 0) else version
     finally:
         os.close(ruleset)
-    return abi
 
 
-def _allow(ruleset: int, path: Path, rights: int) -> None:
+def _allow(libc: Any, ruleset: int, path: str, rights: int) -> int:
+    """One rule; the error number, or 0, also for a path that does not exist."""
     try:
-        beneath = os.open(path, _O_PATH | os.O_CLOEXEC)
-    except OSError:  # not on this system
-        return
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return 0
     try:
-        if not path.is_dir():
-            rights &= ~_READ_DIR
-        rule = struct.pack("=Qi", rights, beneath)
-        _syscall(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
+        if not os.path.isdir(path):
+            rights &= _OF_A_FILE
+        rule = struct.pack("=Qi", rights, opened)
+        return ctypes.get_errno() if libc.syscall(445, ruleset, 1, rule, 0) else 0
     finally:
-        os.close(beneath)
+        os.close(opened)
 
 
-def readable(profile: Profile) -> list[Path]:
-    """Files and folders that a profile reads. Those of /proc are this process's own."""
-    paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    if profile.libraries:
-        paths |= {path for path in sys.path if path and os.path.isdir(path)}
-        paths |= {"/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", f"{sys.base_prefix}/lib"}
-        paths |= {"/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/usr/share/locale"}
-        paths |= {"/dev/null", "/dev/zero", "/dev/urandom", "/proc/self", "/proc/cpuinfo", "/proc/meminfo"}
-        paths |= {"/sys/devices/system/cpu", "/sys/devices/system/node", "/proc/sys/vm/overcommit_memory"}
-    return sorted(Path(path) for path in paths)
+# --- seccomp ----------------------------------------------------------------------------------------------------------
+
+# Number of each system call on x86-64 and on 64-bit ARM; `-` for none.
+_NUMBERS = """
+read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68; close 3 57; close_range 436 436;
+fstat 5 80; newfstatat 262 79; stat 4 -; lstat 6 -; statx 332 291; lseek 8 62; mmap 9 222; munmap 11 215;
+mprotect 10 226; mremap 25 216; madvise 28 233; brk 12 214; rt_sigaction 13 134; rt_sigprocmask 14 135;
+rt_sigreturn 15 139; sigaltstack 131 132; futex 202 98; get_robust_list 274 100; set_robust_list 273 99;
+set_tid_address 218 96; rseq 334 293; exit 60 93; exit_group 231 94; getpid 39 172; gettid 186 178; getuid 102 174;
+geteuid 107 175; getgid 104 176; getegid 108 177; clock_gettime 228 113; clock_getres 229 114;
+clock_nanosleep 230 115; nanosleep 35 101; gettimeofday 96 169; time 201 -; times 100 153; getrusage 98 165;
+setitimer 38 103; getitimer 36 102; sched_yield 24 124; sched_getaffinity 204 123; getcpu 309 168; uname 63 160;
+sysinfo 99 179; getrandom 318 278; restart_syscall 219 128; ioctl 16 29; fcntl 72 25; poll 7 -; ppoll 271 73;
+select 23 -; pselect6 270 72; prlimit64 302 261; getrlimit 97 163; tgkill 234 131; kill 62 129; open 2 -; openat 257 56;
+access 21 -; faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; getdents64 217 61; getcwd 79 17;
+dup 32 23; dup2 33 -; dup3 292 24; statfs 137 43; fstatfs 138 44; pipe 22 -; pipe2 293 59; eventfd2 290 19;
+epoll_create1 291 20; epoll_ctl 233 21; epoll_wait 232 -; epoll_pwait 281 22; timerfd_create 283 85;
+timerfd_settime 286 86; timerfd_gettime 287 87; clone 56 220; mkdir 83 -; mkdirat 258 34; unlink 87 -; unlinkat 263 35;
+rmdir 84 -; rename 82 -; renameat 264 38; renameat2 316 276; ftruncate 77 46; fallocate 285 47; fsync 74 82;
+fdatasync 75 83; flock 73 32; fadvise64 221 223; copy_file_range 326 285; sendfile 40 71; membarrier 324 283;
+get_mempolicy 239 236; mbind 237 235; set_mempolicy 238 237; chmod 90 -; fchmod 91 52; fchmodat 268 53;
+utimensat 280 88; umask 95 166; prctl 157 167; msync 26 227; mincore 27 232; getppid 110 173; sched_getparam 143 121;
+sched_getscheduler 145 120; getpriority 140 141; arch_prctl 158 -; sched_setaffinity 203 122; getgroups 115 158;
+clone3 435 435; io_uring_setup 425 425; io_uring_enter 426 426; io_uring_register 427 427; futex_waitv 449 449;
+ptrace 101 117; process_vm_readv 310 270; process_vm_writev 311 271; kexec_load 246 104; kexec_file_load 320 294;
+init_module 175 105; finit_module 313 273; delete_module 176 106; bpf 321 280; userfaultfd 323 282; mount 165 40;
+umount2 166 39; pivot_root 155 41; chroot 161 51; unshare 272 97; setns 308 268; keyctl 250 219; add_key 248 217;
+request_key 249 218; open_by_handle_at 304 265; execveat 322 281; pidfd_getfd 438 438; pidfd_send_signal 424 424;
+process_madvise 440 440; move_mount 429 429; fsopen 430 430; fsmount 432 432; open_tree 428 428; mount_setattr 442 442;
+reboot 169 142; swapon 167 224; swapoff 168 225; acct 163 89; settimeofday 164 170; clock_settime 227 112;
+clock_adjtime 305 266; adjtimex 159 171; sethostname 170 161; iopl 172 -; ioperm 173 -
+"""
+_BOTH = """
+read write readv writev pread64 pwrite64 close close_range fstat lseek munmap mremap madvise brk rt_sigaction
+rt_sigprocmask rt_sigreturn sigaltstack futex futex_waitv get_robust_list set_robust_list set_tid_address rseq exit
+exit_group getpid gettid getppid getuid geteuid getgid getegid getgroups clock_gettime clock_getres clock_nanosleep
+nanosleep gettimeofday time times getrusage setitimer getitimer sched_yield getcpu uname sysinfo getrandom
+restart_syscall poll ppoll select pselect6 arch_prctl getrlimit dup dup2 dup3
+""".split()
+_PATHS = """
+newfstatat stat lstat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd statfs fstatfs
+""".split()
+_LIBRARIES = """
+mmap mprotect open openat pipe pipe2 eventfd2 epoll_create1 epoll_ctl epoll_wait epoll_pwait timerfd_create
+timerfd_settime timerfd_gettime mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 ftruncate fallocate fsync
+fdatasync flock fadvise64 copy_file_range sendfile membarrier get_mempolicy mbind set_mempolicy umask msync mincore
+""".split()
+# Answered as done, and not done: libraries set modes and times of their own files, and Landlock does not guard these.
+_PRETENDED = "chmod fchmod fchmodat utimensat".split()
+# What only an attack calls: the process ends. io_uring and clone3 are probed, so they are answered as not there.
+_DEADLY = """
+ptrace process_vm_readv process_vm_writev kexec_load kexec_file_load init_module finit_module delete_module bpf
+userfaultfd mount umount2 pivot_root chroot unshare setns keyctl add_key request_key open_by_handle_at execveat
+pidfd_getfd pidfd_send_signal process_madvise move_mount fsopen fsmount open_tree mount_setattr reboot swapon swapoff
+acct settimeofday clock_settime clock_adjtime adjtimex sethostname iopl ioperm
+""".split()
+_NOT_THERE = "clone3 io_uring_setup io_uring_enter io_uring_register".split()
+_NEWEST = 450  # of the calls above; a kernel has no later ones, as far as this process can tell
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of _NUMBERS, AUDIT_ARCH
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+
+_FOR_WRITING = 0o3 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1034)  # duplicate, flags, locks; no owners, signals or leases
+_IOCTL = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)  # is it a terminal and how large, blocking, close on exec
+_PRCTL = (3, 15, 16, 0x53564D41)  # names of threads and of memory
+_THREAD, _NAMESPACES = 0x00010000, 0x7E020080  # CLONE_THREAD; CLONE_NEW*
+
+Instruction = tuple[int, int, int, int]
 
 
-# --- system calls: seccomp --------------------------------------------------------------------------------------------
-
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> AUDIT_ARCH, column below
-_X32 = 0x40000000  # bit of the x32 table's numbers
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-
-Numbers = dict[str, tuple[int | None, int | None]]  # of x86_64 and of aarch64, None if it has no such call
-
-_OPEN: Numbers = {"open": (2, None), "openat": (257, 56)}
-_SAFE: Numbers = {
-    **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67)},
-    **{"close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79), "stat": (4, None), "lstat": (6, None)},
-    **{"statx": (332, 291), "lseek": (8, 62), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439)},
-    **{"readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17)},
-    **{"mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "brk": (12, 214)},
-    **{"madvise": (28, 233), "mincore": (27, 232), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135)},
-    **{"rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "futex": (202, 98), "set_robust_list": (273, 99)},
-    **{"get_robust_list": (274, 100), "rseq": (334, 293), "membarrier": (324, 283), "restart_syscall": (219, 128)},
-    **{"getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175)},
-    **{"getgid": (104, 176), "getegid": (108, 177), "getrandom": (318, 278), "getrusage": (98, 165)},
-    **{"times": (100, 153), "sysinfo": (99, 179), "uname": (63, 160), "clock_gettime": (228, 113)},
-    **{"clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101)},
-    **{"gettimeofday": (96, 169), "time": (201, None), "sched_yield": (24, 124), "sched_getaffinity": (204, 123)},
-    **{"poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "dup": (32, 23)},
-    **{"dup2": (33, None), "dup3": (292, 24), "exit": (60, 93), "exit_group": (231, 94), "arch_prctl": (158, None)},
-    **{"set_tid_address": (218, 96)},
-}
-_FOR_LIBRARIES: Numbers = {
-    **{"pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "mkdir": (83, None), "mkdirat": (258, 34)},
-    **{"unlink": (87, None), "unlinkat": (263, 35), "rmdir": (84, None), "rename": (82, None), "renameat": (264, 38)},
-    **{"renameat2": (316, 276), "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82)},
-    **{"fdatasync": (75, 83), "sync_file_range": (277, 84), "fadvise64": (221, 223), "flock": (73, 32)},
-    **{"copy_file_range": (326, 285), "sendfile": (40, 71), "statfs": (137, 43), "fstatfs": (138, 44)},
-    **{"symlink": (88, None), "symlinkat": (266, 36), "umask": (95, 166), "chdir": (80, 49), "fchdir": (81, 50)},
-    **{"getpriority": (140, 141), "get_mempolicy": (239, 236), "sched_setaffinity": (203, 122)},
-    **{"sched_getparam": (143, 121), "sched_getscheduler": (145, 120), "sched_get_priority_max": (146, 125)},
-    **{"sched_get_priority_min": (147, 126), "pipe": (22, None), "pipe2": (293, 59), "eventfd2": (290, 19)},
-    **{"epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22)},
-    **{"mlock": (149, 228), "munlock": (150, 229), "getresuid": (118, 148), "getresgid": (120, 150)},
-    **{"getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156)},
-}
-# Landlock does not guard a file's mode, owner and times. Libraries that set them on their own files need not fail.
-_PRETEND: Numbers = {
-    **{"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "utime": (132, None)},
-    **{"utimes": (235, None), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54)},
-}
-# Commands that read what a file is, copy a descriptor or lock it; not those that send input to a terminal (TIOCSTI) or
-# signals to a process (F_SETOWN).
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)
-_IOCTL = (0x5401, 0x5413, 0x541B, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIOCLEX
-_CLONE_THREAD = 0x00010000
-
-# Classic BPF: load a word of seccomp_data, compare it, return.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+def _when(argument: int, values: Iterable[int], mask: int = 0xFFFFFFFF, half: int = 0) -> list[Instruction]:
+    """Go on if the masked half of an argument is one of `values`; answer EPERM otherwise."""
+    chosen = list(values)
+    tests = [(_EQUAL, len(chosen) - place, 0, value) for place, value in enumerate(chosen)]
+    return [(_LOAD, 0, 0, 16 + 8 * argument + 4 * half), (_AND, 0, 0, mask), *tests, _answer(errno.EPERM)]
 
 
-def _argument(index: int, *, high: bool = False) -> Instruction:
-    """Load the low (or high) half of an argument; both architectures are little-endian."""
-    return (_LOAD, 0, 0, 16 + 8 * index + (4 if high else 0))
+def _answer(error: int) -> Instruction:
+    return (_RETURN, 0, 0, _ERRNO | error)
 
 
-def _restrict_calls(profile: Profile, *, landlock: bool) -> None:
-    """Install the filter of a profile on this process and its future threads."""
-    machine = platform.machine()
-    if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"its calls are not listed for {machine}")
-    program = filter_program(profile, machine, os.getpid(), landlock=landlock)
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    _called(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0))
+def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Instruction]]:
+    """Calls that are let through for some arguments."""
+    own = (0, process)
+    checks = {
+        "ioctl": _when(1, _IOCTL),
+        "fcntl": _when(1, _FCNTL),
+        "prctl": _when(0, _PRCTL),
+        "kill": _when(0, [process]),
+        "tgkill": _when(0, [process]),
+        "sched_getaffinity": _when(0, own),
+        "prlimit64": _when(0, own) + _when(2, [0]) + _when(2, [0], half=1),  # to ask, not to set
+    }
+    if profile is LIBRARIES:
+        clone = _when(0, [_THREAD], mask=_THREAD) + _when(0, [0], mask=_NAMESPACES)
+        return checks | {"clone": clone, "sched_setaffinity": _when(0, own)}
+    checks |= {"mmap": _when(2, [0], mask=4), "mprotect": _when(2, [0], mask=4)}  # nothing executable
+    if files:
+        checks |= {"open": _when(1, [0], mask=_FOR_WRITING), "openat": _when(2, [0], mask=_FOR_WRITING)}
+    return checks
 
 
-def filter_program(profile: Profile, machine: str, pid: int, *, landlock: bool) -> list[Instruction]:
-    """The seccomp filter of a profile, as classic BPF."""
-    audit_arch, column = _ARCHITECTURES[machine]
-    safe = dict(_SAFE)
-    if landlock or profile.libraries:
-        safe |= _OPEN
-    if profile.libraries:
-        safe |= _FOR_LIBRARIES
-    program: list[Instruction] = [
+def program(profile: Profile, machine: tuple[int, int], process: int, *, files: bool) -> bytes:
+    """The BPF program. `files`: Landlock is in force; without it PURE opens no file at all."""
+    column, architecture = machine
+    numbers = {name: own[column] for name, *own in (item.split() for item in _NUMBERS.split(";"))}
+    code: list[Instruction] = [
         (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, audit_arch),
+        (_EQUAL, 1, 0, architecture),  # 32-bit calls have other numbers
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, 0x40000000),  # and so has the x32 interface
+        (_RETURN, 0, 0, _KILL),
     ]
-    if machine == "x86_64":
-        program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    for number in _numbers(safe, column):
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    fcntl, ioctl, tgkill = (72, 25)[column], (16, 29)[column], (234, 131)[column]
-    prlimit, clone, prctl = (302, 261)[column], (56, 220)[column], (157, 167)[column]
-    program += _if_one_of(fcntl, 1, _FCNTL)
-    program += _if_one_of(ioctl, 1, _IOCTL)
-    program += _if_one_of(tgkill, 0, (pid,))  # raise() and abort() signal the process itself
-    program += _if_null(prlimit, 2)  # to read limits; a new one is refused
-    if profile.libraries:
-        program += _if_bit(clone, 0, _CLONE_THREAD)
-        program += _if_one_of(prctl, 0, (_PR_SET_NAME,))
-        program += [(_EQUAL, 0, 1, 435), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # clone3: glibc then takes clone
-        for number in _numbers(_PRETEND, column):
-            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO)]  # errno 0: nothing is done, nothing fails
-    return [*program, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+
+    def on(names: Iterable[str], answer: Instruction) -> None:
+        for name in names:
+            if numbers[name] != "-":
+                code.extend([(_EQUAL, 0, 1, int(numbers[name])), answer])
+
+    allowed = [
+        *_BOTH,
+        *(_PATHS if files or profile is LIBRARIES else ()),
+        *(_LIBRARIES if profile is LIBRARIES else ()),
+    ]
+    on(allowed, (_RETURN, 0, 0, _ALLOW))
+    for name, checks in _checked(profile, process, files).items():
+        if numbers[name] != "-":
+            code.extend([(_EQUAL, 0, len(checks) + 1, int(numbers[name])), *checks, (_RETURN, 0, 0, _ALLOW)])
+    if profile is LIBRARIES:
+        on(_PRETENDED, _answer(0))
+    on(_DEADLY, (_RETURN, 0, 0, _KILL))
+    on(_NOT_THERE, _answer(errno.ENOSYS))
+    code += [(_AT_LEAST, 0, 1, _NEWEST), _answer(errno.ENOSYS), _answer(errno.EPERM)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-def _numbers(calls: Numbers, column: int) -> Iterable[int]:
-    return [number for pair in calls.values() if (number := pair[column]) is not None]
+def _seccomp(libc: Any, filters: bytes) -> str:
+    """Install the program; the reason why not, or nothing."""
+    buffer = ctypes.create_string_buffer(filters, len(filters))
+    described = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
+    return _reason() if libc.prctl(22, 2, described, 0, 0) else ""  # PR_SET_SECCOMP, a filter
 
 
-def _if_one_of(call: int, index: int, values: Sequence[int]) -> list[Instruction]:
-    """Allow a call if the low half of an argument is one of `values`; else fall through with the call reloaded."""
-    tests: list[Instruction] = []
-    for value in values:
-        tests += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
-    return _block(call, [_argument(index), *tests])
+# --- the parent's side ------------------------------------------------------------------------------------------------
 
 
-def _if_bit(call: int, index: int, bit: int) -> list[Instruction]:
-    return _block(call, [_argument(index), (_ANY_BIT, 0, 1, bit), (_RETURN, 0, 0, _ALLOW)])
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended. `why` is empty, or `seconds` or `output` if it was stopped for them."""
+
+    returncode: int
+    output: bytes
+    errors: bytes
+    why: str = ""
 
 
-def _if_null(call: int, index: int) -> list[Instruction]:
-    tests: list[Instruction] = [_argument(index), (_EQUAL, 0, 3, 0), _argument(index, high=True)]
-    return _block(call, [*tests, (_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)])
+def run(
+    command: Sequence[str],
+    given: bytes = b"",
+    *,
+    seconds: float,
+    output: int,
+    environment: dict[str, str] | None = None,
+    folder: str | None = None,
+) -> Finished:
+    """Run a command in a group of its own, and end the group. At most `output` bytes of its output are read."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(environment or {}),
+        cwd=folder or os.path.abspath(os.sep),
+        start_new_session=True,
+    )
+    over = threading.Event()
+    found: list[bytes] = [b"", b""]
+
+    def read(place: int, stream: Any, limit: int) -> None:
+        found[place] = stream.read(limit + 1)
+        if len(found[place]) > limit:
+            over.set()
+            _end(process)
+
+    def write() -> None:
+        try:
+            with process.stdin as stream:  # type: ignore[union-attr]
+                stream.write(given)
+        except OSError:
+            pass  # it ended before it read all
+
+    workers = [
+        threading.Thread(target=write, daemon=True),
+        threading.Thread(target=read, args=(0, process.stdout, output), daemon=True),
+        threading.Thread(target=read, args=(1, process.stderr, 2**16), daemon=True),
+    ]
+    for worker in workers:
+        worker.start()
+    why = ""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        why = "seconds"
+    finally:
+        _end(process)
+        process.wait()
+    for worker in workers:
+        worker.join(5)
+    for stream in (process.stdout, process.stderr):
+        stream.close()  # type: ignore[union-attr]
+    return Finished(process.returncode, found[0], found[1], "output" if over.is_set() else why)
 
 
-def _block(call: int, body: list[Instruction]) -> list[Instruction]:
-    """`body` for one call; afterwards the number of the call is loaded again."""
-    return [(_EQUAL, 0, len(body) + 1, call), *body, (_LOAD, 0, 0, 0)]
+def _environment(given: dict[str, str]) -> dict[str, str]:
+    """Nothing of this process but what Windows starts nothing without."""
+    return {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ} | given
+
+
+def _end(process: Any) -> None:
+    try:
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    except OSError:
+        pass  # gone
+
+
+def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int = 2**24) -> Finished:
+    """Run a Python file with the installed packages, under LIBRARIES. It writes only in its working folder, which is
+    removed afterwards. Where the kernel does not grant the whole profile, nothing is run (exit code 70)."""
+    folder = tempfile.mkdtemp(prefix="finetune-sandbox-")
+    environment = {name: folder for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
+    environment |= {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-I", os.path.abspath(__file__), folder, os.path.abspath(path)]
+    try:
+        return run(command, given, seconds=seconds, output=output, environment=environment, folder=folder)
+    finally:
+        remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder that hostile code has filled, however deep and with whatever modes. Follows no link."""
+    pending, number = [folder], 0
+    while pending:
+        current = pending[-1]
+        os.chmod(current, 0o700)
+        for entry in list(os.scandir(current)):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+            elif current == folder:
+                pending.append(entry.path)
+            else:  # to the top, so that no path grows too long
+                number += 1
+                os.chmod(entry.path, 0o700)
+                moved = os.path.join(folder, f".{number}-{os.urandom(4).hex()}")
+                os.rename(entry.path, moved)
+                pending.insert(1, moved)
+        if pending[-1] == current:
+            os.rmdir(current)
+            pending.pop()
+
+
+def main() -> None:
+    """`python -I sandbox.py FOLDER FILE`: run a Python file under LIBRARIES."""
+    folder, path = sys.argv[1:]
+    with open(path, "rb") as stream:
+        code = compile(stream.read(), path, "exec")
+    granted = confine(LIBRARIES, folder)
+    if not granted.complete:
+        sys.stderr.write(f"nothing is run, as the kernel does not confine it: {'; '.join(granted.missing)}\n")
+        raise SystemExit(70)
+    sys.argv = [path]
+    exec(code, {"__name__": "__main__", "__file__": path})
+
+
+if __name__ == "__main__":
+    main()

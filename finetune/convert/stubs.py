@@ -5,13 +5,15 @@ it came about (`load_dataset("x").map(f)`), and calls on it make further symbols
 by what they would have trained with. Nothing real is imported but a few pure modules of the standard library.
 
 What keeps a hostile notebook in: only names of `_PURE_MODULES` are real; attributes that lead into the interpreter
-(`__subclasses__`, `gi_frame`, ...) are refused before anything runs, in format strings too; an audit hook refuses
-files, processes, sockets and everything else that Python reports; there are limits on steps, seconds and memory; and
-behind all of that the kernel confines the process (`sandbox.py`). Uses the standard library only.
+(`__subclasses__`, `gi_frame`, ...) are refused before anything runs, in texts to be formatted too; an audit hook
+refuses files, processes, sockets and everything else that Python reports; there are limits on steps, seconds and
+memory; and under all of these the kernel confines the process (`sandbox.py`), whatever the code has made of Python.
+Uses the standard library only.
 """
 
 from __future__ import annotations
 
+import _string  # pyright: ignore[reportMissingImports]
 import ast
 import builtins
 import dataclasses
@@ -20,15 +22,13 @@ import hashlib
 import importlib
 import json
 import re
-import string
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-# Steps and events of one statement decide. A single operation that takes forever is ended by the limit on CPU seconds
-# of `sandbox.STUBS`, which is high enough that a slow machine decides nothing else by it.
+# Of one statement. The sandbox limits seconds, for single operations that do not end.
 STEPS, EVENTS = 200_000, 2_000
 
 
@@ -736,6 +736,29 @@ _REAL_VALUES: dict[str, Any] = {
 }
 
 
+def _dataclass(made: Any = None, /, **options: Any) -> Any:
+    """`dataclass`, which compiles the names of fields: they must be names."""
+    if made is None:
+        return lambda later: _dataclass(later, **options)
+    own = made.__dict__.get("__annotations__", {})
+    if type(own) is not dict:
+        raise Unsafe("annotations that are no dict")
+    for name in (*own, *(name for base in made.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))):
+        if type(name) is not str or not name.isidentifier():
+            raise Unsafe("a field of a dataclass whose name is no identifier")
+    return dataclasses.dataclass(made, **options)
+
+
+def _wraps(wrapped: Any) -> Any:
+    """`functools.wraps` without the lists of attributes: they could name any."""
+    return functools.wraps(wrapped)
+
+
+_dataclass.__name__ = _dataclass.__qualname__ = "dataclass"
+_wraps.__name__ = _wraps.__qualname__ = "wraps"
+_GUARDED: dict[str, Any] = {"dataclasses.dataclass": _dataclass, "functools.wraps": _wraps}
+
+
 def _fill_real_values() -> None:
     for module, names in _PURE_MODULES.items():
         real = importlib.import_module(module)
@@ -743,8 +766,7 @@ def _fill_real_values() -> None:
         for name in chosen:
             item = getattr(real, name)
             if not isinstance(item, types.ModuleType):
-                _REAL_VALUES[f"{module}.{name}"] = item
-    _REAL_VALUES["dataclasses.dataclass"] = _dataclass
+                _REAL_VALUES[f"{module}.{name}"] = _GUARDED.get(f"{module}.{name}", item)
 
 
 MODULES: dict[str, Symbol] = {}
@@ -756,6 +778,7 @@ def module(name: str) -> Symbol:
     return MODULES[name]
 
 
+_LEADING = frozenset(("format", "format_map", "__class__"))
 _FORBIDDEN = frozenset(
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code f_back f_globals f_builtins f_locals"
     " f_code"
@@ -776,51 +799,51 @@ def check_name(name: str) -> None:
         raise Unsafe(f"the name {name} leads into the interpreter")
 
 
-def _format(value: Any, name: str) -> Any:
-    """`value.format` or `value.format_map`, which reach attributes that a template names."""
-    method = getattr(value, name)
-    if isinstance(value, str) or (isinstance(value, type) and issubclass(value, str)):
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            template = value if isinstance(value, str) else args[0]
-            check_template(template)
-            return (
-                str.format(template, *args[value is str :], **kwargs) if name == "format" else method(*args, **kwargs)
-            )
-
-        return checked
-    return method
-
-
-def check_template(template: Any, depth: int = 0) -> None:
-    """Raise Unsafe for a format string that names what leads into the interpreter, or pads without measure."""
-    if type(template) is not str:
-        raise Unsafe("a format string that is no plain text")
-    if depth > 2:
-        raise ValueError("Max string recursion exceeded")  # as str.format says it
-    for _, field, spec, _ in string.Formatter().parse(template):
-        for attribute_name in re.findall(r"\.([^.\[\]]*)", field or ""):
-            check_name(attribute_name)
-        if spec:
-            check_template(spec, depth + 1)
+def check_template(text: str, depth: int = 0) -> None:
+    """Raise Unsafe for a text whose fields, as `str.format` reads them, lead into the interpreter."""
+    try:
+        for _, name, spec, _ in _string.formatter_parser(text):
+            for is_attribute, part in _string.formatter_field_name_split(name)[1] if name else ():
+                if is_attribute and part.startswith("_"):
+                    raise Unsafe(f"the name {part} in a text to be formatted leads into the interpreter")
+                if is_attribute:
+                    check_name(part)
+            if spec and depth < 3:
+                check_template(spec, depth + 1)
+    except ValueError:
+        return  # format says what is wrong
 
 
-def _dataclass(*args: Any, **kwargs: Any) -> Any:
-    """`dataclasses.dataclass`, which compiles field names as source: each must be a name."""
-    made = [value for value in args if isinstance(value, type)]
-    if not made:
-        return functools.partial(_dataclass, **kwargs)
-    for base in made[0].__mro__:
-        for field in base.__dict__.get("__annotations__", {}):
-            if type(field) is not str or not field.isidentifier():
-                raise Unsafe("a field of a dataclass that is no name")
-    return dataclasses.dataclass(*args, **kwargs)
+def _format(template: str, /, *args: Any, **kwargs: Any) -> str:
+    """`str.format`, called on the class."""
+    check_template(str.__getitem__(template, slice(None)))
+    return str.format(template, *args, **kwargs)
+
+
+def _checked_attribute(value: Any, name: str) -> Any:
+    """`.format`, `.format_map` and `.__class__`, which lead further than their names say."""
+    if name == "__class__":
+        return _type(value)
+    found = getattr(value, name)
+    receiver = getattr(found, "__self__", None)
+    if isinstance(found, types.BuiltinMethodType) and isinstance(receiver, str):
+        check_template(str.__getitem__(receiver, slice(None)))
+    elif isinstance(found, types.MethodDescriptorType) and name == "format":
+        return _format
+    elif isinstance(found, types.MethodDescriptorType):
+        raise Unsafe("str.format_map is not run")
+    return found
 
 
 def _getattr(value: Any, name: str, *default: Any) -> Any:
     check_name(plain(name))
-    if name in ("format", "format_map") and not isinstance(value, Symbol):
-        return _format(value, plain(name))
+    if plain(name) in _LEADING:
+        try:
+            return _checked_attribute(value, plain(name))
+        except AttributeError:
+            if default:
+                return default[0]
+            raise
     if isinstance(value, Symbol) and default and value is RUN.tokenizer and name == "tokenizer":
         return value
     return getattr(value, plain(name), *default)
@@ -839,6 +862,8 @@ def _hasattr(value: Any, name: str) -> bool:
 def _type(value: Any, *more: Any) -> Any:
     if more:
         raise Unsafe("classes made by type() are not run")
+    if isinstance(value, type):
+        raise Unsafe("a class of classes makes classes, which is not run")
     return Symbol(["type", form(value)], "type") if isinstance(value, Symbol) else type(value)
 
 
@@ -904,6 +929,7 @@ def namespace(program: str) -> dict[str, Any]:
         "__bare__": _bare,
         "__spread__": lambda value: {"**": value} if isinstance(value, Symbol) else value,
         "__mark__": _mark,
+        "__leading__": _checked_attribute,
     }
     return {"__builtins__": allowed, "__name__": "__main__", "__file__": program, "__doc__": None, "os": module("os")}
 
@@ -1025,8 +1051,8 @@ class Instrument(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if node.attr in ("format", "format_map") and isinstance(node.ctx, ast.Load):
-            return _helper("getattr", [node.value, ast.Constant(node.attr)])
+        if node.attr in _LEADING and isinstance(node.ctx, ast.Load):
+            return _helper("__leading__", [node.value, ast.Constant(node.attr)])
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
@@ -1102,21 +1128,25 @@ def _unpacking(name: str, value: ast.expr, target: Any) -> ast.Call:
     return _helper(name, [value, ast.Constant(len(target.elts)), ast.Constant(star)])
 
 
+def _names(node: ast.AST) -> Iterator[str]:
+    """Every name that a node binds or reads, in whichever field it stands."""
+    if isinstance(node, ast.Constant):
+        return
+    for key, value in ast.iter_fields(node):
+        if key != "type_comment":
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str):
+                    yield from item.split(".")
+
+
 def prepared(source: str) -> Any:
     """Compiled code of one statement or program. Raises Unsafe for names that are not let in."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            check_name(node.attr)
-        elif isinstance(node, ast.Name):
-            check_name(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            check_name(node.name)
-        elif isinstance(node, ast.alias):
-            for part in node.name.split("."):
-                check_name(part)
-        elif isinstance(node, ast.keyword) and node.arg:
-            check_name(node.arg)
+        for name in _names(node):
+            check_name(name)
+        if isinstance(node, ast.MatchClass) and _LEADING & set(node.kwd_attrs):
+            raise Unsafe("a pattern that reads an attribute which leads into the interpreter")
     tree = ast.fix_missing_locations(Instrument().visit(tree))
     return compile(tree, "notebook", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
@@ -1235,29 +1265,18 @@ def _hashes(detail: Any) -> Iterator[str]:
 # --- the cage ---------------------------------------------------------------------------------------------------------
 
 
-def _confine() -> dict[str, Any]:
-    """Have the kernel confine this process; modules that would be imported later are imported now, when they can be.
+def _load_all() -> None:
+    """Import what the standard library imports late: afterwards nothing can be."""
+    import encodings.idna
+    import locale
+    import shutil  # for argparse, as the one before
 
-    Returns:
-        What is missing, a sentence each: empty if the kernel enforces everything.
-    """
-    import encodings.idna  # noqa: F401
-    import importlib.util
-    import locale  # noqa: F401  (for argparse, as the next)
-    import shutil  # noqa: F401
-
-    # By its file: this program runs with no folder of its own on the path.
-    spec = importlib.util.spec_from_file_location("sandbox", __file__.replace("stubs.py", "sandbox.py"))
-    assert spec is not None and spec.loader is not None
-    sandbox = sys.modules["sandbox"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sandbox)
-    granted = sandbox.confine(sandbox.STUBS)
-    return {"missing": list(granted.missing)}
+    assert encodings.idna and locale and shutil
 
 
 def _lock() -> None:
     """From here on nothing outside this process can be reached."""
-    harmless = {
+    harmless = (
         "compile",
         "exec",
         "object.__getattr__",
@@ -1268,7 +1287,7 @@ def _lock() -> None:
         "function.__new__",
         "sys._getframe",
         "import",
-    }
+    )
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         if name not in harmless:
@@ -1277,15 +1296,16 @@ def _lock() -> None:
     sys.addaudithook(hook)
 
 
-def main() -> None:
-    """Read a list of jobs as JSON from standard input; write to standard output, a line each, what the kernel does not
-    enforce and the list of results. The first line is written before any code of the notebook runs."""
+def main(confine: Callable[[], list[str]]) -> None:
+    """Read a list of jobs as JSON from standard input, write the results to standard output.
+
+    `confine` has the kernel confine this process, and returns what it did not grant."""
     jobs = json.loads(sys.stdin.buffer.read())
     _fill_real_values()
     _DEEP.update([json.dumps, json.loads, hashlib.sha256, hashlib.md5, str.join])
     out = sys.stdout.buffer
-    out.write(json.dumps(_confine()).encode() + b"\n")
-    out.flush()
+    _load_all()
+    missing = confine()
     _lock()
     sys.setrecursionlimit(600)
     results = []
@@ -1296,9 +1316,5 @@ def main() -> None:
             results.append(run_notebook([tuple(item) for item in job["statements"]], job["world"]))
         else:
             results.append(run_script(job["source"], job["world"], job["rank"], job["own_tokenizer"]))
-    out.write(json.dumps(results).encode())
+    out.write(json.dumps({"missing": missing, "results": results}).encode())
     out.flush()
-
-
-if __name__ == "__main__":
-    main()

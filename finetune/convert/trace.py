@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from finetune.convert import sandbox
 from finetune.convert.read import Refusal, Statement
 
-_STUBS = Path(__file__).with_name("stubs.py")
-_SECONDS = 60  # on the clock; the stubs limit their steps and their own seconds, of which a busy machine gives few
-_ANSWER_BYTES = 64 * 2**20
+# The folder is on the path only for the import: others of its modules are named as some of the standard library.
+_PROGRAM = """import sys
+sys.path.append({folder!r})
+import sandbox, stubs
+sys.path.remove({folder!r})
+stubs.main(lambda: sandbox.confine(sandbox.PURE).missing)
+"""
+_SECONDS = 30  # on the clock; the process has few of its own, of which a busy machine gives it less
+_OUTPUT = 64 * 2**20  # bytes of all traces: those of a large notebook have a hundredth
 _OUT_OF_SECONDS = (-9, -24)  # SIGKILL and SIGXCPU, with which the kernel ends what is over its own seconds
 _YAML_TEXTS, _YAML_LETTERS = 100, 20_000  # of one program, of one text: a configuration has a hundredth
 WORLDS = (True, False)
@@ -67,45 +71,51 @@ def _yaml(sources: Iterable[str]) -> dict[str, Any]:
 
 
 def _run(jobs: list[dict[str, Any]]) -> list[Trace]:
-    """Raises Refusal (R4) if the process ends itself or does not end.
-
-    Its answer goes to a file and not through a pipe: the kernel bounds the size of files.
-    """
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as complaint:
-        given.write(json.dumps(jobs).encode())
-        given.seek(0)
-        code = _wait(given, answer, complaint)
-        answer.seek(0)
-        lines = answer.read(_ANSWER_BYTES).splitlines()
-        complaint.seek(0)
-        words = complaint.read(10_000).decode(errors="replace").strip().splitlines()
-    if code is None or code in _OUT_OF_SECONDS:
+    """Raises Refusal (R4) if the process ends itself, does not end, or answers with something other than traces."""
+    program = _PROGRAM.format(folder=str(Path(__file__).parent))
+    done = sandbox.run(
+        [sys.executable, "-I", "-S", "-c", program], json.dumps(jobs).encode(), seconds=_SECONDS, output=_OUTPUT
+    )
+    if done.why == "seconds" or done.returncode in _OUT_OF_SECONDS and done.why != "output":
         raise Refusal("R4", "its code does not end under the recording stubs, so the conversion cannot be verified")
+    if done.why == "output":
+        raise Refusal("R4", f"its code makes traces of more than {_OUTPUT} bytes, so nothing can be verified")
     try:
-        missing, results = (json.loads(line) for line in lines)
-        return [_checked(result) | {"unconfined": missing["missing"]} for result in results]
-    except (ValueError, TypeError, KeyError):
-        why = words[-1][:200] if words else f"exit code {code}"
+        return _traces(json.loads(done.output), len(jobs))
+    except (ValueError, RecursionError):
+        words = done.errors.decode(errors="replace").strip().splitlines()
+        why = words[-1][:200] if words else f"exit code {done.returncode}"
         raise Refusal(
             "R4", f"its code cannot be run under the recording stubs ({why}), so nothing can be verified"
         ) from None
 
 
-def _wait(given: IO[bytes], answer: IO[bytes], complaint: IO[bytes]) -> int | None:
-    """Run the stubs to their end. Their exit code, or None if they were ended."""
-    named = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}  # Windows starts nothing without
-    command = [sys.executable, "-I", "-S", str(_STUBS)]
-    try:
-        return subprocess.run(
-            command, stdin=given, stdout=answer, stderr=complaint, timeout=_SECONDS, env=named, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return None
+def _traces(answer: Any, count: int) -> list[Trace]:
+    """The traces, each with what the kernel did not grant as `unconfined`. Raises ValueError for another shape, which
+    code that escaped the stubs could have written."""
+    results, missing = _of(dict, answer).get("results"), _of(dict, answer).get("missing")
+    for item in _of(list, missing):
+        _of(str, item)
+    if len(_of(list, results)) != count:
+        raise ValueError("not one trace per job")
+    for trace in results:
+        for item in (*_of(dict, _of(dict, trace).get("failed")).values(), *_of(dict, trace.get("words")).values()):
+            _of(str, item)
+        for event in _of(list, trace.get("events")):
+            _of(str, _of(dict, event).get("kind"))
+            _of(str, event.get("words"))
+            _of(int | None, event.get("statement"))
+            _of(list | None, event.get("args"))
+            _of(dict | None, event.get("forms"))
+            for key in ("name", "role", "method", "api"):
+                _of(str | None, event.get(key))
+            if "detail" not in event:
+                raise ValueError("an event without detail")
+        trace["unconfined"] = missing
+    return results
 
 
-def _checked(result: Any) -> Trace:
-    """A trace has the shape that the rest of the converter relies on. Raises TypeError if not."""
-    shape = {"events": list, "failed": dict, "words": dict}
-    if not isinstance(result, dict) or any(not isinstance(result.get(key), kind) for key, kind in shape.items()):
-        raise TypeError("not a trace")
-    return result
+def _of(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"not {kind}")
+    return value
