@@ -218,7 +218,7 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
         facts={"tokens per pack": 64 if packed else None},
         when="2026-01-01T00:00:00+00:00",
         per_device=per_device,
-        global_size=16,
+        global_batch_size=16,
         seconds_per_micro_batch=step / (16 / per_device),
         seconds_per_token=0.0,
         residual_seconds=[],
@@ -519,7 +519,7 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
 
     def measure(models: Any, world: int, environment: Any, options: Any, machine: Any, *, ddp: bool) -> dict:
         assert world == 1 and models[0].batches == ((32,) if ddp else (64,))
-        seconds = {"forward": 1.0, "backward": 2.0, "optimiser": 0.5, "other": 0.5}
+        seconds = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "other": 0.5}
         parts = {name: {"median": value} for name, value in seconds.items()}
         ranks = [{"seconds": parts, "memory_gib": 0.5}]  # with buckets in DDP
         return {("258K", batch): {"step_seconds": {"median": batch / 32}, "ranks": ranks} for batch in (64, 32)}

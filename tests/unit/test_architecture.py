@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 # Each layer may import from itself and from those above it in this list.
 LAYERS = (
-    {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"},
+    {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"}
+    | {"options"},
     {"hardware", "nccl", "statistics", "predict", "rules"},
     {
         "bootstrap",
