@@ -85,7 +85,7 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it ends the process."""
-        raise UserError(f"{message.removesuffix('.')}. See {self.prog} --help.")
+        raise UserError(f"{message.removeprefix('argument ').removesuffix('.')}. See {self.prog} --help.")
 
     def format_help(self) -> str:
         """Purpose and own options first, then what all commands have in common."""

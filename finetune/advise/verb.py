@@ -62,7 +62,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("--batch is for --model only. A configuration has training.global_batch_size.")
     measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
     if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
-        raise UserError("--rules measures and predicts nothing: another option was given. Remove it, or --rules.")
+        raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
     if options.world_sizes is not None:
         options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one
     return options, rest

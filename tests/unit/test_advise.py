@@ -128,16 +128,16 @@ def test_costs_also_at_a_price_of_zero() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--price-per-gpu-hour", "-1"], "is no price"),
-        (["--price-per-gpu-hour", "nan"], "is no price"),
-        (["--world-sizes", "1,two"], "is no list of whole numbers"),
-        (["--world-sizes", "0"], "is no list of whole numbers"),
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a price of at least 0, got '-1'"),
+        (["--price-per-gpu-hour", "nan"], "expected a price of at least 0"),
+        (["--world-sizes", "1,two"], "expected integers of at least 1, such as 1,2,4"),
+        (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
         (["--batch", "8"], "--batch is for --model"),
         (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
         (["--comm", "missing.json"], "is no result of `finetune bench comm --json`"),
         (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
-        (["--model", "dense-258k", "--rules"], "takes none of"),
-        (["--model", "dense-258k", "--training.max_steps", "3"], "there is no configuration"),
+        (["--model", "dense-258k", "--rules"], "--model excludes"),
+        (["--model", "dense-258k", "--training.max_steps", "3"], "--model replaces the configuration"),
         (["--training.learing_rate", "1"], "learning_rate"),
     ],
 )

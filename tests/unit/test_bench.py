@@ -501,12 +501,12 @@ def test_without_matplotlib(
     ("words", "expected"),
     [
         ([], "comm, compute, step, study"),
-        (["speed"], "given: speed"),
-        (["comm", "--world-sizes", "two"], "'two' is no whole number"),
-        (["comm", "--runs", "0"], "'0' is no whole number of at least 1"),
+        (["speed"], "unknown benchmark: `speed`"),
+        (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
+        (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
         (["comm", "--settings"], "here is no GPU"),
-        (["compute", "--sizes", "4096"], "has no option --sizes"),
+        (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
         (["study", "--world-sizes", "2"], "add 1"),
         (["study", "--models", "8B"], "258K"),
         (["step", "--training.learing_rate", "1"], "learning_rate"),
@@ -530,6 +530,8 @@ def test_options_and_configuration_are_kept_apart() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from finetune.cli import main; main(['bench', '--help']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from finetune.cli import main; main(['bench', 'comm', '--help']); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--settings" in done.stdout
