@@ -191,7 +191,7 @@ def weights(config: Config, given: frozenset[str]) -> Found:
     if len(given_weights) != count or not all(weight > 0 and math.isfinite(weight) for weight in given_weights):
         yield (
             ("data.weights", "data.train_file"),
-            f"expected one weight above 0 for each of the {count} entries of data.train_file.",
+            f"expected one weight above 0 for each of the {count} entries of data.train_file. Add or remove weights.",
         )
 
 

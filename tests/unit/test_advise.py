@@ -243,6 +243,13 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
     )
 
 
+def test_a_measurement_of_an_earlier_version_is_read() -> None:
+    content = measurement().to_dict()
+    assert Measurement.from_dict(content) == measurement()
+    content["global_size"] = content.pop("global_batch_size")
+    assert Measurement.from_dict(content) == measurement()
+
+
 FULL = Tried(measured=None, reason="CUDA ran out of memory", full=True)
 
 

@@ -175,7 +175,7 @@ def test_bad_input_is_2_and_help_is_0(tmp_path: Path) -> None:
     assert done.returncode == 2 and "learning_rate" in done.stderr and done.stdout == ""
     assert examine(tmp_path / "home", "--config", "nowhere.yaml").returncode == 2
     done = examine(tmp_path / "home", "--help")
-    assert done.returncode == 0 and "finetune.doctor" in done.stdout
+    assert done.returncode == 0 and "usage: finetune doctor" in done.stdout
 
 
 def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_help_and_missing_settings(
     file = str(tmp_path / "mine.py")
     monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
     assert script.run(file) == 0
-    assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--dry-run]")
+    assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--config")
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     assert script.run(file) == 2
     assert f"has its settings in {tmp_path / 'mine.yaml'}, which does not exist" in capsys.readouterr().err
