@@ -27,7 +27,7 @@ def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int], pu
     from finetune.config import help_text, load
     from finetune.options import Options
 
-    text = help_text() if verb == "train" else Options(verb, purpose).format_help()
+    text = help_text() if verb == "train" else Options(verb, purpose, usage="[--json PATH]").format_help()
     return run_with_options(text, argv, lambda arguments: run(load(arguments, verb=verb)))
 
 

@@ -302,7 +302,8 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
     if setting.section == "training" and setting.key in CHOICES and value != DEFAULTS[setting.name]:
         known = choices(setting.key)
         if value not in known:
-            near = _most_alike(str(value), known)
+            longer = next((name for name in known if name.startswith(f"{value}_")), None)
+            near = longer or _most_alike(str(value), known)
             nearest = f" Nearest is {near}." if near else ""
             problems.add(f"{setting}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None

@@ -268,7 +268,7 @@ def test_file_and_command_line_are_reported_together(write):
         ("--training.save_steps=-1", "at least 0"),
         ("--training.gradient_checkpointing=some", "unsloth or true or false"),
         ("--training.lr_scheduler_type=cosin", "Nearest is cosine"),
-        ("--training.optim=adamw", "adamw_torch"),
+        ("--training.optim=adamw", "Nearest is adamw_torch."),
         ("--training.neftune_noise_alpha=loud", "a number or null"),
         ("--training.torch_compile=2", "true or false"),
         ("--training.logging_first_step=1", "true or false"),

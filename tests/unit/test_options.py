@@ -57,6 +57,7 @@ def test_mistakes_are_ours_to_report(argv: list[str], said: str) -> None:
 def test_what_resembles_a_setting_is_left_to_the_configuration() -> None:
     argv = ["--model_name", "m", "--learning_rate", "1", "--trainin.steps", "3"]
     assert an_option().split(argv)[1] == argv
+    assert advise.own_options().split(argv)[1] == argv  # which has --model
 
 
 def test_a_command_without_configuration_refuses_the_rest() -> None:
