@@ -1,4 +1,4 @@
-"""`python -m finetune VERB` = `finetune VERB`."""
+"""`python -m finetune COMMAND` = `finetune COMMAND`."""
 
 from finetune.cli import main
 

@@ -28,6 +28,10 @@ from finetune.record import write_json
 from finetune.redact import redact
 from finetune.verb import DONE, FAILED, run_verb
 
+PURPOSE = (
+    "Report on this machine, its software and what would stop a run: paste it into a bug report. Exit code 0: a run"
+    " could start, 1: something would stop it, 2: bad input."
+)
 WORLD_SIZES = (1, 2, 4, 8)
 ANSWER_SECONDS = 300  # a driver that hangs is an answer, too
 MOST_FILES = 20_000  # a folder with more is not measured: its size would take longer than it is worth
@@ -48,7 +52,7 @@ NO_DEVICES: Found = {  # what is known of them where the process that asks dies
 
 def main(argv: list[str] | None = None) -> int:
     """Report on this machine. Returns 0 when a run could start, 1 when something would stop it, 2 for bad input."""
-    return run_verb("doctor", argv, run)
+    return run_verb("doctor", argv, run, PURPOSE)
 
 
 def run(config: Config) -> int:
@@ -319,7 +323,7 @@ def _file_system(path: Path) -> str | None:
 
 
 def cut_batch(config: Config, world: int) -> dict[str, Any]:
-    """How an optimiser step is cut at a world size, or `refused`: why it cannot be."""
+    """How an optimizer step is cut at a world size, or `refused`: why it cannot be."""
     try:
         return {"world_size": world} | asdict(resolve_batch(config.training, world, config.data))
     except UserError as error:
@@ -691,7 +695,7 @@ def _verdict(patch: dict[str, Any]) -> str:
 def _cut(batch: dict[str, Any]) -> str:
     if "refused" in batch:
         return f"refused: {batch['refused']}"
-    return f"{batch['per_device']} a rank x {batch['accumulation']} accumulated = {batch['global_size']} a step"
+    return f"{batch['per_device']} a rank x {batch['accumulation']} accumulated = {batch['global_batch_size']} a step"
 
 
 def _folder_line(one: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from finetune.config import Batch, Config, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.hardware import OUTSIDE_NOTED
 from finetune.hooks import NO_HOOKS, Hooks
+from finetune.options import without_json
 from finetune.record import write_json
 from finetune.verb import DONE, FAILED, console
 
@@ -118,7 +119,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (
-                "weights, gradients and the optimiser's state fill the device without any row, so rows do not matter; "
+                "weights, gradients and the optimizer's state fill the device without any row, so rows do not matter; "
                 "`finetune advise` looks for what would fit."
             )
             about = {"out_of_memory": True, "state_fits": False}
@@ -157,7 +158,7 @@ def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None
 
 
 def split(measured: Measurement) -> dict[str, float]:
-    """Seconds of a mean optimiser step of one device by its parts."""
+    """Seconds of a mean optimizer step of one device by its parts."""
     work = measured.work(1)
     return {
         "forward": work.compute_seconds * (1 - work.backward_share),
@@ -395,11 +396,7 @@ def launch_line(world: int) -> str:
     import torch
 
     target, given = strategy.given_command()
-    given = [argument for argument in given if argument not in ("--dry-run", "--dry_run")]
-    if "--json" in given:
-        place = given.index("--json")
-        given = given[:place] + given[place + 2 :]
-    given = [argument for argument in given if not argument.startswith("--json=")]
+    given = [argument for argument in without_json(given) if argument not in ("--dry-run", "--dry_run")]
     devices = [*(["--multi_gpu"] if world > 1 else []), "--num_processes", str(world)]
     if not torch.cuda.is_available():
         devices.insert(0, "--cpu")

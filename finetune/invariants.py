@@ -32,8 +32,8 @@ class Facts:
     writes: bool  # checkpoints and the final model
     divisor: str  # who divides the loss by the label tokens of the global batch: "the model" or "this program"
     averages_tokens: bool
-    batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimiser step
-    global_batch: int  # rows (or packs) of a step of the plan, over all ranks
+    batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
+    global_batch_size: int  # rows (or packs) of a step of the plan, over all ranks
 
 
 def gather(trainer: Any) -> list[Facts]:
@@ -64,7 +64,7 @@ def own_facts(trainer: Any) -> Facts:
         divisor=divisor(trainer),
         averages_tokens=trainer.args.average_tokens_across_devices,
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
-        global_batch=trainer.plan.global_batch_size,
+        global_batch_size=trainer.plan.global_batch_size,
     )
 
 
@@ -181,10 +181,10 @@ def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
     """World size x rows per device x accumulation is the step that the plan has, so the one of every world size."""
     for one in facts:
         rows, passes = one.batch
-        if len(facts) * rows * passes != one.global_batch:
+        if len(facts) * rows * passes != one.global_batch_size:
             return (
                 f"{len(facts)} ranks x {rows} rows x {passes} accumulated is not the global batch of "
-                f"{one.global_batch}: something changed the trainer's arguments after they were made"
+                f"{one.global_batch_size}: something changed the trainer's arguments after they were made"
             )
     return None
 

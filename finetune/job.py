@@ -49,11 +49,11 @@ class Job:
         return Plan(
             costs=self.layout.packs.costs(self.size.hidden),
             label_tokens=self.layout.label_tokens,
-            global_batch_size=self.batch.global_size,
+            global_batch_size=self.batch.global_batch_size,
             seed=self.config.training.seed,
             fingerprint=self.data.fingerprint,
             lengths=self.layout.padded_lengths,
-            group_size=math.gcd(self.batch.global_size, GROUP_SIZE),
+            group_size=math.gcd(self.batch.global_batch_size, GROUP_SIZE),
         )
 
 

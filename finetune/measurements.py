@@ -49,7 +49,7 @@ class Measurement:
     facts: dict[str, Any]
     when: str
     per_device: int
-    global_size: int
+    global_batch_size: int
     seconds_per_micro_batch: float
     seconds_per_token: float
     residual_seconds: list[float]
@@ -78,7 +78,10 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Measurement:
-        """The inverse. Raises TypeError or KeyError for what another version wrote."""
+        """The inverse. Raises TypeError or KeyError for what another version wrote, but reads files from before
+        `global_size` became `global_batch_size`."""
+        if "global_size" in content:
+            content = content | {"global_batch_size": content["global_size"]}
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property
@@ -101,11 +104,11 @@ class Measurement:
         Raises:
             UserError: the world size does not hold the global batch in micro-batches of this size.
         """
-        if self.global_size % (world_size * self.per_device):
+        if self.global_batch_size % (world_size * self.per_device):
             raise UserError(
-                f"{world_size} ranks do not hold {self.global_size} rows in micro-batches of {self.per_device}"
+                f"{world_size} ranks do not hold {self.global_batch_size} rows in micro-batches of {self.per_device}"
             )
-        accumulation = self.global_size // (world_size * self.per_device)
+        accumulation = self.global_batch_size // (world_size * self.per_device)
         return Work(
             compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
             accumulation=accumulation,
@@ -180,7 +183,7 @@ def facts(job: Job) -> dict[str, Any]:
         "data": job.data.fingerprint,
         "tokens per pack": job.layout.packs.pack_length,
         "training.per_device_train_batch_size": job.batch.per_device,
-        "training.global_batch_size": job.batch.global_size,
+        "training.global_batch_size": job.batch.global_batch_size,
         "training.optim": config.training.optim,
         "training.gradient_checkpointing": config.training.gradient_checkpointing,
         "clipping": config.training.max_grad_norm > 0,

@@ -1,4 +1,4 @@
-"""Which optimisers of transformers are in packages of their own, known before anything heavy is imported."""
+"""Which optimizers of transformers are in packages of their own, known before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def check(name: str) -> None:
-    """The package of the optimiser `name` is installed.
+    """The package of the optimizer `name` is installed.
 
     Raises:
         UserError: it is not.

@@ -1,6 +1,6 @@
 """`finetune parity`: does the number of ranks change what is computed? The same steps on each world size, compared.
 
-Runs the first optimiser steps of the user's own configuration on one rank (which accumulates what the others share) and
+Runs the first optimizer steps of the user's own configuration on one rank (which accumulates what the others share) and
 on each world size asked for, in processes of their own, and compares the first gradient, the losses, the held-out loss
 and the trained weights. Clipping and the learning-rate schedule are off: clipping would hide a gradient that is wrong
 by a factor.
@@ -23,17 +23,24 @@ from rich.table import Table
 from finetune import children
 from finetune.config import load, resolve_batch
 from finetune.errors import RunError, UserError
+from finetune.options import Options, count, counts
 from finetune.verb import DONE, FAILED, console, run_with_options
 
-HELP = """\
-usage: python -m finetune.parity [--world-sizes 1,2] [--steps 4] [--without NAME,...] [--config F.yaml]
-                                 [--section.key VALUE ...] [--json PATH]
+PURPOSE = (
+    "Check that training your configuration gives the same result on any number of GPUs: run its first optimizer steps"
+    " on each world size and compare gradients, losses and weights."
+)
+NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: bad input."
 
-  --world-sizes 1,2   numbers of ranks to compare; the first is the reference (gloo on a CPU, NCCL on GPUs)
-  --steps 4           optimiser steps of each run
-  --without NAME,...  patches to leave out, or `all`: shows what they are worth
-Exit 0 proven, 1 not proven, 2 bad configuration. The keys of the configuration are those of finetune.train --help.
-"""
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("parity", PURPOSE, notes=NOTES)
+    ranks = "numbers of ranks to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
+    found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
+    found.add("--steps", count, "N", "optimizer steps of each run (default: %(default)s)", 4)
+    found.add("--without", str, "NAME,...", "patches to leave out, or `all`: shows what they are worth", "")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,7 @@ class Comparison:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare world sizes on a configuration. Returns the exit code."""
-    return run_with_options(HELP, argv, run)
+    return run_with_options(own_options().format_help(), argv, run)
 
 
 def run(argv: list[str]) -> int:
@@ -84,59 +91,28 @@ def run(argv: list[str]) -> int:
         UserError: bad options, configuration or data.
         RunError: one of the runs failed.
     """
-    own, rest = split_options(argv)
+    options, rest = own_options().split(argv)
     config = load(rest, verb="parity")
-    try:
-        worlds = [int(world) for world in own.get("world_sizes", "1,2").split(",")]
-        steps = int(own.get("steps", "4"))
-    except ValueError:
-        raise UserError(f"--world-sizes and --steps take whole numbers, such as 1,2 and 4; given: {own}") from None
-    if len(worlds) < 2 or min(worlds) < 1 or steps < 1:
-        raise UserError(f"--world-sizes needs two numbers of ranks or more, and --steps at least 1; given: {own}")
+    worlds, steps = options.world_sizes, options.steps
+    if len(worlds) < 2:
+        raise UserError(
+            f"--world-sizes: expected two or more to compare, got {worlds[0]}. Add one, such as 1,{worlds[0]}."
+        )
     for world in worlds:
         if not config.demo:
             resolve_batch(config.training, world, config.data)
-    arguments = rest_without_json(rest)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        runs = {
-            world: start(world, Path(folder) / str(world), steps, own.get("without", ""), arguments) for world in worlds
-        }
+        runs = {world: start(world, Path(folder) / str(world), steps, options.without, rest) for world in worlds}
         found = [compare(Path(folder) / str(worlds[0]), Path(folder) / str(world), world) for world in worlds[1:]]
     say(runs[worlds[0]], found)
     proven = not any(one.failures for one in found)
-    if config.json:
+    if options.json:
         from finetune.record import write_json
 
         stack = {name: runs[worlds[0]][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
         verdict = {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(one) for one in found]}
-        write_json(config.json, verdict | stack)
+        write_json(options.json, verdict | stack)
     return DONE if proven else FAILED
-
-
-def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of this verb by name, and the arguments that belong to the configuration."""
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    left = list(argv)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
-        if word.startswith("--") and name in ("world_sizes", "steps", "without"):
-            if not equals and not left:
-                raise UserError(f"{word} needs a value\n{HELP}")
-            own[name] = word.partition("=")[2] if equals else left.pop(0)
-        else:
-            rest.append(word)
-    return own, rest
-
-
-def rest_without_json(arguments: list[str]) -> list[str]:
-    """The arguments of the runs: the report is ours alone."""
-    kept = [word for word in arguments if not word.startswith("--json=")]
-    if "--json" in kept:
-        place = kept.index("--json")
-        kept = kept[:place] + kept[place + 2 :]
-    return kept
 
 
 def start(world: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:

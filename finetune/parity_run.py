@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def run(config: Config, out: Path, steps: int, without: list[str]) -> int:
-    """Train `steps` optimiser steps of the configuration, with nothing that would hide a wrong gradient."""
+    """Train `steps` optimizer steps of the configuration, with nothing that would hide a wrong gradient."""
     from finetune import train
 
     training = replace(

@@ -1,8 +1,8 @@
 """From what one device takes, and what an all-reduce costs, to what N devices would take. Pure arithmetic.
 
-The model of a data-parallel optimiser step, on the slowest rank:
+The model of a data-parallel optimizer step, on the slowest rank:
 
-    step = forward and backward of its micro-batches + data waits + exposed communication + optimiser + other
+    step = forward and backward of its micro-batches + data waits + exposed communication + optimizer + other
 
 Only the last micro-batch of a step communicates (`no_sync` holds the others back; torch's "Distributed Data Parallel"
 note), bucket by bucket while its backward runs. What is not modelled: a GPU that computes more slowly while it also
@@ -108,7 +108,7 @@ def exposed_seconds(filled: Sequence[int], backward_seconds: float, curve: Curve
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One optimiser step of one rank, all but the communication; the means over the steps of a run.
+    """One optimizer step of one rank, all but the communication; the means over the steps of a run.
 
     compute_seconds:    forward and backward of its micro-batches, on the slowest rank of each step
     accumulation:       micro-batches of the step

@@ -1,4 +1,4 @@
-"""`finetune prepare`: tokenise, mask, pack and plan ahead of time, and show what came of it. Needs no GPU."""
+"""`finetune prepare`: tokenize, mask, pack and plan ahead of time, and report the result. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from finetune.config import Config
 from finetune.verb import DONE, console, run_verb
 
+PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print what became of the rows."
+
 
 def main(argv: list[str] | None = None) -> int:
     """Fill the data cache of a configuration. Returns the exit code."""
-    return run_verb("prepare", argv, run)
+    return run_verb("prepare", argv, run, PURPOSE)
 
 
 def run(config: Config) -> int:
@@ -28,7 +30,9 @@ def run(config: Config) -> int:
     from finetune.record import write_json
 
     if config.demo:
-        raise UserError("prepare needs a model and data of your own: set model.model_name_or_path and data.train_file.")
+        raise UserError(
+            "prepare needs a model and data: none are configured. Set model.model_name_or_path and data.train_file."
+        )
     bootstrap.quiet_libraries(config.logging.log_level)
     started = time.perf_counter()
     tokenizer = model.load_tokenizer(config)
@@ -43,7 +47,7 @@ def run(config: Config) -> int:
     say(ledger.table(data.ledgers, shapes))
     for sentence in ledger.examples(data.ledgers):
         say(sentence, highlight=False, soft_wrap=True, markup=False)
-    say("The first row; what is learnt is marked:")
+    say("The first row; supervised tokens are marked:")
     ids, labels = data.train[0]
     say(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal), soft_wrap=True)
     seconds = time.perf_counter() - started

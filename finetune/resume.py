@@ -101,7 +101,7 @@ def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
         targets, saved = lora.target_modules, lora.modules_to_save
         found["lora.target_modules"] = sorted(set(targets)) if isinstance(targets, list) else targets
         found["lora.modules_to_save"] = sorted(set(saved)) if saved else None
-    found["training.learning_rate"] = scaled_learning_rate(training, batch.global_size)
+    found["training.learning_rate"] = scaled_learning_rate(training, batch.global_batch_size)
     found |= {
         f"training.{name}": getattr(training, name)
         for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm")

@@ -30,14 +30,14 @@ class Ruling:
         return self.verdict == "several GPUs"
 
 
-def study2025(parameters: int | None, batch: int, efficiency: float | None = None, gpus: int = 2) -> Ruling:
+def study2025(parameters: int | None, global_batch_size: int, efficiency: float | None = None, gpus: int = 2) -> Ruling:
     """One GPU or several, by the size of the model and of the batch.
 
     Args:
-        parameters: of the model; None where the number is not known.
-        batch: rows of an optimiser step over all GPUs.
-        efficiency: speed-up over the number of GPUs, estimated or measured; None where there is no estimate.
-        gpus: that are there.
+        parameters: of the model; None if unknown.
+        global_batch_size: rows of an optimizer step over all GPUs.
+        efficiency: speed-up over the number of GPUs, estimated or measured; None if there is no estimate.
+        gpus: the number of GPUs there are.
     """
     if gpus < 2:
         return Ruling(verdict="one GPU", reason="no second GPU is available")
@@ -47,9 +47,10 @@ def study2025(parameters: int | None, batch: int, efficiency: float | None = Non
     if parameters < 1_000_000:
         return Ruling(verdict="one GPU", reason=f"{size}: under 1 M never several")
     if parameters < 5_000_000:
-        if batch >= 128 and efficiency is not None and efficiency > 0.6:
+        if global_batch_size >= 128 and efficiency is not None and efficiency > 0.6:
             return Ruling(
-                verdict="evaluate", reason=f"{size}: 1 to 5 M, with a batch of {batch} and efficiency {efficiency:.0%}"
+                verdict="evaluate",
+                reason=f"{size}: 1 to 5 M, with a batch of {global_batch_size} and efficiency {efficiency:.0%}",
             )
         return Ruling(
             verdict="one GPU",
@@ -58,7 +59,9 @@ def study2025(parameters: int | None, batch: int, efficiency: float | None = Non
         )
     if parameters < 10_000_000:
         return Ruling(verdict="measure", reason=f"{size}: 5 to 10 M, case by case; a benchmark is required")
-    if batch >= 64:
+    if global_batch_size >= 64:
         clear = ", above 50 M with clear gains" if parameters > 50_000_000 else ""
-        return Ruling(verdict="several GPUs", reason=f"{size} and a batch of {batch}: 10 M and 64 or more{clear}")
-    return Ruling(verdict="measure", reason=f"{size} with a batch of {batch}: the rules begin at 64 there")
+        return Ruling(
+            verdict="several GPUs", reason=f"{size} and a batch of {global_batch_size}: 10 M and 64 or more{clear}"
+        )
+    return Ruling(verdict="measure", reason=f"{size} with a batch of {global_batch_size}: the rules begin at 64 there")

@@ -16,14 +16,14 @@ chooses the device and repairs what needs repair before it imports them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.config import help_text
 from finetune.errors import UserError
 from finetune.hooks import Hooks
-from finetune.verb import DONE, guarded
+from finetune.verb import run_with_options
 
 
 def run(
@@ -53,13 +53,8 @@ def run(
         The exit code of the process: 0 done, 1 failed, 2 bad configuration or input, 130 interrupted.
     """
     script = Path(file).resolve()
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        from finetune.config import help_text
-
-        sys.stdout.write(help_text("train", script.name) + "\n")
-        return DONE
     hooks = Hooks(script=script, dataset=dataset, tokenizer=tokenizer, model=model, trainer=trainer, save=save)
-    return guarded(lambda: _run(sys.argv[1:], hooks, script))
+    return run_with_options(help_text(script.name), None, lambda argv: _run(argv, hooks, script))
 
 
 def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:

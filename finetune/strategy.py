@@ -81,7 +81,7 @@ def decide(config: Config, gpus: int) -> Decision:
     measure = "`finetune advise` would measure"
     if gpus < 2:
         return Decision(world_size=1, reason=f"{_too_few(gpus)}; {measure}", environment={})
-    batch = resolve_batch(config.training, 1, config.data).global_size
+    batch = resolve_batch(config.training, 1, config.data).global_batch_size
     count = parameter_count(str(config.model.model_name_or_path), config.model.revision) if not config.demo else None
     ruling = rules.study2025(count, batch, gpus=gpus)
     if not ruling.several:

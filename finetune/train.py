@@ -355,7 +355,7 @@ def introduce(job: Job, start: resume.Start) -> None:
     batch = job.batch
     rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
     say(
-        f"A step is {batch.global_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
+        f"A step is {batch.global_batch_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
         "accumulated",
         highlight=False,
         soft_wrap=True,
@@ -363,8 +363,8 @@ def introduce(job: Job, start: resume.Start) -> None:
     training = job.config.training
     if training.learning_rate_rule != "none":
         say(
-            f"Learning rate {scaled_learning_rate(training, batch.global_size):.3g}: {training.learning_rate:.3g} for "
-            f"a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}",
+            f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
+            f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}",
             highlight=False,
             soft_wrap=True,
         )
@@ -448,7 +448,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             versions=bootstrap.versions(),
             world_size=distributed.ranks().world_size,
             batch=vars(job.batch),
-            learning_rate=scaled_learning_rate(job.config.training, job.batch.global_size),
+            learning_rate=scaled_learning_rate(job.config.training, job.batch.global_batch_size),
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
@@ -476,8 +476,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         half = max(job.batch.per_device // 2, 1)
         less = (
-            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_size}: more "
-            "accumulation, the same result)"
+            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_batch_size}:"
+            " more accumulation, the same result)"
             if job.batch.per_device > 1
             else "set data.max_length lower"
         )

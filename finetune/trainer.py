@@ -40,7 +40,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         gradient_accumulation_steps=batch.accumulation,
         num_train_epochs=training.num_train_epochs,
         max_steps=training.max_steps,
-        learning_rate=scaled_learning_rate(training, batch.global_size),
+        learning_rate=scaled_learning_rate(training, batch.global_batch_size),
         lr_scheduler_type=training.lr_scheduler_type,
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,

@@ -1,4 +1,4 @@
-"""A few real optimiser steps of a job on one device, taken apart: memory, seconds of each part, what else would fit."""
+"""A few real optimizer steps of a job on one device, taken apart: memory, seconds of each part, what else would fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrialJob(Job):
         return InOrder(
             costs=plan.costs,
             label_tokens=plan.label_tokens,
-            global_batch_size=self.batch.global_size,
+            global_batch_size=self.batch.global_batch_size,
             seed=plan.seed,
             fingerprint=plan.fingerprint,
             lengths=plan.lengths,
@@ -67,7 +67,7 @@ def typical_micro_batches(job: Job, count: int) -> np.ndarray:
     often as they come; in a random order. From the first again where there are fewer."""
     batch = job.batch
     rows = job.plan().deal_epoch(
-        0, world_size=1, per_device=batch.per_device, accumulation=batch.global_size // batch.per_device
+        0, world_size=1, per_device=batch.per_device, accumulation=batch.global_batch_size // batch.per_device
     )
     flat = rows.reshape(-1, batch.per_device)
     whole = flat[(flat >= 0).all(axis=1)]
@@ -271,7 +271,7 @@ def allowed_sizes(job: Job, world_size: int) -> list[int]:
     training = job.config.training
     if training.gradient_accumulation_steps is not None:
         return [job.batch.per_device]
-    share = job.batch.global_size // world_size
+    share = job.batch.global_batch_size // world_size
     return [size for size in range(1, share + 1) if share % size == 0 and size <= max(len(job.layout), 1)]
 
 
@@ -304,7 +304,7 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
 
 
 def holds_its_state(trainer: Any) -> bool:
-    """Whether the device holds weights, gradients and the optimiser's state together, without any row. It holds them
+    """Whether the device holds weights, gradients and the optimizer's state together, without any row. It holds them
     all but the gradients afterwards, as in training: the device may have been full before the first step was done.
 
     The weights are not changed: gradients are zero, and so is the learning rate.
@@ -372,7 +372,7 @@ class Trial:
         accumulation = self.tokens.shape[1]
         job, plan = self.job, self.job.plan()
         batch = job.batch
-        held = [w for w in measurements.WORLD_SIZES if batch.global_size % (w * batch.per_device) == 0]
+        held = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
         cap, first = measurements.bucket_limits(job.config.training.extra)
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         epochs, planned = job.config.training.num_train_epochs, job.config.training.max_steps
@@ -380,7 +380,7 @@ class Trial:
             facts=measurements.facts(job),
             when=datetime.now(UTC).isoformat(timespec="seconds"),
             per_device=batch.per_device,
-            global_size=batch.global_size,
+            global_batch_size=batch.global_batch_size,
             seconds_per_micro_batch=line[0],
             seconds_per_token=line[1],
             residual_seconds=residuals,
@@ -411,7 +411,7 @@ class Trial:
             gradient_bytes=[p.numel() * p.element_size() for p in trained],
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
             # The trainer has DDP keep the gradients inside its buckets where every weight is trained. In the first step
-            # it makes them twice; the optimiser's state, which comes later, takes as much or more, but for a few.
+            # it makes them twice; the optimizer's state, which comes later, takes as much or more, but for a few.
             as_bucket_view=job.config.model.full_finetuning
             and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
@@ -421,7 +421,7 @@ class Trial:
 
 
 def _state_bytes(trainer: Any) -> int:
-    """What the optimiser holds beside the weights and their gradients."""
+    """What the optimizer holds beside the weights and their gradients."""
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if torch.is_tensor(value))
 
@@ -455,7 +455,7 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     given: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
     given |= dict(
         config=replace(job.config, training=training, logging=logging),
-        batch=Batch(per_device=per_device, accumulation=accumulation, global_size=per_device * accumulation),
+        batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
     )
     trial = TrialJob(**given)

@@ -1,4 +1,4 @@
-"""What every verb has in common: parse, run, and turn each way of ending into a message and an exit code."""
+"""What every command shares: it runs, and each way of ending becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int]) -> int:
-    """Load the configuration and run a verb with it. Returns the exit code; prints an error once, in its own words."""
-    from finetune.config import help_text, load
+def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int], purpose: str = "") -> int:
+    """Load the configuration and run a command with it. Returns the exit code.
 
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(help_text(verb) + "\n")
-        return DONE
-    return guarded(lambda: run(load(argv, verb=verb)))
+    Args:
+        purpose: what it does, first in its help; `train` has a help text that lists all keys.
+    """
+    from finetune.config import help_text, load
+    from finetune.options import Options
+
+    text = help_text() if verb == "train" else Options(verb, purpose, usage="[--json PATH]").format_help()
+    return run_with_options(text, argv, lambda arguments: run(load(arguments, verb=verb)))
 
 
 def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
-    """Run a verb that has options beside the configuration's. Returns the exit code."""
+    """Run a command with its arguments, or print its help if they ask for it. Returns the exit code."""
+    from finetune.options import help_asked
+
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(help_text)
+    if (text := help_asked(argv, help_text)) is not None:
+        sys.stdout.write(text)
         return DONE
     return guarded(lambda: run(argv))
 

@@ -35,7 +35,7 @@ class Tried:
     reason: str | None = None
     recommended: int | None = None  # micro-batch size that it found by trying
     full: bool = False  # the device's memory was too small
-    state_fits: bool = True  # False where it was so without any row: weights, gradients and the optimiser's state
+    state_fits: bool = True  # False where it was so without any row: weights, gradients and the optimizer's state
 
 
 @dataclass(kw_only=True)
@@ -172,7 +172,7 @@ def other_micro_batches(config: Config, base: Tried) -> list[int]:
     """What the dry run found by trying, or where it has no limit to search below (a CPU) twice as many rows; and half
     as many. Those that cut the global batch exactly and are not what was measured."""
     assert base.measured is not None
-    now, share = base.measured.per_device, base.measured.global_size
+    now, share = base.measured.per_device, base.measured.global_batch_size
     if config.training.gradient_accumulation_steps is not None:
         return []
     sizes = [base.recommended or 2 * now, now // 2]
@@ -269,11 +269,11 @@ def per_device_of(config: Config, world: int, most: int | None) -> int:
         UserError: the world size does not hold the global batch.
     """
     batch = resolve_batch(config.training, world, config.data)
-    if resolve_batch(config.training, 1, config.data).global_size != batch.global_size:
+    if resolve_batch(config.training, 1, config.data).global_batch_size != batch.global_batch_size:
         raise UserError("its global batch would be another: set training.global_batch_size to keep it")
     if most is None or config.training.gradient_accumulation_steps is not None:
         return batch.per_device
-    share = batch.global_size // world
+    share = batch.global_batch_size // world
     return max(size for size in range(1, min(most, share) + 1) if share % size == 0)
 
 

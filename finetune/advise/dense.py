@@ -14,7 +14,7 @@ from finetune.hardware import Hardware
 from finetune.predict import Gradients, Work
 
 NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
-STEPS = 100_000  # of the run that hours and cost are told for: such a model has no data of its own
+STEPS = 100_000  # assumed for hours and cost: such a model comes without data
 EFFORT = Namespace(runs=5, steps=100)
 
 
@@ -23,7 +23,7 @@ class Dense:
     """One of the study's models at one global batch."""
 
     model: study.Model
-    batch: int
+    global_batch_size: int
 
     @property
     def gradients(self) -> Gradients:
@@ -35,27 +35,27 @@ class Dense:
         return Gradients(sizes=tuple(sizes))
 
 
-def chosen(name: str, batch: int | None) -> Dense:
-    """The model of a name and a global batch; its largest of the study where none is given.
+def chosen(name: str, global_batch_size: int | None) -> Dense:
+    """The model with this name and global batch size; if none is given, the largest that the study has for it.
 
     Raises:
         UserError: there is no such model.
     """
     if name.lower() not in NAMES:
-        raise UserError(f"--model {name}: the dense models of the study are {', '.join(NAMES)}")
+        raise UserError(f"--model: unknown dense model: {name}. The study has {', '.join(NAMES)}.")
     model = NAMES[name.lower()]
-    return Dense(model=model, batch=batch or max(model.batches))
+    return Dense(model=model, global_batch_size=global_batch_size or max(model.batches))
 
 
 def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Candidate | str]:
     """One device with each world size's share of the batch, measured; inside DDP where there are several, whose hooks
     are a good part of what the host does in steps as short as these."""
-    held = [world for world in worlds if dense.batch % world == 0]
+    held = [world for world in worlds if dense.global_batch_size % world == 0]
     found: dict[int, Candidate | str] = {
-        world: f"{world} devices do not hold the global batch of {dense.batch} exactly" for world in worlds
+        world: f"{world} devices do not hold the global batch of {dense.global_batch_size} exactly" for world in worlds
     }
     for ddp in (False, True):
-        shares = {world: dense.batch // world for world in held if (world > 1) is ddp}
+        shares = {world: dense.global_batch_size // world for world in held if (world > 1) is ddp}
         if shares:
             models = [replace(dense.model, batches=tuple(shares.values()))]
             measured = study.measure(models, 1, {}, EFFORT, machine, ddp=ddp)
@@ -68,7 +68,7 @@ def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardwar
     """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step.
     DDP's buckets are left out of the memory: `predict` adds them."""
     step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]
-    medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimiser", "other")}
+    medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimizer", "other")}
     scale = step / sum(medians.values())
     compute = medians["forward"] + medians["backward"]
     return Candidate(
@@ -77,9 +77,9 @@ def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardwar
             accumulation=1,
             backward_share=medians["backward"] / compute,
             data_seconds=0.0,
-            optimizer_seconds=scale * medians["optimiser"],
+            optimizer_seconds=scale * medians["optimizer"],
             other_seconds=scale * medians["other"],
-            tokens=float(dense.batch),
+            tokens=float(dense.global_batch_size),
             peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30 - ddp * sum(dense.gradients.sizes),
         ),
         gradients=dense.gradients,

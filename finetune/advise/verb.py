@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from finetune import rules, strategy
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import RunError, UserError
+from finetune.options import Options, count, counts, path, price
 from finetune.verb import DONE, FAILED, console, run_with_options
 
 if TYPE_CHECKING:
@@ -20,80 +19,53 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.predict import Curve
 
-HELP = """\
-usage: python -m finetune.advise [--world-sizes 1,2,4,8] [--price-per-gpu-hour X] [--comm FILE.json] [--fastest]
-                                 [--as-given] [--rules] [--out DIR] [--config F.yaml] [--section.key VALUE ...]
-                                 [--json PATH]
-
-  --world-sizes 1,2,4,8   numbers of GPUs to predict (default: 1, 2, 4 and 8, as far as there are GPUs; 1,2 on a CPU)
-  --price-per-gpu-hour X  shows what each of them costs; 0 is allowed
-  --comm FILE.json        of an earlier `finetune bench comm --json`, in place of measuring; also for GPUs that are
-                          not here
-  --fastest               the number that ends first, whatever its efficiency (else at least 70 %)
-  --as-given              the settings as they are: no look for better ones on one GPU
-  --rules                 measure nothing: the rule set study2025 alone
-  --out DIR               writes the accelerate profile, the environment and the launch line
-  --model dense-258k      in place of a configuration a dense model of the study, or dense-6.9m; [--batch 64]
-Exit 0 with an advice, 1 where the model fits no GPU here, 2 bad input. docs/advise.md says how it reckons.
-The keys of the configuration are those of finetune.train --help.
-"""
+PURPOSE = (
+    "Choose the number of GPUs and the settings for your configuration: measure one GPU and the all-reduce, predict the"
+    " others, decide."
+)
+NOTES = (
+    "Exit code 0: advice was given, 1: the model does not fit on a GPU here, 2: bad input. docs/advise.md describes the"
+    " prediction."
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Advise on a configuration. Returns the exit code."""
-    return run_with_options(HELP, argv, run)
+    return run_with_options(own_options().format_help(), argv, run)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}\n{HELP}")
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("advise", PURPOSE, notes=NOTES)
+    default = "default: 1, 2, 4 and 8, up to the GPUs there are; 1,2 on a CPU"
+    found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
+    found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run; 0 is allowed")
+    comm = "result of an earlier `finetune bench comm --json`, instead of measuring; also for GPUs that are not here"
+    found.add("--comm", path, "FILE.json", comm)
+    found.add_switch("--fastest", "choose the fastest number of GPUs at any efficiency (default: at least 70 %%)")
+    found.add_switch("--as-given", "keep the settings; do not search for better ones on one GPU")
+    found.add_switch("--rules", "measure nothing; apply the rule set study2025")
+    found.add("--out", path, "DIR", "write the accelerate profile, the environment and the launch command there")
+    found.add("--model", str, "NAME", "dense-258k or dense-6.9m: a dense model of the study instead of a configuration")
+    found.add("--batch", count, "64", "global batch size, for --model")
+    return found
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this verb, and the arguments that belong to the configuration.
+    """The options of this command, and the arguments that belong to the configuration.
 
     Raises:
-        UserError: a value that an option cannot take.
+        UserError: invalid values, or options that exclude each other.
     """
-    parser = _Parser(prog="finetune advise", add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-sizes", type=_numbers, default=None)
-    parser.add_argument("--price-per-gpu-hour", type=_price, default=None)
-    parser.add_argument("--comm", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--batch", type=_count, default=None)
-    for name in ("--fastest", "--as-given", "--rules"):
-        parser.add_argument(name, action="store_true")
-    options, rest = parser.parse_known_args(argv)
+    options, rest = own_options().split(argv)
     if options.batch is not None and options.model is None:
-        raise UserError("--batch is for --model; a configuration has training.global_batch_size")
+        raise UserError("--batch is for --model only. A configuration has training.global_batch_size.")
     measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
     if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
-        raise UserError(f"--rules measures nothing and predicts nothing; it goes with no other option\n{HELP}")
+        raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
+    if options.world_sizes is not None:
+        options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one
     return options, rest
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers of at least 1, such as 1,2,4")
-    return sorted({1, *map(int, parts)})
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
-    if not (math.isfinite(price) and price >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no price: a number of 0 or more is needed")
-    return price
 
 
 def run(argv: list[str]) -> int:
@@ -108,16 +80,15 @@ def run(argv: list[str]) -> int:
         return on_dense_model(options, rest)
     config = load(rest, verb="advise")
     if options.rules:
-        return by_rules(config, strategy.visible_gpus())
+        return by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import Bench
-    from finetune.parity import rest_without_json
 
     machine, given = meet(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
-    bench = Bench(arguments=rest_without_json(rest), cpu_cores=cores)
+    bench = Bench(arguments=rest, cpu_cores=cores)
     base = bench.try_out(())
     if base.measured is None:
-        return does_not_fit(config, bench, base, machine)
+        return does_not_fit(config, options, bench, base, machine)
     advice, plan = on_configuration(config, options, machine, bench, base, given)
     write(config, options, machine, advice, plan)
     return DONE
@@ -204,8 +175,8 @@ def on_configuration(
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
         "improvements": [improved(one, faster) for one in better],
-        "study2025": words.ruling(one.parameters, one.global_size, rows, machine),
-        "notes": [words.gradients(one), words.learning_rate(config, one.global_size)],
+        "study2025": words.ruling(one.parameters, one.global_batch_size, rows, machine),
+        "notes": [words.gradients(one), words.learning_rate(config, one.global_batch_size)],
         "start_up_of_ranks_seconds": meeting,
     }
     words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
@@ -219,8 +190,11 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     from finetune.record import write_json
 
     if options.rules or options.as_given or options.out:
-        raise UserError("--model takes none of --rules, --as-given and --out: there is nothing to set or to launch")
-    report = json_of(rest)
+        raise UserError(
+            "--model excludes --rules, --as-given and --out: it has nothing to set or to launch. Remove them."
+        )
+    if rest:
+        raise UserError(f"--model replaces the configuration, but one was given: {' '.join(rest)}. Remove one of them.")
     job = dense.chosen(options.model, options.batch)
     machine, given = meet(options)
     found = dense.candidates(job, numbers(options, devices_here(machine), given), machine)
@@ -228,39 +202,26 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     advice = {
         "kind": "advice",
         "model": options.model,
-        "batch": job.batch,
+        "global_batch_size": job.global_batch_size,
         "world_size": chosen.world_size,
         "reason": verdict.in_a_sentence(chosen, rows),
         "device": machine.name,
         "launch": None,
         "rows": [row.to_dict() for row in rows],
         "improvements": [],
-        "study2025": words.ruling(job.model.parameters, job.batch, rows, machine),
+        "study2025": words.ruling(job.model.parameters, job.global_batch_size, rows, machine),
         "notes": [
-            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.batch}; tokens are samples, "
-            f"and a run is {dense.STEPS:,} steps. Each sends {sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
+            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; tokens "
+            f"are samples, and a run is {dense.STEPS:,} steps. Each sends "
+            f"{sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
             *words.short_step(rows, machine),
         ],
         "start_up_of_ranks_seconds": meeting,
     }
     words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
-    if report:
-        write_json(report, advice)
+    if options.json:
+        write_json(options.json, advice)
     return DONE
-
-
-def json_of(rest: Sequence[str]) -> Path | None:
-    """The path of `--json`, the only argument that may be left.
-
-    Raises:
-        UserError: there are others.
-    """
-    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--json=") else [word])]
-    if not words:
-        return None
-    if words[0] != "--json" or len(words) != 2:
-        raise UserError(f"with --model there is no configuration; given: {' '.join(rest)}\n{HELP}")
-    return Path(words[1])
 
 
 def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
@@ -286,11 +247,11 @@ def write(
     write_json(strategy.advice_file(config, machine.count), kept)
     if options.out is not None:
         launch.write(options.out, plan, advice["reason"])
-    if config.json:
-        write_json(config.json, advice)
+    if options.json:
+        write_json(options.json, advice)
 
 
-def does_not_fit(config: Config, bench: Bench, base: Tried, machine: Hardware) -> int:
+def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
     """No launch line: what would make it fit instead."""
     say = console().print
     say(f"NO: {base.reason}", style="red", highlight=False, soft_wrap=True, markup=False)
@@ -313,19 +274,19 @@ def does_not_fit(config: Config, bench: Bench, base: Tried, machine: Hardware) -
         text += "Ask again with these for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     say(text, highlight=False, soft_wrap=True, markup=False)
-    if config.json:
+    if options.json:
         from finetune.record import write_json
 
-        write_json(config.json, content | {"remedies": text})
+        write_json(options.json, content | {"remedies": text})
     return FAILED
 
 
-def by_rules(config: Config, gpus: int) -> int:
+def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
     """The rule set alone."""
     count = None
     if not config.demo:
         count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
-    batch = resolve_batch(config.training, 1, config.data).global_size
+    batch = resolve_batch(config.training, 1, config.data).global_batch_size
     ruling = rules.study2025(count, batch, gpus=gpus)
     say = console().print
     text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."
@@ -333,9 +294,9 @@ def by_rules(config: Config, gpus: int) -> int:
     if not config.model.full_finetuning:
         text = "It was drawn from models that are trained in full; of this one only adapter gradients would travel."
         say(text, highlight=False, soft_wrap=True)
-    if config.json:
+    if options.json:
         from finetune.record import write_json
 
-        content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "batch": batch}
-        write_json(config.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})
+        content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "global_batch_size": batch}
+        write_json(options.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})
     return DONE

@@ -17,7 +17,7 @@ class Candidate:
     """What one device takes for its share of the work at some world size.
 
     per_device:       rows of a micro-batch
-    steps:            optimiser steps of the run
+    steps:            optimizer steps of the run
     start_up_seconds: of one device
     memory_bytes:     of a device; None where it has no limit of its own
     """

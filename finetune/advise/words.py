@@ -30,18 +30,18 @@ def gradients(measured: Measurement) -> str:
     )
 
 
-def learning_rate(config: Config, global_size: int) -> str:
+def learning_rate(config: Config, global_batch_size: int) -> str:
     """What the number of GPUs does to the learning rate."""
     training = config.training
-    rate = scaled_learning_rate(training, global_size)
+    rate = scaled_learning_rate(training, global_batch_size)
     if training.learning_rate_rule == "none":
         return (
-            f"The global batch stays {global_size} on any number of GPUs, and the learning rate {rate:g} with it; for "
-            "a larger batch of your own see training.learning_rate_rule."
+            f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
+            f" {rate:g}. For a larger batch, see training.learning_rate_rule."
         )
     return (
         f"The learning rate is {rate:g}: {training.learning_rate:g} was chosen for {training.base_global_batch_size} "
-        f"rows, and the rule {training.learning_rate_rule} carries it to {global_size}, on any number of GPUs."
+        f"rows, and the rule {training.learning_rate_rule} carries it to {global_batch_size}, on any number of GPUs."
     )
 
 
@@ -60,10 +60,10 @@ def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
     ]
 
 
-def ruling(parameters: int, batch: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
+def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
     """What the rule set study2025 says beside the measurement, with the predicted efficiency of two devices."""
     two = next((row.efficiency for row in found if row.world_size == 2), None)
-    said = rules.study2025(parameters, batch, two, gpus=max(machine.count, 1))
+    said = rules.study2025(parameters, global_batch_size, two, gpus=max(machine.count, 1))
     return {"verdict": said.verdict, "reason": said.reason}
 
 

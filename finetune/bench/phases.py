@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune import communication, hardware
 from finetune.bench import rank
 
-PHASES = ("data", "forward", "backward", "optimiser", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 PROFILED = 3  # steps that torch's profiler traces on a GPU
 
 
@@ -37,7 +37,7 @@ class Phases(TrainerCallback):
 
     @property
     def total(self) -> int:
-        """Optimiser steps in all."""
+        """Optimizer steps in all."""
         return self.runs * (self.warm_up + self.steps) + self._sampled
 
     @property
@@ -60,10 +60,10 @@ class Phases(TrainerCallback):
             self._labels.append(label)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("optimiser")  # clipping
+        self._mark("optimizer")  # clipping
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("optimiser")
+        self._mark("optimizer")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._mark("end")

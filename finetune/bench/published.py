@@ -43,13 +43,13 @@ TABLES: dict[str, tuple[Row, ...]] = {
 TIMELINES: dict[str, tuple[int, dict[str, float], dict[str, float]]] = {
     "258K": (
         64,
-        {"forward": 3.2, "backward": 3.1, "optimiser": 1.2, "other": 0.3},
-        {"forward": 1.8, "backward": 1.7, "exposed communication": 5.2, "optimiser": 0.6, "other": 0.1},
+        {"forward": 3.2, "backward": 3.1, "optimizer": 1.2, "other": 0.3},
+        {"forward": 1.8, "backward": 1.7, "exposed communication": 5.2, "optimizer": 0.6, "other": 0.1},
     ),
     "6.9M": (
         32,
-        {"forward": 11.2, "backward": 10.8, "optimiser": 3.1, "other": 0.6},
-        {"forward": 6.1, "backward": 5.9, "exposed communication": 7.8, "optimiser": 1.6, "other": 0.3},
+        {"forward": 11.2, "backward": 10.8, "optimizer": 3.1, "other": 0.6},
+        {"forward": 6.1, "backward": 5.9, "exposed communication": 7.8, "optimizer": 1.6, "other": 0.3},
     ),
 }
 # "Overhead per step" that it reports, ms, lowest and highest.

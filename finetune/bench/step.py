@@ -70,7 +70,7 @@ def measure(
         kind, world_size, hardware, environment, conditions, backend, batch, tokens_per_step, tokens_per_second_per_gpu,
         exposed_communication_fraction (of rank 0; None where DDP gave no sample), and for each rank under `ranks`:
         seconds of the step and of its phases data, forward, backward (with the communication that is exposed in it),
-        optimiser (with clipping), other; exposed and hidden communication (None for one rank); peak_memory_gib.
+        optimizer (with clipping), other; exposed and hidden communication (None for one rank); peak_memory_gib.
 
     Raises:
         UserError, RunError: as `finetune.train` does, or because a rank died.

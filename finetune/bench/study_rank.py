@@ -65,7 +65,7 @@ def train(parts: Parts, request: rank.Request) -> tuple[list[float], float | Non
 
 
 def build(case: dict[str, Any], *, seed: int) -> Parts:
-    """A fresh model and optimiser (Adam), and this rank's share of a global batch of random samples, on its device."""
+    """A fresh model and optimizer (Adam), and this rank's share of a global batch of random samples, on its device."""
     me = distributed.ranks()
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
     torch.manual_seed(seed)
@@ -73,12 +73,12 @@ def build(case: dict[str, Any], *, seed: int) -> Parts:
         model: nn.Module = dense(case["widths"], case["dropout"])
     if torch.distributed.is_initialized():
         model = DistributedDataParallel(model, device_ids=[device.index] if rank.on_gpu() else None)
-    optimiser = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters())
     inputs = torch.randn(case["batch"] // me.world_size, case["widths"][0], device=device)
     labels = torch.randint(case["widths"][-1], (len(inputs),), device=device)
     loss = nn.CrossEntropyLoss()
     return Parts(
-        lambda: loss(model(inputs), labels), lambda value: value.backward(), optimiser.step, optimiser.zero_grad, model
+        lambda: loss(model(inputs), labels), lambda value: value.backward(), optimizer.step, optimizer.zero_grad, model
     )
 
 
@@ -117,7 +117,7 @@ def in_parts(parts: Parts, request: rank.Request) -> dict[str, Any]:
             if counted:
                 clock.mark()
     seconds = clock.seconds()
-    names = ("forward", "backward", "optimiser", "other")
+    names = ("forward", "backward", "optimizer", "other")
     found: dict[str, Any] = {name: rank.figure([seconds[place::4]]) for place, name in enumerate(names)}
     found["step"] = rank.figure([[sum(seconds[start : start + 4]) for start in range(0, len(seconds), 4)]])
     for place, name in enumerate(("exposed", "hidden")):

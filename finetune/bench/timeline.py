@@ -16,7 +16,7 @@ from finetune.verb import console
 WIDTH = 60  # characters of the longest bar
 COLOURS = {
     **{"data": "#8c564b", "forward": "#1f77b4", "backward": "#ff7f0e", "exposed communication": "#d62728"},
-    **{"optimiser": "#2ca02c", "other": "#7f7f7f"},
+    **{"optimizer": "#2ca02c", "other": "#7f7f7f"},
 }
 LETTERS = {name: name[0] for name in COLOURS} | {"exposed communication": "X", "other": "."}
 
@@ -44,7 +44,7 @@ def bar(label: str, seconds: Mapping[str, Mapping[str, float] | None]) -> Bar:
 
 def show(bars: Sequence[Bar]) -> None:
     """A row of milliseconds for each bar, hidden communication at its end; then the bars, of letters (d data,
-    f forward, b backward, X exposed communication, o optimiser, . other), in colour on a terminal."""
+    f forward, b backward, X exposed communication, o optimizer, . other), in colour on a terminal."""
     told = ", ".join(name if LETTERS[name] == name[0] else f"{LETTERS[name]} {name}" for name in COLOURS)
     console().print(f"milliseconds of a step (medians): {told}", highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 1, 0, 0))

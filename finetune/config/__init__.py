@@ -1,8 +1,9 @@
-"""The configuration: typed sections, YAML plus dotted overrides, every mistake reported at once."""
+"""The configuration: typed sections, YAML plus dotted overrides, all mistakes reported at once."""
 
-from finetune.config.load import dump_yaml, help_text, load
+from finetune.config.batch import Batch, resolve_batch, scaled_learning_rate
+from finetune.config.help import help_text
+from finetune.config.load import dump_yaml, load
 from finetune.config.schema import (
-    Batch,
     Config,
     ConfigError,
     DataConfig,
@@ -10,8 +11,6 @@ from finetune.config.schema import (
     LoraConfig,
     ModelConfig,
     TrainingConfig,
-    resolve_batch,
-    scaled_learning_rate,
 )
 
 __all__ = [

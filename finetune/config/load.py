@@ -1,22 +1,21 @@
-"""From the command line and a YAML file to a Config, or to every mistake in them at once."""
+"""Turns the command line and a YAML file into a Config, or reports all mistakes in them at once."""
 
 import re
-import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from finetune.config.schema import SECTIONS, Config, ConfigError, contradictions
+from finetune.config.rules import contradictions
+from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
 from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
-from finetune.config.values import NotAllowed, convert, describe, members
+from finetune.config.values import NotAllowed, convert, describe, in_words, members, show
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
-# Names from other tools. They are suggested, not accepted: a file says what it means in one way.
+# Names from other tools: suggested in error messages, not accepted. Each setting has one name.
 _ALIASES = {
     "alpha": "lora.lora_alpha",
     "base_model": "model.model_name_or_path",
@@ -50,8 +49,8 @@ _NULLS = ("~", "null", "Null", "NULL")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with three differences: `1e-5` is a number (YAML 1.1 wants `1.0e-5`), a date stays text, and a key
-    that is given twice is remembered in `duplicates` as (line, key) instead of silently replacing the first."""
+    """Safe YAML with three differences: `1e-5` is a number (YAML 1.1 expects `1.0e-5`), a date stays a string, and a
+    repeated key is recorded in `duplicates` as (line, key) instead of silently replacing the first."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
@@ -94,7 +93,7 @@ def _expanded_nodes(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not read back as text."""
+    """Quotes strings that `_Loader` would not read back as strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -108,7 +107,7 @@ for _kind in (_Loader, _Dumper):
 
 
 class Setting(NamedTuple):
-    """One `section.key` as the user gave it. `raw` is its text on the command line, None for a file."""
+    """One `section.key` as the user gave it. `raw` is its text on the command line, None in a file."""
 
     where: str
     section: str
@@ -122,15 +121,15 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         value = self.value if self.raw is None else self.raw
-        text = MASK if is_secret_name(self.key) and value not in ("", None) else _show(value)
+        text = MASK if is_secret_name(self.key) and value not in ("", None) else show(value)
         shown = f"{self.name}: {text}" if self.raw is None else f"--{self.name} {text}"
         return f"{self.where}: `{shown.rstrip()}`"
 
 
 @dataclass
 class _Problems:
-    """The mistakes so far, and the names they are about: a rule between fields says nothing on a field that is already
-    reported, or that a misspelt key was meant to set."""
+    """The mistakes so far, and the names they are about: a rule between fields is skipped if one of them is already
+    reported, or is what a misspelled key was meant to set."""
 
     texts: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -143,23 +142,20 @@ class _Problems:
 def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> Config:
     """The configuration of one invocation: command line over YAML over defaults.
 
-    Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH] [-h]`.
-    Values are YAML; a key of type bool may stand alone for true; `-` and `_` are the same in a key; of a key that is
-    repeated on the command line the last one counts. `-h` prints the help and ends the process with exit code 0, as
-    argparse does. `--dry-run` is for the verb `train` alone.
+    Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH]`.
+    Values are YAML. A key of type bool may stand alone for true, and `-` and `_` are the same in a key. If a key is
+    repeated on the command line, the last one counts. `--dry-run` is for the command `train` alone.
 
     Args:
-        script: file whose function makes the rows where the configuration names none.
+        verb: the command, named in messages.
+        script: file whose function returns the rows if the configuration names none.
 
     Raises:
         ConfigError: with every unknown key, wrong type, value out of range and contradiction in `problems`.
     """
-    if "-h" in argv or "--help" in argv:
-        sys.stdout.write(help_text(verb))
-        raise SystemExit(0)
     problems = _Problems()
-    options, overrides = _read_command_line(argv, verb, problems)
-    config_file = options.get("config")
+    plain, overrides = _read_command_line(argv, verb, problems)
+    config_file = plain.get("config")
     settings = [*(_read_yaml(config_file, problems) if config_file else ()), *overrides]
 
     values: dict[str, Any] = {}
@@ -168,28 +164,28 @@ def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> 
         if (checked := _check(setting, problems)) is not None:
             values[setting.name], origin[setting.name] = checked[0], setting
     _drop_outranked_length(values, origin)
-    if values.get("model.backend") == "transformers":  # the default "unsloth" is for the backend that has it
+    if values.get("model.backend") == "transformers":  # the default, "unsloth", exists in the unsloth backend only
         values.setdefault("training.gradient_checkpointing", True)
 
     config = Config(
         **{section: _build(section, values) for section in SECTIONS},
         config_file=config_file,
-        dry_run="dry_run" in options,
-        json=Path(options["json"]) if "json" in options else None,
+        dry_run="dry_run" in plain,
+        json=Path(plain["json"]) if "json" in plain else None,
         script=script,
         given=frozenset(origin),
     )
-    for names, because in contradictions(config, config.given):
+    for names, text in contradictions(config, config.given):
         if problems.names.isdisjoint(names):
             given = "; ".join(str(origin[name]) for name in names if name in origin)
-            problems.add(f"{given}: {because}")
+            problems.add(f"{given}: {text}")
     if problems.texts:
         raise ConfigError(problems.texts)
     return config
 
 
 def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -> None:
-    """max_steps and num_train_epochs say the same thing: the one on the command line outranks the other in the file."""
+    """max_steps and num_train_epochs both set the length: one on the command line outranks the other in the file."""
     for mine, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
         mine, other = f"training.{mine}", f"training.{other}"
         on_command_line = mine in origin and origin[mine].raw is not None
@@ -203,7 +199,7 @@ def _build(section: str, values: dict[str, Any]) -> Any:
     extra: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith(f"{section}."):
-            (own if name in _OWN else extra)[name.partition(".")[2]] = value
+            (own if name in KEYS else extra)[name.partition(".")[2]] = value
     return SECTIONS[section](**own, **({"extra": extra} if extra else {}))
 
 
@@ -220,12 +216,16 @@ def _read_command_line(argv: Sequence[str], verb: str, problems: _Problems) -> t
         name, equals, text = token[2:].partition("=")
         name = name.replace("-", "_")
         if not token.startswith("--") or not name:
-            problems.add(f"{_COMMAND_LINE}: `{token}`: is no option; --help lists them")
+            if token.endswith((".yaml", ".yml")):  # without its settings, others may seem to be missing
+                problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. Write --config {token}.", *KEYS)
+            else:
+                problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. See --help.")
             continue
         if name == "dry_run":
             options[name] = "true"
             if equals or verb != "train":
-                problems.add(f"{_COMMAND_LINE}: `{token}`: takes no value and belongs to finetune.train alone")
+                what = "--dry-run takes no value. Remove it." if equals else "only `train` has --dry-run. Remove it."
+                problems.add(f"{_COMMAND_LINE}: `{token}`: {what}")
             continue
         has_value = bool(equals) or bool(rest and not rest[0].startswith("--"))
         if has_value and not equals:
@@ -233,23 +233,22 @@ def _read_command_line(argv: Sequence[str], verb: str, problems: _Problems) -> t
         section, _, key = name.partition(".")
         if name in ("config", "json"):
             if not text:
-                problems.add(f"{_COMMAND_LINE}: `--{name}`: a path must follow", *_OWN)
+                problems.add(f"{_COMMAND_LINE}: `--{name}`: expected a path after it.", *KEYS)
             elif name in options:
-                problems.add(f"{_COMMAND_LINE}: `--{name} {text}`: --{name} is given twice; keep one", *_OWN)
+                problems.add(f"{_COMMAND_LINE}: `--{name} {text}`: --{name} is given twice. Keep one.", *KEYS)
             options[name] = text
         elif not key:
-            option, nearest = _most_alike(section, ["config", "json", "dry_run"]), _nearest(section)
-            text = (
-                f"is no option; nearest is --{option.replace('_', '-')}" if option else _unknown("", section, nearest)
-            )
+            known = ["--config", "--json", *(["--dry-run"] if verb == "train" else [])]
+            option, nearest = _most_alike(token.partition("=")[0], known), _nearest(section)
+            text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
             problems.add(f"{_COMMAND_LINE}: `{token}`: {text}", nearest)
         elif has_value:
             settings.append(Setting(_COMMAND_LINE, section, key, text, raw=text))
         elif bool in members(_annotation(section, key) or bool):  # a key that is not known is reported later on
             settings.append(Setting(_COMMAND_LINE, section, key, True, raw=""))
         else:
-            allowed = describe(_annotation(section, key))
-            problems.add(f"{_COMMAND_LINE}: `{token}`: a value must follow ({allowed})", f"{section}.{key}")
+            expected = in_words(_annotation(section, key))
+            problems.add(f"{_COMMAND_LINE}: `{token}`: expected a value after it: {expected}.", f"{section}.{key}")
     return options, settings
 
 
@@ -257,10 +256,10 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        problems.add(f"{path}: the configuration file does not exist (looked in {Path.cwd()})", *_OWN)
+        problems.add(f"{path}: the configuration file does not exist (searched in {Path.cwd()}).", *KEYS)
         return []
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
-        problems.add(f"{path}: cannot be read as UTF-8 text: {error}", *_OWN)
+        problems.add(f"{path}: the file cannot be read as UTF-8 text: {error}.", *KEYS)
         return []
     try:
         loader = _Loader(text)
@@ -274,12 +273,12 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
             what = "a value does not fit its tag"
         elif isinstance(error, RecursionError):
             what = "it is nested too deeply"
-        problems.add(f"{path}{line}: is not valid YAML: {what}", *_OWN)
+        problems.add(f"{path}{line}: not valid YAML: {what}.", *KEYS)
         return []
     for line, key in loader.duplicates:
-        problems.add(f"{path}:{line}: `{key}` is given twice in the same mapping; keep one")
+        problems.add(f"{path}:{line}: `{key}` is given twice in the same mapping. Keep one.")
     if not isinstance(document, dict) or not document:
-        problems.add(f"{path}: holds no settings; sections are {', '.join(SECTIONS)}", *_OWN)
+        problems.add(f"{path}: the file has no settings. Its sections are {', '.join(SECTIONS)}.", *KEYS)
         return []
 
     settings: list[Setting] = []
@@ -287,10 +286,10 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
     for section, content in document.items():
         line, content_node = section_nodes.get(str(section), (1, None))
         if section not in SECTIONS:
-            # Its keys are not looked at, so no rule may say that one of them is missing.
+            # Its keys are not read, so no rule may report that one of them is missing.
             is_section = isinstance(content, dict)
             nearest = _most_alike(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
-            touched = [name for name in _OWN if nearest in (name, name.partition(".")[0])]
+            touched = [name for name in KEYS if nearest in (name, name.partition(".")[0])]
             problems.add(f"{path}:{line}: `{section}`: {_unknown('', str(section), nearest)}", *touched)
         elif isinstance(content, dict):
             key_nodes = _nodes(content_node)
@@ -298,8 +297,10 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
                 key_line, _ = key_nodes.get(str(key), (line, None))
                 settings.append(Setting(f"{path}:{key_line}", section, str(key), value))
         elif content is not None:  # a section with all its keys commented out is None
-            names = [name for name in _OWN if name.startswith(f"{section}.")]
-            problems.add(f"{path}:{line}: `{section}: {_show(content)}`: a section is a mapping of keys", *names)
+            names = [name for name in KEYS if name.startswith(f"{section}.")]
+            problems.add(
+                f"{path}:{line}: `{section}: {show(content)}`: expected a mapping of keys under a section.", *names
+            )
     return settings
 
 
@@ -313,9 +314,9 @@ def _nodes(mapping: yaml.Node | None) -> dict[str, tuple[int, yaml.Node]]:
 
 
 def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
-    """The value in a 1-tuple, or None where there is none to take: it is wrong and reported, or has no effect."""
+    """The value in a 1-tuple, or None if it is invalid (and reported) or has no effect."""
     if setting.name == "training.report_to" and setting.value in ("tensorboard", ["tensorboard"]):
-        return None  # what happens anyway
+        return None  # the default anyway
     annotation = _annotation(setting.section, setting.key)
     if annotation is None:
         nearest = _nearest(setting.key)
@@ -329,44 +330,24 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
     if why := _unusable(value):
         problems.add(f"{setting}: {why}", setting.name)
         return None
-    words, test = (_OWN[setting.name].metadata["allowed"] if setting.name in _OWN else None) or ("", None)
+    words, test = (KEYS[setting.name].metadata["allowed"] if setting.name in KEYS else None) or ("", None)
     if test is not None and value is not None and not test(value):
-        problems.add(f"{setting}: must be {words}", setting.name)
+        problems.add(f"{setting}: must be {words}.", setting.name)
         return None
-    if setting.section == "training" and setting.key in CHOICES and value != _DEFAULTS[setting.name]:
+    if setting.section == "training" and setting.key in CHOICES and value != DEFAULTS[setting.name]:
         known = choices(setting.key)
         if value not in known:
-            near = _most_alike(str(value), known)
-            problems.add(
-                f"{setting}: {f'nearest is {near}; ' if near else ''}allowed are {', '.join(known)}", setting.name
-            )
+            longer = next((name for name in known if name.startswith(f"{value}_")), None)
+            near = longer or _most_alike(str(value), known)
+            nearest = f" Nearest is {near}." if near else ""
+            problems.add(f"{setting}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None
     return (value,)
 
 
-def _wrong_type(setting: Setting, annotation: Any) -> str:
-    """What is wrong with a value of the wrong type, with the usual slips by name: a number in quotes, or without."""
-    value = setting.value.strip("\"' ") if isinstance(setting.value, str) else setting.value
-    quoted = isinstance(value, str) and (setting.raw is None or setting.raw.lstrip()[:1] in ("'", '"'))
-    if quoted and int in members(annotation) and re.fullmatch(r"[-+]?\d{1,20}", value):
-        return f'expected an integer, got the string "{value}"; remove the quotes'
-    hint = "; put it in quotes" if str in members(annotation) and isinstance(value, int | float) else ""
-    return f"is not of the type {describe(annotation)}{hint}"
-
-
-def _unusable(value: Any) -> str | None:
-    """What no path, name or count can be, whatever its key; None for all other values."""
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and "\0" in text for text in texts):
-        return "contains a NUL character; remove it"
-    if type(value) is int and abs(value) >= 2**63:
-        return "must be smaller than 2^63"
-    return None
-
-
 def _parse(raw: str, annotation: Any) -> Any:
-    """The text of a command-line value as YAML. Where text is allowed, it stays as it is unless it is quoted, null, a
-    list, a mapping or a bool that is allowed too: a prompt may hold `: ` or ` #`, a commit may look like a number."""
+    """The text of a command-line value as YAML. If a string is allowed, it stays unchanged unless it is quoted, null or
+    a list, mapping or bool that is also allowed: a prompt may contain `: ` or ` #`, a commit may look like a number."""
     if str not in members(annotation):
         return yaml.load(raw, _Loader)
     try:
@@ -380,32 +361,62 @@ def _parse(raw: str, annotation: Any) -> Any:
 
 
 def _annotation(section: str, key: str) -> Any:
-    """The annotation of a key that may be given, None for any other."""
+    """The annotation of a key that can be set, None for any other."""
     if key in MANAGED:
         return None
-    own = _OWN.get(f"{section}.{key}")
+    own = KEYS.get(f"{section}.{key}")
     if own is not None:
         return own.type
-    if section == "training" and not any(name.endswith(f".{key}") for name in _OWN):  # those belong elsewhere
+    if section == "training" and not any(name.endswith(f".{key}") for name in KEYS):  # those are in another section
         return sft_fields().get(key)
     return None
 
 
+def _wrong_type(setting: Setting, annotation: Any) -> str:
+    """What was expected and, if quotes are missing or not wanted in a file, what to do."""
+    expected, value = in_words(annotation), setting.value
+    if setting.raw is None and str in members(annotation) and type(value) in (int, float):
+        return f"expected {expected}, got a number. Put it in quotes."
+    numeric = not {int, float}.isdisjoint(members(annotation))
+    if setting.raw is None and numeric and isinstance(value, str) and _is_number(value):
+        return f'expected {expected}, got the string "{show(value)}". Remove the quotes.'
+    return f"expected {expected}."
+
+
+def _unusable(value: Any) -> str | None:
+    """What no path, name or count can be, whatever its key; None for all other values."""
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        return "contains a NUL character. Remove it."
+    if type(value) is int and abs(value) >= 2**63:
+        return "must be smaller than 2^63."
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _unknown(section: str, key: str, nearest: str | None) -> str:
-    """What is wrong with a key that cannot be given, and what to write instead."""
+    """What is wrong with a key that cannot be set, and what to write instead."""
     if key in MANAGED:
-        return f"cannot be set here; {MANAGED[key]}"
-    what = f"no key of `{section}:`" if section in SECTIONS else f"no section; sections are {', '.join(SECTIONS)}"
+        return f"cannot be set here: {MANAGED[key]}."
+    what = f"unknown key of `{section}:`." if section in SECTIONS else "unknown section."
     if nearest is None:
-        return f"is {what}; --help lists every key"
+        remedy = f"See --help {section}." if section in SECTIONS else f"The sections are {', '.join(SECTIONS)}."
+        return f"{what} {remedy}"
     target, _, target_key = nearest.partition(".")
     if target_key == key:
-        return f"is {what}; it belongs under `{target}:`"
-    return f"is {what}; nearest is {nearest}" + (f" ({_summary(nearest)})" if target_key else "")
+        return f"{what} It belongs under `{target}:`."
+    return f"{what} Nearest is {nearest}" + (f" ({_summary(nearest)})." if target_key else ".")
 
 
 def _nearest(key: str) -> str | None:
-    """The known name that was most likely meant: a name from another tool, or the most similar key of any section."""
+    """The known name that was most likely meant: that of another tool's name or the most similar key of any section."""
     names = {name.split(".")[1]: name for name in _known_names()} | _ALIASES
     nearest = _most_alike(key, list(names))
     return names[nearest] if nearest else None
@@ -424,62 +435,21 @@ def _alike(one: str, other: str) -> float:
 
 
 def _known_names() -> list[str]:
-    """Ours first: of two names that are equally near, the first one is suggested."""
-    return [*_OWN, *(f"training.{name}" for name in sft_fields() if _annotation("training", name) is not None)]
+    """Ours first: of two names that are equally similar, the first is suggested."""
+    return [*KEYS, *(f"training.{name}" for name in sft_fields() if _annotation("training", name) is not None)]
 
 
 def _summary(name: str) -> str:
     section, _, key = name.partition(".")
-    return describe(_annotation(section, key)) + (f", default {_show(_DEFAULTS[name])}" if name in _DEFAULTS else "")
-
-
-def _show(value: Any) -> str:
-    """A value as YAML would have it, on one line, cut if it is long; secrets are masked before the cut."""
-    plain = {None: "null", True: "true", False: "false"}
-    text = plain[value] if value is None or isinstance(value, bool) else redact(str(value))
-    return textwrap.shorten(text, 80, placeholder=" ...")
-
-
-def _own_fields() -> Iterator[tuple[str, Any]]:
-    for section, kind in SECTIONS.items():
-        yield from ((f"{section}.{item.name}", item) for item in fields(kind) if "help" in item.metadata)
-
-
-_OWN: dict[str, Any] = dict(_own_fields())
-_DEFAULTS = {
-    name: item.default if item.default is not MISSING else item.default_factory() for name, item in _OWN.items()
-}
+    return describe(_annotation(section, key)) + (f", default {show(DEFAULTS[name])}" if name in DEFAULTS else "")
 
 
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
-def help_text(verb: str, script: str | None = None) -> str:
-    """Usage, then every key by section with its type, default and meaning; for a script that trains, of that one."""
-    train = verb == "train"
-    target = script or f"-m finetune.{verb}"
-    command = f"accelerate launch {target} [--dry-run]" if train else f"python {target}"
-    lines = [
-        f"usage: {command} [--config FILE.yaml] [--section.key VALUE ...] [--json PATH]",
-        "",
-        "  --config FILE.yaml   settings in the sections below; without a model the embedded demo runs",
-        "  --section.key VALUE  one setting, over the file's; VALUE is YAML, such as 2e-4, true or '[q_proj, v_proj]'",
-        *(["  --dry-run            the whole path on one device, measured; no output is kept"] if train else []),
-        "  --json PATH          also write the machine-readable result",
-    ]
-    for section, kind in SECTIONS.items():
-        lines += ["", f"{section}:  {(kind.__doc__ or '').splitlines()[0]}"]
-        for name, item in _OWN.items():
-            if name.startswith(f"{section}."):
-                bounds = f", {item.metadata['allowed'][0]}" if item.metadata["allowed"] else ""
-                lines.append(f"  --{name}  {describe(item.type)}{bounds}  (default: {_show(_DEFAULTS[name])})")
-                lines.append(f"        {item.metadata['help']}")
-    return "\n".join(lines) + "\n"
-
-
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration as a file that `--config` reads back to the same one. Keys that would contradict it
-    there are left out: the adapter's in full fine-tuning, and the epochs where max_steps counts."""
+    """The resolved configuration as a file that `--config` reads back unchanged. Keys that would contradict others are
+    left out: the adapter's in full fine-tuning, and num_train_epochs if max_steps is set."""
     resolved = config.to_dict()
     source = resolved.pop("config_file")
     resolved["training"] |= resolved["training"].pop("extra")

@@ -14,25 +14,25 @@ _CLASSES = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("trl", "trainer/sft_config.py", "SFTConfig"),
 )
-# Names that mean the same in those files as here. An annotation with any other name passes every value through:
-# SFTConfig itself then checks it.
+# Names that mean the same in those files as here. An annotation with any other name accepts every value: SFTConfig
+# itself then checks it.
 _NAMES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
 _NAMES |= {"Literal": Literal}
 
-# Names that are ours, and the enum behind each: SFTConfig refuses what is not a value of it.
+# Keys of ours and the enum behind each: SFTConfig refuses any value that is not in it.
 CHOICES = {
     "optim": ("training_args.py", "OptimizerNames"),
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
 }
 
-# SFTConfig fields (and former ones) that this project decides, with where to say it instead. A field that has the same
-# name in one of our sections needs no line: the error says that it belongs there.
+# SFTConfig fields (and former ones) that this project decides, with what to do instead. A field that has the same name
+# in one of our sections needs no entry: the error names that section.
 _MANAGED: tuple[tuple[str, str], ...] = (
     ("extra", "give each SFTConfig field under `training:` by its own name"),
     ("model_init_kwargs", "use the keys of `model:`"),
     ("chat_template_path", "use model.chat_template"),
     ("bf16 fp16 bf16_full_eval fp16_full_eval", "use model.dtype"),
-    ("eos_token pad_token", "the tokenizer and model.chat_template decide it"),
+    ("eos_token pad_token", "it comes from the tokenizer and model.chat_template"),
     ("dataset_text_field", "use data.columns, such as {text: content}"),
     ("dataset_num_proc", "use data.num_proc"),
     ("truncation_mode", "use data.over_length"),
@@ -40,45 +40,48 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("packing_strategy padding_free eval_packing pad_to_multiple_of", "use data.packing and data.pack_length"),
     (
         "dataset_kwargs skip_prepare_dataset remove_unused_columns label_names",
-        "data is prepared once, from the keys of `data:`",
+        "data is prepared once, as the keys of `data:` say",
     ),
     (
         "group_by_length length_column_name train_sampling_strategy shuffle_dataset data_seed dataloader_drop_last"
         " accelerator_config ignore_data_skip",
-        "training.seed alone decides the order of the data, so that every number of GPUs sees the same steps",
+        "training.seed alone sets the order of the data, so that any number of GPUs takes the same steps",
     ),
     (
         "average_tokens_across_devices auto_find_batch_size",
-        "the loss is the mean over the label tokens of training.global_batch_size rows on any number of GPUs",
+        "the loss is the mean over the supervised tokens of training.global_batch_size rows, on any number of GPUs",
     ),
-    ("eval_strategy eval_on_start eval_delay do_eval", "use training.eval_steps; before and after is always evaluated"),
+    (
+        "eval_strategy eval_on_start eval_delay do_eval",
+        "use training.eval_steps; evaluation before and after training is always on",
+    ),
     (
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps"
         " include_for_metrics batch_eval_metrics load_best_model_at_end metric_for_best_model greater_is_better",
-        "evaluation sums the loss and the label tokens, and the final model is the one of the last step",
+        "evaluation averages the loss over all supervised tokens, and the final model is that of the last step",
     ),
     (
         "loss_type label_smoothing_factor",
-        "the loss is the mean of the token losses, exact on any number of GPUs; other objectives are not trained here",
+        "the loss is the mean token loss, exact on any number of GPUs; other objectives are not supported",
     ),
     ("ddp_static_graph", "it breaks gradient accumulation in DDP"),
-    ("do_train do_predict", "this command trains"),
+    ("do_train do_predict", "this command always trains"),
     ("save_strategy save_on_each_node", "use training.save_steps; one rank writes"),
     ("enable_jit_checkpoint", "Ctrl-C and SIGTERM always save a checkpoint"),
     ("logging_strategy", "use logging.logging_steps"),
-    ("logging_nan_inf_filter", "a loss that is not finite is always shown"),
+    ("logging_nan_inf_filter", "a loss that is not finite is always logged"),
     (
         "report_to logging_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-        "records go to TensorBoard, in runs/ under training.output_dir; remove it",
+        "logs go to TensorBoard, in runs/ under training.output_dir",
     ),
-    ("disable_tqdm", "progress is drawn on a terminal and written as plain lines elsewhere"),
+    ("disable_tqdm", "progress is a bar on a terminal and plain lines elsewhere"),
     (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
         "publish the finished folder with `hf upload`",
     ),
     (
         "deepspeed fsdp fsdp_config parallelism_config local_rank",
-        "the launcher decides it: accelerate launch --config_file ...",
+        "it belongs to the launcher: accelerate launch --config_file ...",
     ),
 )
 MANAGED = {name: reason for names, reason in _MANAGED for name in names.split()}
@@ -86,9 +89,9 @@ MANAGED = {name: reason for names, reason in _MANAGED for name in names.split()}
 
 @cache
 def sft_fields() -> dict[str, Any]:
-    """Name -> annotation of every SFTConfig field, `typing.Any` where the annotation is not a simple one.
+    """Name -> annotation of every SFTConfig field, `typing.Any` if the annotation is not a simple one.
 
-    Raises UserError where trl or transformers is not installed, or does not hold these classes.
+    Raises UserError if trl or transformers is not installed, or lacks these classes.
     """
     found: dict[str, Any] = {}
     for package, file, name in _CLASSES:
@@ -109,13 +112,13 @@ def choices(name: str) -> tuple[str, ...]:
 def _class_body(package: str, file: str, name: str) -> list[ast.stmt]:
     spec = find_spec(package)  # finds a top-level package without importing it
     if spec is None or spec.origin is None:
-        raise UserError(f"{package} is not installed; install this project with its dependencies: pip install -e .")
+        raise UserError(f"{package} is not installed. Install this project with its dependencies: pip install -e .")
     path = Path(spec.origin).parent / file
     if path.is_file():
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return statement.body
-    raise UserError(f"the installed {package} has no class {name} in {path}; install the version in constraints.txt")
+    raise UserError(f"the installed {package} has no class {name} in {path}. Install the version in constraints.txt.")
 
 
 def _annotation(node: ast.expr) -> Any:

@@ -1,8 +1,11 @@
-"""One value against one annotation: what the YAML parser read, and what the field takes."""
+"""Checks a value that the YAML parser returned against the annotation of its field, and puts both in words."""
 
 import math
+import textwrap
 import types
 from typing import Any, Literal, Union, get_args, get_origin
+
+from finetune.redact import redact
 
 
 class NotAllowed(Exception):
@@ -15,8 +18,8 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation` has it. Exact matches stay as they are; a whole number, and a number in quotes, become a
-    float where only a float fits. Raises NotAllowed."""
+    """`value` in the type of `annotation`. Exact matches stay unchanged; an integer, or a number in quotes, becomes a
+    float if only a float fits. Raises NotAllowed."""
     if any(_matches(value, member) for member in members(annotation)):
         return value
     if float in members(annotation) and isinstance(value, int | str) and not isinstance(value, bool):
@@ -49,11 +52,11 @@ def _matches(value: Any, annotation: Any) -> bool:
         )
     if annotation is float:
         return type(value) is float and math.isfinite(value)
-    return type(value) is annotation  # not isinstance: True is no int here
+    return type(value) is annotation  # not isinstance: True is not an int here
 
 
 def describe(annotation: Any) -> str:
-    """An annotation in the words of a YAML file, such as `int | null` or `auto | unsloth | transformers`."""
+    """An annotation in YAML's terms for tables, such as `int | null` or `auto | unsloth | transformers`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(describe(member) for member in inner)
@@ -65,3 +68,32 @@ def describe(annotation: Any) -> str:
         return f"mapping of {describe(inner[0])} to {describe(inner[1])}"
     plain = {type(None): "null", dict: "mapping", bool: "true | false", Any: "anything"}
     return plain.get(annotation) or annotation.__name__
+
+
+_WORDS = {
+    **{int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping", list: "a list"},
+    **{type(None): "null", Any: "any value"},
+}
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+
+
+def in_words(annotation: Any) -> str:
+    """An annotation in a sentence, such as `an integer or null` or `one of auto, unsloth, transformers`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        parts = [in_words(member) for member in inner]
+        return " or ".join([", ".join(parts[:-1]), parts[-1]])
+    if origin is Literal:
+        return str(inner[0]) if len(inner) == 1 else f"one of {', '.join(map(str, inner))}"
+    if origin is list:
+        return f"a list of {_PLURALS.get(inner[0]) or describe(inner[0])}"
+    if origin is dict:
+        return f"a mapping of {_PLURALS.get(inner[0]) or describe(inner[0])} to {_PLURALS.get(inner[1], 'values')}"
+    return _WORDS.get(annotation) or annotation.__name__
+
+
+def show(value: Any) -> str:
+    """A value as YAML writes it, on one line, shortened if it is long; secrets are masked before."""
+    plain = {None: "null", True: "true", False: "false"}
+    text = plain[value] if value is None or isinstance(value, bool) else redact(str(value))
+    return textwrap.shorten(text, 80, placeholder=" ...")

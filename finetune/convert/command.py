@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.verb import BAD_INPUT, DONE, FAILED
+from finetune.options import Options, path
+from finetune.verb import BAD_INPUT, DONE, FAILED, run_with_options
 
 REFUSED = 3
 
@@ -37,36 +38,32 @@ class Outcome:
 def main(argv: list[str] | None = None) -> int:
     """Convert a notebook, or look over a folder. Returns 0 when written, 1 when a verification failed, 2 for bad input,
     3 when the notebook is refused."""
-    from finetune.verb import guarded
-
-    argv = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(argv)
-    return guarded(lambda: _run(options))
+    return run_with_options(
+        own_options().format_help(), argv, lambda arguments: _run(own_options().split(arguments)[0])
+    )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.convert",
-        description="Turn an Unsloth notebook into a script that is safe on any number of devices: NAME.py,"
-        " NAME.yaml and NAME.report.json. Exit codes: 0 written, 1 a verification failed, 2 bad input, 3 refused,"
-        " with the reason.",
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options(
+        "convert",
+        "Convert an Unsloth notebook into a script that is safe on any number of GPUs: NAME.py, NAME.yaml and"
+        " NAME.report.json.",
+        notes="Exit code 0: written, 1: a verification failed, 2: bad input, 3: refused, with the reason.",
+        configuration=False,
+        usage="NOTEBOOK [options]",
     )
-    parser.add_argument("notebook", nargs="?", type=Path, help=".ipynb, or .py exported from one")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files; default: beside the notebook")
-    parser.add_argument(
-        "--check", type=Path, metavar="DIR", help="try every notebook of a folder, write none, print a table"
-    )
-    parser.add_argument(
-        "--keep-inference", action="store_true", help="also write NAME_infer.py with the notebook's generation"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace files that differ from what would be written")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the machine-readable result")
-    return parser
+    found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or .py exported from one")
+    found.add("--out", path, "DIR", "folder for the files (default: next to the notebook)")
+    found.add("--check", path, "DIR", "try every notebook of a folder, write none, print a table")
+    found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's generation")
+    found.add_switch("--overwrite", "replace files that differ from the new ones")
+    return found
 
 
 def _run(options: argparse.Namespace) -> int:
     if (options.notebook is None) == (options.check is None):
-        raise UserError("give one notebook, or a folder with --check; see --help")
+        raise UserError("expected one notebook, or a folder with --check. See finetune convert --help.")
     if options.check is not None:
         return _check(options)
     outcome = convert(options.notebook, keep_inference=options.keep_inference)
@@ -152,7 +149,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
 
 
 def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Write the files of a conversion. Raises UserError where one exists that differs, and `overwrite` is not set."""
+    """Write the files of a conversion. Raises UserError if a different one exists and `overwrite` is not set."""
     report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
     texts = {
         f"{conversion.name}.py": conversion.script,
@@ -162,7 +159,7 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     if conversion.infer:
         texts[f"{conversion.name}_infer.py"] = conversion.infer
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is no folder")
+        raise UserError(f"--out is not a folder: {folder}. Give another one.")
     different = [
         name
         for name, text in texts.items()
@@ -170,15 +167,15 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     ]
     if different and not overwrite:
         raise UserError(
-            f"{folder / different[0]} exists and differs from what would be written; give another --out, or"
-            " --overwrite to replace it"
+            f"{folder / different[0]} exists and differs from the new file. Give another --out, or --overwrite to"
+            " replace it."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_bytes(text.encode())
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; give another --out") from None
+        raise UserError(f"{folder} cannot be written: {error.strerror}. Give another --out.") from None
     return [folder / name for name in texts]
 
 

@@ -400,9 +400,9 @@ def _model(settings: Settings, what: Described) -> None:
 
 
 def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, sixteen: bool) -> None:
-    from finetune.config.schema import _MANAGED_ARGUMENTS
+    from finetune.config.rules import MANAGED_ARGUMENTS
 
-    managed = {key: why for keys, why in _MANAGED_ARGUMENTS["model.loader_kwargs"].items() for key in keys.split()}
+    managed = {key: why for keys, why in MANAGED_ARGUMENTS["model.loader_kwargs"].items() for key in keys.split()}
     if (place := given.get("device_map")) is not None:
         warned = (
             f"; {place!r} would spread one model over all devices, on every rank"
@@ -828,7 +828,7 @@ _COLLATORS = (
 def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
     name = value.name.rsplit(".", 1)[-1] if isinstance(value, Unknown) else ""
     if key == "optimizers":
-        raise Refusal("R4", "SFTTrainer is given an optimiser of the notebook's own; use training.optim")
+        raise Refusal("R4", "SFTTrainer is given an optimizer of the notebook's own; use training.optim")
     if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
         return  # in `_responses`
     if key == "data_collator" and name not in _COLLATORS:

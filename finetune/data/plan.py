@@ -23,7 +23,7 @@ class Plan:
 
     The steps are a function of the data and of (seed, epoch, fingerprint, global_batch_size); world size, micro-batch
     and accumulation only deal them. Every row comes exactly once an epoch. The last step of an epoch may hold fewer
-    rows; `label_tokens_of_step` weights it exactly. Every answer is random access: to resume at optimiser step s, take
+    rows; `label_tokens_of_step` weights it exactly. Every answer is random access: to resume at optimizer step s, take
     `divmod(s, plan.steps_per_epoch)`. The two latest results (an epoch's order and its deal) are kept.
 
     costs:         float [n_rows], compute cost of each row (`Packs.costs`)
@@ -202,7 +202,7 @@ class RankView:
     to answer it with a fully masked row. `len` counts the micro-steps of a whole epoch.
 
     epoch, start: where to begin: the first `start` micro-steps of that `epoch` are left out, without being read; every
-    other epoch is served whole. To resume at optimiser step s: `epoch, step = divmod(s, plan.steps_per_epoch)`,
+    other epoch is served whole. To resume at optimizer step s: `epoch, step = divmod(s, plan.steps_per_epoch)`,
     `start = step * accumulation`.
     """
 

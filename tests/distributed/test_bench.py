@@ -85,11 +85,11 @@ def test_parts_of_a_training_step(tiny_model: Path, tiny_data: Path, tmp_path: P
         *("--training.per_device_train_batch_size", "2"),  # two micro-batches a rank: both are in the parts
     )
     (run,) = found["runs"]
-    assert run["batch"] == {"per_device": 2, "accumulation": 2, "global_size": 8}
+    assert run["batch"] == {"per_device": 2, "accumulation": 2, "global_batch_size": 8}
     assert 0 < run["exposed_communication_fraction"] < 1 and len(run["ranks"]) == 2
     for one in run["ranks"]:
         seconds = one["seconds"]
-        parts = ("data", "forward", "backward", "optimiser", "other")
+        parts = ("data", "forward", "backward", "optimizer", "other")
         assert all(seconds[name]["n"] + seconds[name]["removed"] == 6 for name in (*parts, "step"))
         assert all(seconds[name]["mean"] > 0 for name in parts)
         assert seconds["exposed"]["mean"] > 0 and seconds["hidden"]["mean"] >= 0

@@ -61,7 +61,7 @@ def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny
         runs.append(launch.read(tmp_path / how))
     one, two = runs
     assert [run["world_size"] for run in runs] == [1, 2] and one["script"] == str(script)
-    assert one["batch"]["global_size"] == two["batch"]["global_size"]
+    assert one["batch"]["global_batch_size"] == two["batch"]["global_batch_size"]
     assert len(one["losses"]) == 4 and worst(one["losses"], two["losses"]) < 1e-5
     adapters = [path.relative_to(tmp_path) for path in tmp_path.rglob("adapter_model.safetensors")]
     final = [path for path in adapters if not path.parent.name.startswith("checkpoint-")]

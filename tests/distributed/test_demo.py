@@ -44,5 +44,5 @@ def test_the_demo_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
         out=tmp_path / "out",
         cache=tmp_path,
     )
-    assert (run["steps"], run["batch"]["global_size"], run["world_size"]) == (4, 16, 2)
+    assert (run["steps"], run["batch"]["global_batch_size"], run["world_size"]) == (4, 16, 2)
     assert run["eval_loss_after"] < run["eval_loss_before"]

@@ -142,7 +142,7 @@ raise SystemExit(guarded(lambda: train.run(load(sys.argv[1:]))))
     [
         (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
         (3, 7, 1, "CUDA ran out of memory with 8 rows .* Tried: the largest that fits is 3 rows at a time "),
-        (3, 0, 1, "Tried: weights, gradients and the optimiser's state fill the device without any row, so rows do "),
+        (3, 0, 1, "Tried: weights, gradients and the optimizer's state fill the device without any row, so rows do "),
     ],
     ids=["fits", "full", "full without rows"],
 )

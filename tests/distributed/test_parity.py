@@ -149,8 +149,8 @@ def test_an_invariant_stops_all_ranks_by_name(
 
 def test_bad_options(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     for words, expected in (
-        (["--world-sizes", "two"], "whole numbers"),
-        (["--world-sizes", "1"], "two numbers of ranks"),
+        (["--world-sizes", "two"], "expected integers of at least 1"),
+        (["--world-sizes", "1"], "expected two or more to compare"),
         (["--world-sizes", "1,5"], "1, 2, 4, 8"),
         (["--training.learing_rate", "1"], "learning_rate"),
     ):

@@ -24,7 +24,7 @@ def test_packed_documents_are_as_if_alone(tiny_model: Path, tmp_path: Path, back
         assert one["logits"] < 1e-5 and one["gradient"] < 1e-5 and one["loss"] < 1e-6, one
 
 
-# Writes how many rows this rank tokenised, what each optimiser step was computed from (documents of each rank) and its
+# Writes how many rows this rank tokenised, what each optimizer step was computed from (documents of each rank) and its
 # synchronised gradient.
 SPY = """
 import os, sys
@@ -144,7 +144,7 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
     )
     one = runs[1]
     assert one["ledger"]["train"]["layout"]["pack_length"] == (200 if packing else None)
-    per_epoch = -(-one["ledger"]["train"]["layout"]["rows"] // one["batch"]["global_size"])
+    per_epoch = -(-one["ledger"]["train"]["layout"]["rows"] // one["batch"]["global_batch_size"])
     assert per_epoch < STEPS, "the test should cross the end of an epoch, whose last step is not full"
     whole_epoch = [text for step in range(per_epoch) for text in step_documents(tmp_path / "spy-1", step)]
     assert len(whole_epoch) == one["ledger"]["train"]["rows_kept"]  # each document once

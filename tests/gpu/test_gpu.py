@@ -71,7 +71,7 @@ dist.init_process_group("nccl")
 layers = [torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(32)]
 model = torch.nn.Sequential(*layers).cuda()
 ddp = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank], gradient_as_bucket_view=True)
-optimiser = torch.optim.SGD(ddp.parameters(), lr=1e-6)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)
 rows = torch.ones(16384, 4096, dtype=torch.bfloat16, device="cuda")
 torch.autograd.grad(model(rows).mean(), list(model.parameters()))  # loads the kernels
 peaks = []
@@ -83,8 +83,8 @@ for step in range(3):
     if step == 0:
         torch.cuda._sleep(2_000_000_000)  # cycles, about a second of the GPU's
     loss.backward()
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     peaks.append(torch.cuda.max_memory_allocated() / 2**20)
     if step == 0 and os.environ["AWAY"] == "1":
         distributed.put_collectives_away()

@@ -128,16 +128,16 @@ def test_costs_also_at_a_price_of_zero() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--price-per-gpu-hour", "-1"], "is no price"),
-        (["--price-per-gpu-hour", "nan"], "is no price"),
-        (["--world-sizes", "1,two"], "is no list of whole numbers"),
-        (["--world-sizes", "0"], "is no list of whole numbers"),
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a price of at least 0, got '-1'"),
+        (["--price-per-gpu-hour", "nan"], "expected a price of at least 0"),
+        (["--world-sizes", "1,two"], "expected integers of at least 1, such as 1,2,4"),
+        (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
         (["--batch", "8"], "--batch is for --model"),
         (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
         (["--comm", "missing.json"], "is no result of `finetune bench comm --json`"),
         (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
-        (["--model", "dense-258k", "--rules"], "takes none of"),
-        (["--model", "dense-258k", "--training.max_steps", "3"], "there is no configuration"),
+        (["--model", "dense-258k", "--rules"], "--model excludes"),
+        (["--model", "dense-258k", "--training.max_steps", "3"], "--model replaces the configuration"),
         (["--training.learing_rate", "1"], "learning_rate"),
     ],
 )
@@ -218,7 +218,7 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
         facts={"tokens per pack": 64 if packed else None},
         when="2026-01-01T00:00:00+00:00",
         per_device=per_device,
-        global_size=16,
+        global_batch_size=16,
         seconds_per_micro_batch=step / (16 / per_device),
         seconds_per_token=0.0,
         residual_seconds=[],
@@ -241,6 +241,13 @@ def measurement(*, step: float = 1.0, per_device: int = 8, full: bool = False, p
         bucket_cap_bytes=25 * MIB,
         first_bucket_bytes=MIB,
     )
+
+
+def test_a_measurement_of_an_earlier_version_is_read() -> None:
+    content = measurement().to_dict()
+    assert Measurement.from_dict(content) == measurement()
+    content["global_size"] = content.pop("global_batch_size")
+    assert Measurement.from_dict(content) == measurement()
 
 
 FULL = Tried(measured=None, reason="CUDA ran out of memory", full=True)
@@ -519,7 +526,7 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
 
     def measure(models: Any, world: int, environment: Any, options: Any, machine: Any, *, ddp: bool) -> dict:
         assert world == 1 and models[0].batches == ((32,) if ddp else (64,))
-        seconds = {"forward": 1.0, "backward": 2.0, "optimiser": 0.5, "other": 0.5}
+        seconds = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "other": 0.5}
         parts = {name: {"median": value} for name, value in seconds.items()}
         ranks = [{"seconds": parts, "memory_gib": 0.5}]  # with buckets in DDP
         return {("258K", batch): {"step_seconds": {"median": batch / 32}, "ranks": ranks} for batch in (64, 32)}

@@ -274,4 +274,4 @@ def test_help_and_version_are_quick_to_answer(folder: Path) -> None:
         env=launch.environment(folder),
         check=False,
     )
-    assert done.returncode == 2 and "the nearest is `train`" in done.stderr
+    assert done.returncode == 2 and "Nearest is `train`" in done.stderr

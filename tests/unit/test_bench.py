@@ -227,10 +227,10 @@ def test_kernels_of_communication_that_nothing_hides() -> None:
 
 
 def test_marks_become_phases() -> None:
-    labels = ["start", "other", "data", "forward", "other", "backward", "forward", "backward", "optimiser", "end"]
+    labels = ["start", "other", "data", "forward", "other", "backward", "forward", "backward", "optimizer", "end"]
     first, second = split([*labels, "data", "end"], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
-    assert first == {"data": 2, "forward": 4 + 32, "backward": 16 + 64, "optimiser": 128, "other": 1 + 8 + 256}
-    assert second == {"data": 512, "forward": 0, "backward": 0, "optimiser": 0, "other": 1024}
+    assert first == {"data": 2, "forward": 4 + 32, "backward": 16 + 64, "optimizer": 128, "other": 1 + 8 + 256}
+    assert second == {"data": 512, "forward": 0, "backward": 0, "optimizer": 0, "other": 1024}
 
 
 # --- conditions -----------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def figure(seconds: float) -> dict[str, Any]:
 
 
 def measured(step: float, ranks: int) -> dict[str, Any]:
-    parts = {name: figure(step / 4) for name in ("forward", "backward", "optimiser", "other")} | {"step": figure(step)}
+    parts = {name: figure(step / 4) for name in ("forward", "backward", "optimizer", "other")} | {"step": figure(step)}
     sent = (
         {"exposed": figure(step / 10), "hidden": figure(step / 20)} if ranks > 1 else {"exposed": None, "hidden": None}
     )
@@ -475,7 +475,7 @@ def test_shapes_for_lora_are_there_and_their_configuration_is_sound(tmp_path: Pa
 
 
 def test_a_bar_is_as_long_as_the_step() -> None:
-    seconds = {"data": figure(0.001), "forward": figure(0.010), "backward": figure(0.020), "optimiser": figure(0.002)}
+    seconds = {"data": figure(0.001), "forward": figure(0.010), "backward": figure(0.020), "optimizer": figure(0.002)}
     one = timeline.bar("rank 0", seconds | {"other": figure(0.0005), "exposed": figure(0.004), "hidden": figure(0.006)})
     assert sum(one.parts.values()) == pytest.approx(33.5)
     assert one.parts["backward"] == pytest.approx(16.0) and one.parts["exposed communication"] == pytest.approx(4.0)
@@ -501,12 +501,12 @@ def test_without_matplotlib(
     ("words", "expected"),
     [
         ([], "comm, compute, step, study"),
-        (["speed"], "given: speed"),
-        (["comm", "--world-sizes", "two"], "'two' is no whole number"),
-        (["comm", "--runs", "0"], "'0' is no whole number of at least 1"),
+        (["speed"], "unknown benchmark: `speed`"),
+        (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
+        (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
         (["comm", "--settings"], "here is no GPU"),
-        (["compute", "--sizes", "4096"], "has no option --sizes"),
+        (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
         (["study", "--world-sizes", "2"], "add 1"),
         (["study", "--models", "8B"], "258K"),
         (["step", "--training.learing_rate", "1"], "learning_rate"),
@@ -530,6 +530,8 @@ def test_options_and_configuration_are_kept_apart() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from finetune.cli import main; main(['bench', '--help']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from finetune.cli import main; main(['bench', 'comm', '--help']); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--settings" in done.stdout

@@ -1,6 +1,7 @@
 """The configuration layer: `pytest tests/unit/test_config.py` on any machine, offline."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -20,12 +21,16 @@ from finetune.config import (
     dump_yaml,
     help_text,
     load,
+    reference,
     resolve_batch,
 )
+from finetune.config.help import COMMON, default_of
 from finetune.config.load import _ALIASES
-from finetune.config.schema import SECTIONS
+from finetune.config.schema import KEYS, SECTIONS
 from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
+from finetune.config.values import describe
 from finetune.errors import UserError
+from finetune.train import main as train_main
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.model_name_or_path", "some/model", "--data.train_file", "train.jsonl"]
@@ -187,7 +192,7 @@ def test_example(path, write):
     assert config.model.full_finetuning == (path.name == "full.yaml")
     assert config.model.load_in_4bit == (path.name == "qlora.yaml")
     for world_size in (1, 2, 4, 8):
-        assert resolve_batch(config.training, world_size).global_size == config.training.global_batch_size
+        assert resolve_batch(config.training, world_size).global_batch_size == config.training.global_batch_size
     assert load(["--config", write(dump_yaml(config))]).training == config.training
 
 
@@ -212,7 +217,7 @@ def test_three_misspelt_keys_at_once(write):
         ("model.model_name_or_path", "data.train_file", "training.learning_rate"),
         strict=True,
     ):
-        assert text.startswith(f"{path}:{line}: ") and shown in text and f"nearest is {nearest} (" in text
+        assert text.startswith(f"{path}:{line}: ") and shown in text and f"Nearest is {nearest} (" in text
 
 
 def test_file_and_command_line_are_reported_together(write):
@@ -221,49 +226,52 @@ def test_file_and_command_line_are_reported_together(write):
         "--config", path, "--lora.use_rslora", "maybe", "--training.lr", "1", "stray", "--trainin.seed", "1"
     )
     assert len(found) == 6
-    assert any(text.startswith(f"{path}:1: `lora.r: high`") and "type int" in text for text in found)
+    assert any(text.startswith(f"{path}:1: `lora.r: high`") and "expected an integer." in text for text in found)
     assert any(text.startswith(f"{path}:2: `training.seed: -1`") and "in [0, 2**32)" in text for text in found)
-    assert any(text.startswith("command line: `--lora.use_rslora maybe`") and "true | false" in text for text in found)
-    assert any("`stray`" in text and "no option" in text for text in found)
-    assert any("`--trainin.seed 1`" in text and "belongs under `training:`" in text for text in found)
+    assert any(
+        text.startswith("command line: `--lora.use_rslora maybe`") and "expected true or false" in text
+        for text in found
+    )
+    assert any("`stray`" in text and "not an option" in text for text in found)
+    assert any("`--trainin.seed 1`" in text and "It belongs under `training:`" in text for text in found)
 
 
 @pytest.mark.parametrize(
     ("argument", "allowed"),
     [
-        ("--lora.r=1.5", "int"),
-        ("--lora.r=true", "int"),
+        ("--lora.r=1.5", "an integer"),
+        ("--lora.r=true", "an integer"),
         ("--lora.r=0", "at least 1"),
-        ("--lora.r=", "int"),
-        ("--lora.r=[1]", "int"),
+        ("--lora.r=", "an integer"),
+        ("--lora.r=[1]", "an integer"),
         ("--lora.lora_dropout=1", "in [0, 1)"),
         ("--lora.lora_dropout=-0.1", "in [0, 1)"),
         ("--data.eval_fraction=1.0", "in [0, 1)"),
         ("--lora.target_modules=[]", "not empty"),
-        ("--lora.modules_to_save=[1]", "list of str | null"),
-        ("--data.columns=[a]", "mapping of str to str"),
-        ("--data.columns={a: 1}", "mapping of str to str"),
-        ("--data.columns={1: a}", "mapping of str to str"),
+        ("--lora.modules_to_save=[1]", "a list of strings or null"),
+        ("--data.columns=[a]", "a mapping of strings to strings"),
+        ("--data.columns={a: 1}", "a mapping of strings to strings"),
+        ("--data.columns={1: a}", "a mapping of strings to strings"),
         ("--data.max_length=0", "at least 1"),
         ("--data.num_proc=-2", "at least 1"),
-        ("--model.backend=cuda", "auto | unsloth | transformers"),
-        ("--model.dtype=bf16", "auto | bfloat16 | float16 | float32"),
-        ("--training.learning_rate=fast", "float"),
-        ("--training.learning_rate=true", "float"),
-        ("--training.learning_rate=.nan", "float"),
-        ("--training.learning_rate=inf", "float"),
+        ("--model.backend=cuda", "one of auto, unsloth, transformers"),
+        ("--model.dtype=bf16", "one of auto, bfloat16, float16, float32"),
+        ("--training.learning_rate=fast", "a number"),
+        ("--training.learning_rate=true", "a number"),
+        ("--training.learning_rate=.nan", "a number"),
+        ("--training.learning_rate=inf", "a number"),
         ("--training.learning_rate=0", "above 0"),
-        ("--training.learning_rate={", "float"),
+        ("--training.learning_rate={", "a number"),
         ("--training.num_train_epochs=0", "above 0"),
         ("--training.max_steps=0", "-1 (off) or at least 1"),
         ("--training.global_batch_size=-4", "at least 1"),
         ("--training.save_steps=-1", "at least 0"),
-        ("--training.gradient_checkpointing=some", "unsloth | true | false"),
-        ("--training.lr_scheduler_type=cosin", "nearest is cosine"),
-        ("--training.optim=adamw", "adamw_torch"),
-        ("--training.neftune_noise_alpha=loud", "float | null"),
-        ("--training.torch_compile=2", "true | false"),
-        ("--training.logging_first_step=1", "true | false"),
+        ("--training.gradient_checkpointing=some", "unsloth or true or false"),
+        ("--training.lr_scheduler_type=cosin", "Nearest is cosine"),
+        ("--training.optim=adamw", "Nearest is adamw_torch."),
+        ("--training.neftune_noise_alpha=loud", "a number or null"),
+        ("--training.torch_compile=2", "true or false"),
+        ("--training.logging_first_step=1", "true or false"),
         ("--logging.logging_steps=0", "at least 1"),
         ("--model.model_name_or_path=", "not empty"),
     ],
@@ -275,11 +283,17 @@ def test_wrong_value(argument, allowed):
 
 
 def test_a_number_where_a_file_needs_text(write):
-    assert "put it in quotes" in problem("--config", write("model: {revision: 1234567}\n"))
-    assert "list of str | str | null" in problem("--config", write("lora: {target_modules: {a: b}}\n"))
-    assert "mapping | str | null" in problem("--config", write("training: {lr_scheduler_kwargs: [1]}\n"))
+    assert "got a number. Put it in quotes." in problem("--config", write("model: {revision: 1234567}\n"))
+    assert "a list of strings, a string or null" in problem("--config", write("lora: {target_modules: {a: b}}\n"))
+    assert "a mapping, a string or null" in problem("--config", write("training: {lr_scheduler_kwargs: [1]}\n"))
     text = problem("--config", write("training: {learning_rate: }\n"))
-    assert "`training.learning_rate: null`" in text and "float" in text
+    assert "`training.learning_rate: null`" in text and "expected a number." in text
+
+
+def test_a_number_in_quotes(write):
+    text = problem("--config", write('training: {global_batch_size: "16"}\n'))
+    assert text.endswith('expected an integer or null, got the string "16". Remove the quotes.')
+    assert load(["--config", write('training: {learning_rate: "1e-5"}\n')]).training.learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -302,7 +316,7 @@ def test_a_number_where_a_file_needs_text(write):
 )
 def test_nearest_name(name, nearest):
     text = problem(f"--{name}", "3")
-    assert name.replace("-", "_") in text and f"nearest is {nearest} (" in text
+    assert name.replace("-", "_") in text and f"Nearest is {nearest} (" in text
 
 
 @pytest.mark.parametrize(
@@ -319,15 +333,16 @@ def test_nearest_name(name, nearest):
     ],
 )
 def test_a_key_of_another_section(name, section):
-    assert f"belongs under `{section}:`" in problem(f"--{name}", "3")
+    assert f"It belongs under `{section}:`." in problem(f"--{name}", "3")
 
 
 def test_a_key_like_no_other():
-    assert "--help lists every key" in problem("--lora.zzqqxx", "3")
-    assert "nearest is --dry-run" in problem("--dry-rum")
-    assert "nearest is --config" in problem("--confg", "run.yaml")
-    assert "value must follow (int)" in problem("--lora.r")
-    assert "value must follow (int)" in problem("--lora.r", "--training.seed", "3")
+    assert "See --help lora." in problem("--lora.zzqqxx", "3")
+    assert "Nearest is --dry-run." in problem("--dry-rum")
+    assert "Nearest is --config." in problem("--confg", "run.yaml")
+    assert "expected a value after it: an integer." in problem("--lora.r")
+    assert "expected a value after it: an integer." in problem("--lora.r", "--training.seed", "3")
+    assert "Write --config run.yaml." in problem("run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -339,9 +354,9 @@ def test_a_key_like_no_other():
         ("push_to_hub", "true", "hf upload"),
         ("group_by_length", "true", "training.seed"),
         ("logging_dir", "x", "TensorBoard"),
-        ("average_tokens_across_devices", "false", "label tokens"),
+        ("average_tokens_across_devices", "false", "supervised tokens"),
         ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),
-        ("do_train", "true", "this command trains"),
+        ("do_train", "true", "this command always trains"),
         ("extra", "{}", "by its own name"),
     ],
 )
@@ -358,7 +373,7 @@ def test_missing_file(tmp_path):
     text = problem("--config", path, "--data.train_file", "t.jsonl")  # and no complaint that the model is missing
     assert text.startswith(path) and "does not exist" in text
     assert "cannot be read" in problem("--config", str(tmp_path))
-    assert "a path must follow" in problem("--config")
+    assert "expected a path after it" in problem("--config")
     assert "given twice" in problem("--json", "a", "--json", "b")
 
 
@@ -372,10 +387,10 @@ def test_missing_file(tmp_path):
         ("lora: {r: 8}\n---\nlora: {r: 9}\n", 2, "not valid YAML"),
         ("lora:\n  r: 8\n  lora_alpha: 8\n  r: 9\n", 4, "`r` is given twice"),
         ("lora: {r: 8}\nmodel: {}\nlora: {r: 9}\n", 3, "`lora` is given twice"),
-        ("lora:\n  - r\n", 1, "a section is a mapping"),
-        ("lora: 3\n", 1, "a section is a mapping"),
-        ("trainer: {learning_rate: 1e-4}\n", 1, "nearest is training"),
-        ("\nlearning_rate: 1e-4\n", 2, "belongs under `training:`"),
+        ("lora:\n  - r\n", 1, "expected a mapping of keys"),
+        ("lora: 3\n", 1, "expected a mapping of keys"),
+        ("trainer: {learning_rate: 1e-4}\n", 1, "Nearest is training."),
+        ("\nlearning_rate: 1e-4\n", 2, "It belongs under `training:`."),
         ('1: a\n"1": b\n', 2, "given twice"),
     ],
 )
@@ -386,7 +401,7 @@ def test_broken_file(write, text, line, what):
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "[1, 2]\n", "text\n", "{}\n"])
 def test_file_without_settings(write, text):
-    assert "holds no settings" in problem("--config", write(text))
+    assert "has no settings" in problem("--config", write(text))
 
 
 def test_file_of_another_encoding(tmp_path):
@@ -404,28 +419,28 @@ NO_MODEL = ["--data.train_file", "t.jsonl"]
     [
         ([*MODEL, "--model.full_finetuning", "--model.load_in_4bit"], "4-bit"),
         ([*MODEL, "--data.dataset_name", "a/b"], "both name the training data"),
-        (MODEL[:2], "no training data"),
+        (MODEL[:2], "there is no training data"),
         (NO_MODEL, "embedded demo"),
         (["--data.dataset_name", "a/b"], "embedded demo"),
         (["--data.eval_file", "e.jsonl"], "embedded demo"),
-        ([*MODEL, "--data.dataset_config", "main"], "set data.dataset_name"),
+        ([*MODEL, "--data.dataset_config", "main"], "Set data.dataset_name"),
         ([*MODEL, "--training.max_steps", "5", "--training.num_train_epochs", "1"], "length of the run"),
         ([*MODEL, "--data.pack_length", "4096"], "packing: true"),
         ([*MODEL, "--data.packing", "--data.pack_length", "512"], "below max_length 2048"),
         ([*MODEL, "--data.eval_file", "e.jsonl", "--data.eval_fraction", "0.1"], "held-out rows"),
         ([*MODEL, "--training.eval_steps", "5"], "no rows are held out"),
         ([*MODEL, "--data.last_turn_only", "--data.assistant_only_loss", "false"], "assistant_only_loss: true"),
-        (["--model.backend", "transformers", "--training.gradient_checkpointing", "unsloth"], "use true"),
+        (["--model.backend", "transformers", "--training.gradient_checkpointing", "unsloth"], "Use true"),
         ([*MODEL, "--model.full_finetuning", "--lora.r", "16"], "no adapter"),
-        (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "keep one"),
-        ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "4 bits, in 8, or in full"),
-        ([*MODEL, "--model.load_in_8bit", "--model.full_finetuning"], "4 bits, in 8, or in full"),
+        (["--training.resume_from_checkpoint", "--training.overwrite_output_dir"], "Keep one"),
+        ([*MODEL, "--model.load_in_8bit", "--model.load_in_4bit"], "exclude each other"),
+        ([*MODEL, "--model.load_in_8bit", "--model.full_finetuning"], "exclude each other"),
         ([*MODEL, "--model.load_in_4bit", "--model.loader_kwargs", "{load_in_16bit: true}"], "load_in_16bit"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader", "FastModel"], "Unsloth's classes"),
         ([*MODEL, "--model.backend", "transformers", "--model.loader_kwargs", "{a: 1}"], "Unsloth's classes"),
         ([*MODEL, "--data.instruction_part", "<user>"], "needs a response_part"),
-        ([*MODEL, "--data.response_part", "<bot>", "--data.format", "messages"], "known without markers"),
-        ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "keep one"),
+        ([*MODEL, "--data.response_part", "<bot>", "--data.format", "messages"], "known without them"),
+        ([*MODEL, "--data.response_part", "<bot>", "--data.assistant_only_loss", "false"], "Keep one"),
         (["--data.response_part", "<bot>"], "embedded demo"),
         (["--training.global_batch_size", "6", "--training.per_device_train_batch_size", "4"], "not a multiple"),
     ],
@@ -448,7 +463,7 @@ def test_contradiction(argv, about):
 )
 def test_arguments_that_have_a_key_of_their_own(name, argument, remedy):
     text = problem(*MODEL, f"--{name}", f"{{{argument}, another: 1}}")
-    assert f"`{argument.partition(':')[0]}` cannot be given here" in text and remedy in text
+    assert f"`{argument.partition(':')[0]}` cannot be set here" in text and remedy in text
 
 
 def test_a_marker_on_the_command_line_may_hold_newlines():
@@ -462,7 +477,7 @@ def test_rows_of_a_script():
     assert config.rows_from_script and not load(MODEL, script="mine.py").rows_from_script
     with pytest.raises(ConfigError, match="no rows are held out"):
         load([*MODEL, "--training.eval_steps", "5"], script="mine.py")
-    assert help_text("train", "mine.py").startswith("usage: accelerate launch mine.py [--dry-run] [--config")
+    assert help_text("mine.py").startswith("usage: accelerate launch mine.py [--config")
 
 
 def test_contradictions_all_at_once_with_the_place_of_each(write):
@@ -495,7 +510,7 @@ def test_no_contradiction(argv):
 
 def batch(world_size: int, **settings: int) -> tuple[int, int, int]:
     found = resolve_batch(TrainingConfig(**settings), world_size)
-    return found.per_device, found.accumulation, found.global_size
+    return found.per_device, found.accumulation, found.global_batch_size
 
 
 def test_batch():
@@ -525,7 +540,7 @@ def test_batch_is_exact_or_refused(size, world, per_device, accumulation):
     except UserError:
         assert not possible
     else:
-        assert (found.per_device, found.accumulation) in possible and found.global_size == size
+        assert (found.per_device, found.accumulation) in possible and found.global_batch_size == size
         if per_device is None and accumulation is None:
             assert found.per_device == max(p for p, _ in possible if p <= 8)
 
@@ -536,13 +551,13 @@ def test_batch_that_does_not_fit():
     text = str(caught.value)
     assert caught.value.exit_code == 2
     assert "global_batch_size 16" in text and "3 (processes)" in text
-    assert "exactly: 1, 2, 4, 8, 16;" in text and "to 15 or 18" in text
+    assert "exactly: 1, 2, 4, 8, 16." in text and "to 15 or 18" in text
 
-    with pytest.raises(UserError, match=r"exactly: 1, 2, 4; .*size to 8\."):
+    with pytest.raises(UserError, match=r"exactly: 1, 2, 4\. .*size to 8\."):
         batch(8, global_batch_size=4)
-    with pytest.raises(UserError, match=r"16 \(the default\) is not .* exactly: none; .*to 15 or 20, or leave"):
+    with pytest.raises(UserError, match=r"16 \(the default\) is not .* No world size .*to 15 or 20, or remove"):
         batch(1, per_device_train_batch_size=5)
-    with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16; .*exactly: 4; .*to 16"):
+    with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16\. .*exactly: 4\. .*to 16"):
         batch(2, global_batch_size=32, per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
@@ -564,12 +579,12 @@ from trl import SFTConfig
 fields = {field.name: str(field.type) for field in dataclasses.fields(SFTConfig)}
 print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value for item in SchedulerType]]))
 """
-    real, optimisers, schedulers = json.loads(in_subprocess(code).splitlines()[-1])
+    real, optimizers, schedulers = json.loads(in_subprocess(code).splitlines()[-1])
     assert set(sft_fields()) == set(real)
     assert sft_fields()["max_steps"] is int and sft_fields()["torch_compile"] is bool
     assert sft_fields()["bf16"] == bool | None  # overridden in TRL
-    assert set(choices("optim")) == set(optimisers) and set(choices("lr_scheduler_type")) == set(schedulers)
-    assert TrainingConfig().optim in optimisers and TrainingConfig().lr_scheduler_type in schedulers
+    assert set(choices("optim")) == set(optimizers) and set(choices("lr_scheduler_type")) == set(schedulers)
+    assert TrainingConfig().optim in optimizers and TrainingConfig().lr_scheduler_type in schedulers
     # What is refused by name exists or existed; what is ours is not refused.
     former = {"extra", "group_by_length", "logging_dir", "skip_prepare_dataset"}
     assert set(MANAGED) - set(real) == former
@@ -583,29 +598,58 @@ def test_tables_name_what_exists():
     assert set(CHOICES) <= keys
 
 
-def test_help_names_every_key_with_its_type_default_and_meaning():
-    text = help_text("train")
-    for section, kind in SECTIONS.items():
-        assert f"\n{section}:" in text
-        for field in fields(kind):
-            if field.name != "extra":
-                assert f"--{section}.{field.name}  " in text and field.metadata["help"] in text
-    assert "--training.learning_rate  float, above 0  (default: 0.0002)" in text
-    assert "--model.backend  auto | unsloth | transformers  (default: auto)" in text
-    assert text.startswith("usage: accelerate launch -m finetune.train [--dry-run] [--config FILE.yaml]")
-    assert "--dry-run" not in help_text("prepare") and "python -m finetune.prepare" in help_text("prepare")
-    assert max(map(len, text.splitlines())) <= 120
+def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
+    text = help_text()
+    common, others = text.split("Common settings:")[1].split("All other settings")
+    for name in COMMON:
+        assert f"  --{name} " in common
+    sections = dict(re.findall(r"^ (\w+): .*\n((?:  .*\n)+)", others, re.MULTILINE))
+    assert list(sections) == list(SECTIONS)
+    for name, field in KEYS.items():
+        section, key = name.split(".")
+        line = next((line for line in sections[section].splitlines() if line.split()[0] == key), None)
+        assert (line is None) == (name in COMMON), name
+        assert line is None or describe(field.type) in line
+    assert "  seed                         int (42)\n" in others
+    assert "Peak learning rate; about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
+    assert text.startswith("usage: accelerate launch -m finetune.train [--config FILE.yaml]")
+    assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_help_of_a_section_has_every_key_with_type_default_and_meaning(section, capsys):
+    assert train_main(["--help", section]) == 0
+    text = capsys.readouterr().out
+    flat = " ".join(text.split())
+    for field in fields(SECTIONS[section]):
+        if field.name != "extra":
+            assert f"--{section}.{field.name}  " in text and " ".join(field.metadata["help"].split()) in flat
+    if section == "training":
+        assert "--training.learning_rate  float, above 0  (default: 0.0002)" in text
+    assert max(map(len, text.splitlines())) <= 110
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_ends_the_process(capsys, flag):
-    with pytest.raises(SystemExit) as caught:
-        load(["--config", "none.yaml", flag], verb="train")
-    assert caught.value.code == 0 and capsys.readouterr().out == help_text("train")
+def test_help_comes_before_any_mistake(capsys, flag):
+    assert train_main(["--config", "none.yaml", "--training.lr", "1", flag]) == 0
+    assert capsys.readouterr().out == help_text()
+
+
+def test_the_reference_page_is_what_is_printed(capsys):
+    reference.main()
+    page = capsys.readouterr().out
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == page, "run `make docs`"
+    first, *sections = page.split("\n## ")[1:]
+    assert first.startswith("Common settings") and all(f"| `{name}` |" in first for name in COMMON)
+    for name, field in KEYS.items():
+        section, key = name.split(".")
+        table = next(text for text in sections if text.startswith(f"{section}\n"))
+        row = next(line for line in table.splitlines() if line.startswith(f"| `{key}` |"))
+        assert field.metadata["help"].replace("|", "\\|") in row and f"| `{default_of(name)}` |" in row
 
 
 def test_dry_run_belongs_to_train():
-    with pytest.raises(ConfigError, match="finetune.train alone"):
+    with pytest.raises(ConfigError, match="only `train` has --dry-run"):
         load(["--dry-run"], verb="prepare")
     assert "takes no value" in problem("--dry-run=yes")
 
@@ -614,7 +658,7 @@ def test_no_heavy_import():
     code = """
 import sys
 from finetune.config import ConfigError, help_text, load, dump_yaml
-help_text("train"), dump_yaml(load(["--training.adam_beta2", "0.9", "--training.optim", "sgd"]))
+help_text(), dump_yaml(load(["--training.adam_beta2", "0.9", "--training.optim", "sgd"]))
 try:
     load(["--training.learnin_rate", "1"])
 except ConfigError:

@@ -163,7 +163,7 @@ def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["verdict"] == "stop"
     assert [one["world_size"] for one in found["batch"]] == [1, 2, 4, 8]
-    assert found["batch"][2] == {"world_size": 4, "per_device": 2, "accumulation": 2, "global_size": 16}
+    assert found["batch"][2] == {"world_size": 4, "per_device": 2, "accumulation": 2, "global_batch_size": 16}
     assert all("refused" in found["batch"][place] for place in (0, 1, 3))
     assert found["stack"]["backend"] == "transformers" and found["stack"]["reason"] == "model.backend asks for it"
     assert not (tmp_path / "home" / "out").exists()
@@ -175,7 +175,7 @@ def test_bad_input_is_2_and_help_is_0(tmp_path: Path) -> None:
     assert done.returncode == 2 and "learning_rate" in done.stderr and done.stdout == ""
     assert examine(tmp_path / "home", "--config", "nowhere.yaml").returncode == 2
     done = examine(tmp_path / "home", "--help")
-    assert done.returncode == 0 and "finetune.doctor" in done.stdout
+    assert done.returncode == 0 and "usage: finetune doctor" in done.stdout
 
 
 def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def facts(rank: int) -> Facts:
         divisor="the model",
         averages_tokens=True,
         batch=(2, 3),
-        global_batch=12,
+        global_batch_size=12,
     )
 
 

@@ -214,7 +214,7 @@ def test_weights_repeat_and_thin_out(tmp_path: Path, tokenizer: Any) -> None:
     twos = [count for text, count in texts.items() if "two" in text]
     assert ones == [2] * 50
     assert set(twos) == {1} and 30 < len(twos) < 70
-    with pytest.raises(UserError, match="one weight above 0 is needed for each of the 2 entries"):
+    with pytest.raises(UserError, match="expected one weight above 0 for each of the 2 entries"):
         prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[1]")
 
 

@@ -231,14 +231,14 @@ def test_help_and_missing_settings(
     file = str(tmp_path / "mine.py")
     monkeypatch.setattr(sys, "argv", ["mine.py", "--help"])
     assert script.run(file) == 0
-    assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--dry-run]")
+    assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--config")
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     assert script.run(file) == 2
     assert f"has its settings in {tmp_path / 'mine.yaml'}, which does not exist" in capsys.readouterr().err
     (tmp_path / "mine.yaml").write_text("training: {seed: 1}\n")
     assert script.run(file, dataset=len) == 2 and "names no model for mine.py" in capsys.readouterr().err
     (tmp_path / "mine.yaml").write_text("model: {model_name_or_path: m}\n")
-    assert script.run(file) == 2 and "a model is named and no training data" in capsys.readouterr().err
+    assert script.run(file) == 2 and "there is no training data for the model" in capsys.readouterr().err
 
 
 def test_importing_it_loads_nothing_heavy() -> None:

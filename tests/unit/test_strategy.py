@@ -193,5 +193,5 @@ def test_learning_rate_rules(rule: Any, base: int | None, expected: float) -> No
     "extra", [("--training.learning_rate_rule", "linear"), ("--training.base_global_batch_size", "8")]
 )
 def test_rule_and_base_need_each_other(extra: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="need each other"):
+    with pytest.raises(ConfigError, match="Set both, or neither"):
         config(None, *extra)

@@ -58,7 +58,7 @@ MICRO_BATCHES = [  # of two ranks with two accumulation steps each: ragged label
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "grokadamw"])  # transformers raises an ImportError, a ValueError
-def test_an_optimiser_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_optimizer_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     package = {"galore_adamw": "galore_torch"}.get(name, name)
     monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
     adam = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}

@@ -136,7 +136,7 @@ def trainer_with(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_the_optimisers_state_is_held_as_in_training(kind: Any) -> None:
+def test_the_optimizers_state_is_held_as_in_training(kind: Any) -> None:
     trainer = trainer_with(lambda parameters: kind(parameters, lr=0.5, weight_decay=0.1))
     before = trainer.model.weight.detach().clone()
     plain = trainer.optimizer
@@ -185,10 +185,10 @@ def test_a_device_may_be_full_without_any_row() -> None:
             "lower; LoRA (model.full_finetuning: ",
         ),
     ],
-    ids=["LoRA", "QLoRA", "full", "full with a small optimiser"],
+    ids=["LoRA", "QLoRA", "full", "full with a small optimizer"],
 )
 def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: int, said: str) -> None:
-    batch = types.SimpleNamespace(per_device=rows, global_size=8)
+    batch = types.SimpleNamespace(per_device=rows, global_batch_size=8)
     job: Any = types.SimpleNamespace(config=load(configuration(tmp_path, *given)), batch=batch)
     with pytest.raises(RunError) as caught, out_of_memory(job):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -1,0 +1,104 @@
+"""How a global batch is divided over ranks, and the learning rate that goes with it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.config.schema import DataConfig, TrainingConfig
+from finetune.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One optimizer step: `global_batch_size == per_device * accumulation * world_size`, in rows or packs."""
+
+    per_device: int
+    accumulation: int
+    global_batch_size: int
+
+
+DEFAULT_GLOBAL_BATCH = 16
+LARGEST_DEFAULT_PER_DEVICE = 8  # also what transformers takes for per_device_train_batch_size
+LARGEST_DEFAULT_TOKENS = 16_384  # of packs: 8 rows of the default max_length
+
+
+def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
+    """Divide the global batch exactly over `world_size` ranks.
+
+    The user sets `global_batch_size`. If only `gradient_accumulation_steps` is given, it is per device x accumulation x
+    world size; if neither is given, it is 16. Whatever is left open follows: the per-device size is the largest divisor
+    of a rank's rows that is at most 8, or with `data.packing` at most as many packs as hold 16,384 tokens.
+
+    Raises:
+        UserError: the settings do not multiply to the global batch on this world size. Lists the world sizes up to 64
+            that fit, and the nearest batch sizes.
+    """
+    per_device, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    global_batch_size = training.global_batch_size
+    most = LARGEST_DEFAULT_PER_DEVICE
+    if data is not None and data.packing:
+        most = min(most, max(LARGEST_DEFAULT_TOKENS // data.row_length, 1))
+    if global_batch_size is None and accumulation is not None:
+        per_device = per_device or most
+        global_batch_size = per_device * accumulation * world_size
+    global_batch_size = global_batch_size or DEFAULT_GLOBAL_BATCH
+
+    fixed = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
+    all_fixed = per_device is not None and accumulation is not None
+
+    def fits(world: int, size: int) -> bool:
+        return size == fixed * world if all_fixed else size % (fixed * world) == 0
+
+    if not fits(world_size, global_batch_size):
+        raise UserError(_no_fit(training, world_size, global_batch_size, fixed, all_fixed, fits))
+    per_rank = global_batch_size // world_size
+    if per_device is None:
+        per_device = per_rank // accumulation if accumulation else _largest_divisor(per_rank, most)
+    return Batch(per_device=per_device, accumulation=per_rank // per_device, global_batch_size=global_batch_size)
+
+
+def scaled_learning_rate(training: TrainingConfig, global_batch_size: int) -> float:
+    """The peak learning rate for a global batch of `global_batch_size` rows.
+
+    The number of GPUs changes neither. For a larger batch, the rate may be scaled with
+    k = global_batch_size / base_global_batch_size: linear, by k (Goyal et al. 2017, arXiv 1706.02677, for SGD), or
+    square_root, by its root (Krizhevsky 2014, arXiv 1404.5997; for Adam, Malladi et al. 2022, arXiv 2205.10287).
+    """
+    if training.base_global_batch_size is None:
+        return training.learning_rate
+    factor = global_batch_size / training.base_global_batch_size
+    return training.learning_rate * (factor if training.learning_rate_rule == "linear" else math.sqrt(factor))
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
+
+
+def _no_fit(
+    training: TrainingConfig,
+    world_size: int,
+    global_batch_size: int,
+    fixed: int,
+    all_fixed: bool,
+    fits: Callable[[int, int], bool],
+) -> str:
+    unit = fixed * world_size
+    below, above = global_batch_size // unit * unit, math.ceil(global_batch_size / unit) * unit
+    sizes = [unit] if all_fixed else [size for size in (below, above) if size > 0]
+    world_sizes = [str(world) for world in range(1, 65) if fits(world, global_batch_size)]
+    numbers = {
+        "training.per_device_train_batch_size": training.per_device_train_batch_size,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+    }
+    factors = "".join(f" x {value} ({name})" for name, value in numbers.items() if value is not None)
+    origin = "" if training.global_batch_size is not None else " (the default)"
+    relation = "is not" if all_fixed else "is not a multiple of"
+    remove = ", or remove the other settings" if factors else ""
+    fitting = (
+        f"World sizes up to 64 that fit {global_batch_size} exactly: {', '.join(world_sizes)}. Use one of them, or"
+    )
+    return (
+        f"training.global_batch_size {global_batch_size}{origin} {relation} {world_size} (processes){factors} = {unit}."
+        f" {fitting if world_sizes else f'No world size up to 64 fits {global_batch_size} exactly. You can'}"
+        f" set training.global_batch_size to {' or '.join(map(str, sizes))}{remove}."
+    )

@@ -1,0 +1,101 @@
+"""The `--help` texts of the configuration: the settings everyone needs first, every key on one line, and a section in
+full."""
+
+import textwrap
+from collections.abc import Iterator
+
+from finetune.config.schema import DEFAULTS, KEYS, SECTIONS
+from finetune.config.values import describe, show
+
+WIDTH = 100
+
+# What nearly everyone sets, in the order in which one thinks of it.
+COMMON = (
+    "model.model_name_or_path",
+    "model.load_in_4bit",
+    "model.full_finetuning",
+    "lora.r",
+    "data.train_file",
+    "data.max_length",
+    "data.packing",
+    "training.output_dir",
+    "training.global_batch_size",
+    "training.learning_rate",
+    "training.num_train_epochs",
+    "training.max_steps",
+    "training.resume_from_checkpoint",
+)
+
+OPTIONS = """\
+  --config FILE.yaml    settings in a YAML file; without a model, the embedded demo runs
+  --section.key VALUE   one setting, over the file's; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
+"""
+JSON = "  --json PATH           also write the machine-readable result\n"
+DRY_RUN = "  --dry-run             run everything on one device and measure it; keep no output\n"
+HELP = "  -h, --help [SECTION]  this text, or every key of a section: model, lora, data, training, logging\n"
+
+
+def help_text(script: str | None = None) -> str:
+    """The help of `finetune train`, or of a training script: options, common settings, then every other key.
+
+    Args:
+        script: file name of the training script.
+    """
+    target = script or "-m finetune.train"
+    lines = [
+        f"usage: accelerate launch {target} [--config FILE.yaml] [--section.key VALUE ...] ...",
+        f"       python {target} ...   on one device, or as training.strategy says",
+        "",
+        "Fine-tune a language model on one GPU or many. Without --config, the embedded demo runs.",
+        "",
+        (OPTIONS + DRY_RUN + JSON + HELP).rstrip(),
+        "",
+        "Common settings:",
+        *(line for name in COMMON for line in _described(name, f"--{name}", width=35)),
+        "",
+        "All other settings (type, default):",
+    ]
+    for section, kind in SECTIONS.items():
+        summary = (kind.__doc__ or "").splitlines()[0]
+        lines.append(f" {section}: {summary}")
+        lines += [_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON]
+    lines += ["", "Meaning of each: --help SECTION, or docs/configuration.md."]
+    return "\n".join(lines) + "\n"
+
+
+def section_help(section: str) -> str:
+    """Every key of a section with type, range, default and meaning."""
+    kind = SECTIONS[section]
+    lines = [f"{section}: {(kind.__doc__ or '').splitlines()[0]}"]
+    for name in KEYS:
+        if name.startswith(f"{section}."):
+            lines += ["", f"  --{name}  {type_of(name)}  (default: {default_of(name)})"]
+            lines += textwrap.wrap(
+                KEYS[name].metadata["help"], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+    return "\n".join(lines) + "\n"
+
+
+def type_of(name: str) -> str:
+    """Type and range of a key, such as `float, above 0`."""
+    allowed = KEYS[name].metadata["allowed"]
+    return describe(KEYS[name].type) + (f", {allowed[0]}" if allowed else "")
+
+
+def default_of(name: str) -> str:
+    """The default of a key as YAML writes it."""
+    return show(DEFAULTS[name])
+
+
+def _described(name: str, title: str, *, width: int) -> Iterator[str]:
+    """Title, meaning and default: on one line, or wrapped under the meaning."""
+    text = f"{KEYS[name].metadata['help']} [{default_of(name)}]"
+    first, *rest = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False)
+    yield f"  {title:{width - 1}} {first}"
+    yield from (f"{'':{width + 2}}{line}" for line in rest)
+
+
+def _listed(name: str) -> str:
+    """Key, type and default on one line."""
+    key = name.partition(".")[2]
+    return f"  {key:28} {describe(KEYS[name].type)} ({default_of(name)})"

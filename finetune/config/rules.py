@@ -1,0 +1,322 @@
+"""Settings that exclude or need each other: one small rule per subject, all listed in `RULES`.
+
+A rule takes the configuration, whose values are each valid by themselves, and the dotted names that the user wrote: a
+default cannot contradict anything. It yields the names it is about and a text: what is wrong, then what to do.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from finetune.config.schema import DEFAULTS, Config
+
+Contradiction = tuple[tuple[str, ...], str]
+Found = Iterator[Contradiction]
+Rule = Callable[[Config, frozenset[str]], Found]
+
+# The embedded demo brings its own model and data: these keys would have no effect on it.
+NEEDS_A_MODEL = (
+    "model.revision",
+    "model.chat_template",
+    "lora.continue_adapter",
+    "data.train_file",
+    "data.dataset_name",
+    "data.dataset_config",
+    "data.weights",
+    "data.eval_file",
+    "data.eval_fraction",
+    "data.format",
+    "data.columns",
+    "data.system_prompt",
+    "data.instruction_part",
+    "data.response_part",
+)
+
+# Arguments of the loader and of get_peft_model that this program sets itself: key -> names -> what to do instead.
+MANAGED_ARGUMENTS = {
+    "model.loader_kwargs": {
+        "model_name pretrained_model_name_or_path": "use model.model_name_or_path",
+        "max_seq_length": "use data.max_length",
+        "dtype torch_dtype": "use model.dtype",
+        "load_in_4bit": "use model.load_in_4bit",
+        "load_in_8bit": "use model.load_in_8bit",
+        "quantization_config": "use model.load_in_4bit or model.load_in_8bit",
+        "full_finetuning": "use model.full_finetuning",
+        "revision": "use model.revision",
+        "trust_remote_code": "use model.trust_remote_code",
+        "attn_implementation": "use model.attn_implementation",
+        "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "random_state": "use training.seed, and lora.random_state for the adapter",
+        "token use_auth_token": "keep tokens out of configurations: run `hf auth login`, or set the variable HF_TOKEN",
+        "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",
+        "fast_inference gpu_memory_utilization float8_kv_cache disable_log_stats max_lora_rank": (
+            "it is for generation with vLLM, which does not run during training"
+        ),
+        "auto_model on_model_resolved": "the model is always loaded for causal language modeling",
+    },
+    "lora.adapter_kwargs": {
+        "r lora_alpha lora_dropout target_modules modules_to_save use_rslora bias random_state": "use lora.{name}",
+        "use_gradient_checkpointing": "use training.gradient_checkpointing",
+        "max_seq_length": "use data.max_length",
+        "model peft_config": "use model.model_name_or_path",
+        "task_type peft_type inference_mode": "the adapter is always a LoRA for causal language modeling",
+        "base_model_name_or_path revision": "use model.model_name_or_path and model.revision",
+    },
+}
+
+
+def contradictions(config: Config, given: frozenset[str]) -> list[Contradiction]:
+    """Settings that exclude each other, or lack what they need.
+
+    Args:
+        config: values that are each valid by themselves.
+        given: the dotted names that the user wrote; the others are defaults and cannot contradict anything.
+
+    Returns:
+        One `(names, text)` for each: the dotted names it is about, and what is wrong and what to do.
+    """
+    return list(chain.from_iterable(rule(config, given) for rule in RULES))
+
+
+def _is_default(config: Config, name: str) -> bool:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key) == DEFAULTS[name]
+
+
+# Model and adapter --------------------------------------------------------------------------------------------------
+
+
+def precision(config: Config, given: frozenset[str]) -> Found:
+    """4 bits, 8 bits, 16 bits and full fine-tuning: one of them."""
+    model = config.model
+    if model.full_finetuning and model.load_in_4bit:
+        yield (
+            ("model.full_finetuning", "model.load_in_4bit"),
+            "4-bit weights cannot be trained in full. Remove full_finetuning to train an adapter, or load_in_4bit.",
+        )
+    if model.load_in_8bit and (model.load_in_4bit or model.full_finetuning):
+        other = "model.load_in_4bit" if model.load_in_4bit else "model.full_finetuning"
+        yield (
+            ("model.load_in_8bit", other),
+            "load_in_4bit, load_in_8bit and full_finetuning exclude each other. Keep one.",
+        )
+    if model.loader_kwargs.get("load_in_16bit") and (model.load_in_4bit or model.load_in_8bit):
+        other = "model.load_in_4bit" if model.load_in_4bit else "model.load_in_8bit"
+        key = other.partition(".")[2]
+        yield ("model.loader_kwargs", other), f"load_in_16bit and {key} exclude each other. Keep one."
+
+
+def unsloth_only(config: Config, given: frozenset[str]) -> Found:
+    """What only Unsloth's backend has."""
+    if config.model.backend != "transformers":
+        return
+    for name in ("model.loader", "model.loader_kwargs"):
+        if not _is_default(config, name):
+            yield (
+                (name, "model.backend"),
+                f"{name} applies to Unsloth's classes only. Remove it, or backend: transformers.",
+            )
+    if config.training.gradient_checkpointing == "unsloth":
+        yield (
+            ("model.backend", "training.gradient_checkpointing"),
+            'gradient_checkpointing "unsloth" needs the unsloth backend. Use true for the standard kind, or false.',
+        )
+
+
+def managed_arguments(config: Config, given: frozenset[str]) -> Found:
+    """Arguments that have a key, or that this program decides."""
+    passed: Mapping[str, Mapping[str, Any]] = {
+        "model.loader_kwargs": config.model.loader_kwargs,
+        "lora.adapter_kwargs": config.lora.adapter_kwargs,
+    }
+    for name, arguments in passed.items():
+        instead = {key: text for keys, text in MANAGED_ARGUMENTS[name].items() for key in keys.split()}
+        for key in arguments:
+            if key in instead:
+                yield (name,), f"`{key}` cannot be set here: {instead[key].format(name=key)}."
+
+
+def adapter(config: Config, given: frozenset[str]) -> Found:
+    """Full fine-tuning has no adapter; an adapter that is continued keeps its shape."""
+    lora_given = tuple(sorted(name for name in given if name.startswith("lora.")))
+    if config.model.full_finetuning and lora_given:
+        yield (
+            ("model.full_finetuning", *lora_given),
+            "full fine-tuning has no adapter. Remove full_finetuning or the `lora:` settings.",
+        )
+    names = ("lora.bias", "lora.random_state", "lora.adapter_kwargs")
+    fixed = tuple(name for name in names if not _is_default(config, name))
+    if config.lora.continue_adapter and fixed:
+        yield (
+            ("lora.continue_adapter", *fixed),
+            "continue_adapter keeps the adapter as it was created. Remove the other settings.",
+        )
+
+
+# Data ---------------------------------------------------------------------------------------------------------------
+
+
+def training_data(config: Config, given: frozenset[str]) -> Found:
+    """A model needs training data from one source, and the demo brings its own."""
+    data, sources = config.data, ("data.train_file", "data.dataset_name")
+    if data.train_file is not None and data.dataset_name is not None:
+        yield sources, "both name the training data. Keep one."
+    if config.demo:
+        without_model = tuple(name for name in NEEDS_A_MODEL if name in given and not _is_default(config, name))
+        if without_model:
+            yield (
+                (*without_model, "model.model_name_or_path"),
+                "no model is named, and the embedded demo brings its own model and data. Set"
+                " model.model_name_or_path, or remove these settings.",
+            )
+    elif data.train_file is None and data.dataset_name is None and config.script is None:
+        yield (
+            ("model.model_name_or_path", *sources),
+            "there is no training data for the model. Set data.train_file or data.dataset_name.",
+        )
+    elif data.dataset_config is not None and data.dataset_name is None:
+        yield (
+            ("data.dataset_config", "data.dataset_name"),
+            "dataset_config applies to a Hub dataset. Set data.dataset_name, or remove it.",
+        )
+
+
+def weights(config: Config, given: frozenset[str]) -> Found:
+    """One weight per training file."""
+    given_weights, files = config.data.weights, config.data.train_file
+    if given_weights is None:
+        return
+    count = len([files] if isinstance(files, str) else files or [])
+    if len(given_weights) != count or not all(weight > 0 and math.isfinite(weight) for weight in given_weights):
+        yield (
+            ("data.weights", "data.train_file"),
+            f"expected one weight above 0 for each of the {count} entries of data.train_file. Add or remove weights.",
+        )
+
+
+def held_out_rows(config: Config, given: frozenset[str]) -> Found:
+    """Evaluation rows come from one source, and eval_steps needs one."""
+    data = config.data
+    if data.eval_file is not None and data.eval_fraction > 0:
+        yield ("data.eval_file", "data.eval_fraction"), "both choose the held-out rows. Keep one."
+    may_hold_out = config.demo or config.rows_from_script or data.eval_file is not None or data.eval_fraction > 0
+    if config.training.eval_steps > 0 and not may_hold_out:
+        yield (
+            ("training.eval_steps", "data.eval_file", "data.eval_fraction"),
+            "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction.",
+        )
+
+
+def loss_mask(config: Config, given: frozenset[str]) -> Found:
+    """Which tokens are trained on."""
+    data = config.data
+    if data.last_turn_only and not data.assistant_only_loss:
+        yield (
+            ("data.last_turn_only", "data.assistant_only_loss"),
+            "last_turn_only selects one of the assistant's turns. Set assistant_only_loss: true, or remove it.",
+        )
+    if data.instruction_part is not None and data.response_part is None:
+        yield (
+            ("data.instruction_part", "data.response_part"),
+            "instruction_part needs a response_part. Set both.",
+        )
+    if data.response_part == "auto" and data.instruction_part is not None:
+        yield (
+            ("data.response_part", "data.instruction_part"),
+            "response_part: auto finds both markers in the chat template. Set both markers, or auto alone.",
+        )
+    if data.response_part is not None and data.format not in ("auto", "text"):
+        yield (
+            ("data.response_part", "data.format"),
+            f"markers are for rows of text, and the turns of format {data.format} are known without them. Remove"
+            " response_part and instruction_part, or set data.format to text.",
+        )
+    if data.response_part is not None and not data.assistant_only_loss:
+        yield (
+            ("data.response_part", "data.assistant_only_loss"),
+            "response_part selects the tokens to train on, and assistant_only_loss: false selects all. Keep one.",
+        )
+
+
+def packing(config: Config, given: frozenset[str]) -> Found:
+    """A pack holds at least the longest document."""
+    data = config.data
+    if data.pack_length is None:
+        return
+    if not data.packing:
+        yield ("data.pack_length", "data.packing"), "pack_length has no effect without packing. Set packing: true."
+    elif data.pack_length < data.max_length:
+        yield (
+            ("data.pack_length", "data.max_length"),
+            f"pack_length {data.pack_length} is below max_length {data.max_length}, so the longest documents do not"
+            " fit in a pack. Raise pack_length or lower max_length.",
+        )
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def run_length(config: Config, given: frozenset[str]) -> Found:
+    """Steps or epochs."""
+    lengths = ("training.max_steps", "training.num_train_epochs")
+    if config.training.max_steps > 0 and given.issuperset(lengths):
+        yield lengths, "both set the length of the run. Keep one (max_steps: -1 is off)."
+
+
+def output_folder(config: Config, given: frozenset[str]) -> Found:
+    """Resume or overwrite."""
+    if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
+        yield (
+            ("training.resume_from_checkpoint", "training.overwrite_output_dir"),
+            "the first continues the run in output_dir, the second discards it. Keep one.",
+        )
+    if config.training.resume_with_changes and not config.training.resume_from_checkpoint:
+        yield (
+            ("training.resume_with_changes", "training.resume_from_checkpoint"),
+            "resume_with_changes needs a checkpoint to resume from. Set resume_from_checkpoint, or remove it.",
+        )
+
+
+def learning_rate_scaling(config: Config, given: frozenset[str]) -> Found:
+    """A rule for the learning rate and the batch size it starts from need each other."""
+    training = config.training
+    if (training.learning_rate_rule == "none") != (training.base_global_batch_size is None):
+        yield (
+            ("training.learning_rate_rule", "training.base_global_batch_size"),
+            "learning_rate_rule linear or square_root needs base_global_batch_size, the batch size that learning_rate"
+            " was tuned for, and the other way around. Set both, or neither.",
+        )
+
+
+def batch_size(config: Config, given: frozenset[str]) -> Found:
+    """The global batch must be a multiple of what one rank processes per optimizer step."""
+    training = config.training
+    per_rank = (training.per_device_train_batch_size or 1) * (training.gradient_accumulation_steps or 1)
+    if training.global_batch_size is not None and training.global_batch_size % per_rank:
+        yield (
+            (
+                "training.global_batch_size",
+                "training.per_device_train_batch_size",
+                "training.gradient_accumulation_steps",
+            ),
+            f"global_batch_size {training.global_batch_size} is not a multiple of per_device_train_batch_size x"
+            f" gradient_accumulation_steps = {per_rank}, so no number of GPUs fits. Remove one of them.",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    precision,
+    unsloth_only,
+    managed_arguments,
+    adapter,
+    training_data,
+    weights,
+    held_out_rows,
+    loss_mask,
+    packing,
+    run_length,
+    output_folder,
+    learning_rate_scaling,
+    batch_size,
+)
