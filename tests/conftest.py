@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from finetune import verb
-from tests import tiny
+from tests import tiny, warm
 
 
 @pytest.fixture(autouse=True)
 def a_console_of_its_own() -> None:
     """The console keeps what the terminal was like when it was first asked for."""
     verb.console.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers() -> Iterator[None]:
+    """Those that the session's tests have started end with it."""
+    yield
+    warm.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tests import launch
 
+pytestmark = pytest.mark.process
+
 
 def train(model: Path, data: Path, tmp_path: Path, *extra: str) -> tuple[dict, dict]:
     """(run.json, adapter_config.json) of two steps."""
@@ -18,7 +20,7 @@ def train(model: Path, data: Path, tmp_path: Path, *extra: str) -> tuple[dict, d
         *("--model.model_name_or_path", str(model), "--data.train_file", str(data / "train.jsonl")),
         *("--training.max_steps", "2", "--training.global_batch_size", "4", "--logging.generate_samples", "0"),
     ]
-    run = launch.train("python", [*arguments, *extra], out=tmp_path / "out", cache=tmp_path)
+    run = launch.train("1 rank", [*arguments, *extra], out=tmp_path / "out", cache=tmp_path)
     file = tmp_path / "out" / "adapter_config.json"
     return run, json.loads(file.read_text()) if file.is_file() else {}
 

@@ -529,6 +529,7 @@ def test_options_and_configuration_are_kept_apart() -> None:
     assert rest == ["--config", "my.yaml", "--training.seed", "7"]
 
 
+@pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = "import sys; from finetune.cli import main; main(['bench', '--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
