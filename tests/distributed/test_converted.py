@@ -40,6 +40,7 @@ def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkey
     assert config.rows_from_script and config.training.global_batch_size in (8, 16)
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Model and data replaced by local ones; the notebook's own data preparation then does not run."""

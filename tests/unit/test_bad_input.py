@@ -177,6 +177,7 @@ def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
     assert "holds another run" in words and "resume_from_checkpoint" in words
 
 
+@pytest.mark.unsloth
 def test_adapter_on_top_of_an_adapter_and_another_plan(folder: Path, tiny_model: Path) -> None:
     """Refused; and continued, from the weights it has, where that is asked for. A checkpoint of another plan, too, is
     refused."""

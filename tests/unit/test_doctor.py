@@ -57,6 +57,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return done.stdout, json.loads((home / "report.json").read_text())
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
     text, found = healthy

@@ -130,6 +130,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
     return {(case["name"], case["last_only"]): case for case in json.loads(path.read_text())}
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 @pytest.mark.parametrize("last_only", [False, True])
 @pytest.mark.parametrize("name", MARKERS)
@@ -305,6 +306,7 @@ def sentencepiece_tokenizer(tokens: tuple[str, ...], eos: str, bos: str) -> PreT
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos, unk_token="<unk>")
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: dict) -> None:
     cases = {name.removeprefix("template: "): case for (name, _), case in reference.items() if "template: " in name}

@@ -205,6 +205,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 @pytest.mark.parametrize(
     "code, method, weights",

@@ -45,6 +45,7 @@ print("FOUND", applied, patch.needed(), before, after, others, same)
 REENTRANT, OTHER = [False, True], [True, True]
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """On one rank and on two: with the patch a Llama is checkpointed on two as on one, to the same gradients, and a

@@ -56,7 +56,7 @@ def chat(user: str, assistant: str) -> dict:
 
 def test_rows_are_what_the_template_renders(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     data = prepared(tmp_path, tokenizer, train)
-    for index, line in enumerate(train.open()):
+    for index, line in enumerate(train.read_text().splitlines()):
         messages = json.loads(line)["messages"]
         ids, labels = data.train[index]
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -147,6 +147,7 @@ def test_runs_at_the_same_time_build_once(tmp_path: Path, tokenizer: Any, train:
     assert len({data.fingerprint for data in found}) == 1 and sum(data.cached for data in found) == 3
 
 
+@pytest.mark.process
 def test_many_rows_in_several_processes_keep_their_order(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

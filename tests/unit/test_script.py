@@ -188,7 +188,7 @@ def leaves(trainer):
 """
 
 
-@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.process)])
 def test_the_scripts_own_lines_are_told(written: Written, tokenizer: Any, tmp_path: Path, processes: Any) -> None:
     hooks = written.hooks(FAILING.replace("PROCESSES", str(processes)), dataset="build_dataset")
     with pytest.raises(RunError) as caught:
@@ -302,6 +302,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.unsloth
 @pytest.mark.process
 def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path, tmp_path: Path) -> None:
     cases = [

@@ -28,10 +28,17 @@ def trained(how: str, backend: str, model: Path, data: Path, folder: Path) -> di
     return {name: run[name] for name in SAME} | {"weights": (folder / how / "adapter_model.safetensors").read_bytes()}
 
 
-@pytest.mark.parametrize(("warm_ranks", "fresh"), [("1 rank", "python"), ("2 ranks", "torchrun")])
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+@pytest.mark.parametrize(
+    ("backend", "warm_ranks", "fresh"),
+    [
+        pytest.param("unsloth", "2 ranks", "torchrun", marks=pytest.mark.unsloth),
+        ("transformers", "1 rank", "python"),
+        pytest.param("unsloth", "1 rank", "python", marks=[pytest.mark.unsloth, pytest.mark.campaign]),
+        pytest.param("transformers", "2 ranks", "torchrun", marks=pytest.mark.campaign),
+    ],
+)
 def test_forked_ranks_train_as_fresh_ones(
-    warm_ranks: str, fresh: str, backend: str, tiny_model: Path, tiny_data: Path, tmp_path: Path
+    backend: str, warm_ranks: str, fresh: str, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     """To the last bit, dropout included; the second run of a server as well as its first."""
     expected = trained(fresh, backend, tiny_model, tiny_data, tmp_path)
