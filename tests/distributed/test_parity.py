@@ -33,8 +33,8 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
         # 13 rows: the second step holds one row and eleven without a label, which are all that three of four ranks get.
         ("1,4", ("--training.global_batch_size", "12", "--model.full_finetuning", "--model.backend", "transformers",
                    "--training.per_device_train_batch_size", "3", "--data.train_file", "THIRTEEN")),
-        ("1,2", ("--training.global_batch_size", "4", "--model.load_in_4bit", "--training.gradient_checkpointing",
-                 "false")),
+        pytest.param("1,2", ("--training.global_batch_size", "4", "--model.load_in_4bit",
+                             "--training.gradient_checkpointing", "false"), marks=pytest.mark.unsloth),
     ],
     ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA"],
 )  # fmt: skip
@@ -62,6 +62,7 @@ def faulty(kind: str, ranks: int, out: Path, cache: Path, words: list[str]) -> s
     )
 
 
+@pytest.mark.unsloth  # a loss without the count is TRL's own, which has no kernel for a CPU
 def test_a_wrong_loss_is_not_proven(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """The two mistakes of guides for several GPUs, against one rank; the logged loss alone would pass for right."""
     batch = ("--training.global_batch_size", "8", "--training.per_device_train_batch_size", "2")

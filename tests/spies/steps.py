@@ -67,6 +67,9 @@ def documents(batch: Any) -> list[Any]:
     if "packed_seq_lengths" in batch:
         lengths = batch["packed_seq_lengths"].tolist()
         return [piece for piece in batch["input_ids"][0].split(lengths) if piece.any()]
+    if "attention_mask" not in batch:  # a pack for the transformers backend: positions begin anew with each document
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        return [piece for piece in batch["input_ids"][0].tensor_split(starts) if piece.any()]
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
     return [ids[mask.bool()] for ids, mask in rows if ids.any()]
 
