@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: help install demo test check format notebooks
+.PHONY: help install demo quick test test-full check format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
-	@echo "make test    install and run all CPU tests"
+	@echo "make quick   install and run the tests that start no process: a minute"
+	@echo "make test    install and run the CPU tests"
+	@echo "make test-full  the same, and the long ones"
 	@echo "make check   install, lint and type-check"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
@@ -33,8 +35,16 @@ endif
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
 
+ELSEWHERE := not gpu and not multigpu and not corpus
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "$(ELSEWHERE) and not campaign and not process"
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-full: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(ELSEWHERE)"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -119,7 +119,10 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (" ".join(str(value) for value in json.loads(line).values()) for line in corpus.open(encoding="utf-8"))
+    texts = (
+        " ".join(str(value) for value in json.loads(line).values())
+        for line in corpus.read_text(encoding="utf-8").splitlines()
+    )
     backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.chat_template = CHAT_TEMPLATE

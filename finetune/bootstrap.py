@@ -72,7 +72,8 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
         device = "cuda"
     else:
         device = "cpu"
-    if "trl" in sys.modules and "unsloth" not in sys.modules and backend != "transformers":
+    too_late = "trl" in sys.modules and "unsloth" not in sys.modules
+    if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before the backend was chosen: Unsloth must be imported first.")
 
     verdicts = core.run(chosen(patches.EARLY, without)) if backend != "transformers" else []

@@ -11,16 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config import Config, load
+from finetune.hooks import NO_HOOKS, Hooks
 from finetune.verb import guarded
 
 
-def main() -> int:
+def main(hooks: Hooks = NO_HOOKS) -> int:
     """`python -m finetune.parity_run OUT STEPS WITHOUT [configuration ...]`; WITHOUT names patches, comma-separated."""
     out, steps, without, *arguments = sys.argv[1:]
-    return guarded(lambda: run(load(arguments), Path(out), int(steps), [name for name in without.split(",") if name]))
+    left_out = [name for name in without.split(",") if name]
+    return guarded(lambda: run(load(arguments), Path(out), int(steps), left_out, hooks))
 
 
-def run(config: Config, out: Path, steps: int, without: list[str]) -> int:
+def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:
     """Train `steps` optimizer steps of the configuration, with nothing that would hide a wrong gradient."""
     from finetune import train
 
@@ -39,7 +41,7 @@ def run(config: Config, out: Path, steps: int, without: list[str]) -> int:
     )
     logging = replace(config.logging, logging_steps=1, generate_samples=0, profile_steps=0)
     short = replace(config, training=training, logging=logging)
-    return train.run(short, witness=out, without=without)
+    return train.run(short, witness=out, without=without, hooks=hooks)
 
 
 if __name__ == "__main__":

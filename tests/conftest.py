@@ -1,19 +1,60 @@
-"""Fixtures that several tests share. Runs of the shipped command go through `tests.launch`."""
+"""Fixtures that several tests share, and what the marks `process` and `unsloth` do. Runs of the shipped command go
+through `tests.launch`."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune import verb
-from tests import tiny
+from tests import tiny, warm
+
+OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
+STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
+_free = True  # to start processes
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _free and event in STARTS_A_PROCESS and not (arguments and arguments[0] in OF_LIBRARIES):
+        raise RuntimeError(f"{event}{arguments[:2]}: a test that starts a process is marked with pytest.mark.process")
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Only tests that are marked so start processes, and `make quick` runs all others."""
+    global _free
+    _free = item.get_closest_marker("process") is not None
+    try:
+        return (yield)
+    finally:
+        _free = True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs Unsloth where it is not installed."""
+    if item.get_closest_marker("unsloth") and importlib.util.find_spec("unsloth") is None:
+        pytest.skip("Unsloth is not installed: pip install 'finetune[unsloth]', or `make install`")
 
 
 @pytest.fixture(autouse=True)
 def a_console_of_its_own() -> None:
     """The console keeps what the terminal was like when it was first asked for."""
     verb.console.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers() -> Iterator[None]:
+    """Those that the session's tests have started end with it."""
+    yield
+    warm.close()
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,9 @@ def _follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int
         except BaseException:  # a signal above all: no rank outlives this process
             children.stop(process)
             raise
+        finally:
+            if process.stdout is not None:
+                process.stdout.close()
         errors.seek(0)
         return code, errors.read() + "".join(said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -75,6 +76,7 @@ def slug(name: str, imported: Collection[str] = ()) -> str:
     return f"nb_{found}" if found[0].isdigit() else found
 
 
+@functools.lru_cache(maxsize=4)  # a verified conversion is made twice: V6 compares the texts, and formats them once
 def formatted(source: str) -> str:
     """The source as `ruff format` has it, so that it stays as it is in whoever's editor."""
     done = subprocess.run(

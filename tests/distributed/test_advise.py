@@ -14,6 +14,8 @@ from finetune.advise import launch as plan
 from finetune.hardware import survey
 from tests import launch
 
+pytestmark = pytest.mark.process
+
 
 def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     out, advised, report = tmp_path / "out", tmp_path / "advised", tmp_path / "advice.json"
@@ -23,10 +25,7 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
         *("--training.global_batch_size", "8", "--model.backend", "transformers"),
     ]
     own = ["--as-given", "--fastest", "--price-per-gpu-hour", "0", "--out", str(advised), "--json", str(report)]
-    command = [*launch.command("python"), "-m", "finetune.advise", *own, *job]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=launch.environment(tmp_path), timeout=launch.TIMEOUT, check=False
-    )
+    done = launch.command_with_ranks("finetune.advise", [*own, *job], cache=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     words = " ".join(done.stdout.split())
     assert "there is no GPU: this measures the CPU" in words and "ADVICE: " in words

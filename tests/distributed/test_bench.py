@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune import measurements
+from finetune import children, measurements
 from finetune.bench import launch as ranks
 from finetune.errors import RunError
-from tests import launch
+from tests import launch, warm
+
+pytestmark = pytest.mark.process
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
     """Run the verb; its --json."""
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune.bench", *words, "--json", str(folder / "bench.json")],
-        capture_output=True,
-        text=True,
-        env=launch.environment(folder),
-        timeout=launch.TIMEOUT,
-        check=False,
-    )
+    given = [*words, "--json", str(folder / "bench.json")]
+    done = launch.command_with_ranks("finetune.bench", given, cache=folder, kind="transformers")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "bench.json").read_text()) | {"said": done.stdout}
 
@@ -121,6 +115,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
     from finetune.advise.verdict import Candidate
     from finetune.hardware import survey
 
+    monkeypatch.setattr(ranks, "_follow", warm.follow)
     monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
     monkeypatch.setattr(dense, "EFFORT", argparse.Namespace(runs=1, steps=3))
     asked, measure = [], dense.study.measure
@@ -144,6 +139,8 @@ def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     from finetune.bench import study_lora
     from finetune.hardware import survey
 
+    monkeypatch.setattr(children, "run", warm.run_command)
+    monkeypatch.setattr(ranks, "_follow", warm.follow)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
     monkeypatch.setattr(study_lora, "PACK", 2048)

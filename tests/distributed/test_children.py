@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from finetune import children
 from tests import launch
 
@@ -31,6 +33,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_ranks_end_with_a_verb_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "verb.py").write_text(VERB)
     (tmp_path / "rank.py").write_text(RANK)

@@ -26,6 +26,7 @@ def test_there_is_a_script_for_each_notebook() -> None:
     assert {path.name for path in CONVERTED.iterdir() if path.is_file()} == expected | {"README.md"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.convert import main
@@ -39,6 +40,8 @@ def test_converted_scripts_are_up_to_date(notebook: Path, tmp_path: Path, monkey
     assert config.rows_from_script and config.training.global_batch_size in (8, 16)
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Model and data replaced by local ones; the notebook's own data preparation then does not run."""
     overrides = {
@@ -54,7 +57,7 @@ def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny
     arguments = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
     script = CONVERTED / "lora_messages.py"
     runs = []
-    for how in ("single.yaml", "cpu_2.yaml"):
+    for how in ("1 rank", "2 ranks"):
         out = ["--training.output_dir", str(tmp_path / how)]
         done = launch.run(how, [*arguments, *out], cache=tmp_path, script=script)
         assert done.returncode == 0, done.stdout[-8000:]
@@ -65,8 +68,8 @@ def test_a_converted_script_on_two_ranks_trains_as_on_one(tiny_model: Path, tiny
     assert len(one["losses"]) == 4 and worst(one["losses"], two["losses"]) < 1e-5
     adapters = [path.relative_to(tmp_path) for path in tmp_path.rglob("adapter_model.safetensors")]
     final = [path for path in adapters if not path.parent.name.startswith("checkpoint-")]
-    assert sorted(path.parent.name for path in final) == ["cpu_2.yaml", "single.yaml"]
-    template = (tmp_path / "cpu_2.yaml" / "chat_template.jinja").read_text()
+    assert sorted(path.parent.name for path in final) == ["1 rank", "2 ranks"]
+    template = (tmp_path / "2 ranks" / "chat_template.jinja").read_text()
     assert "<|start_header_id|>" in template  # by the script's function for the tokenizer
 
 
@@ -159,11 +162,12 @@ def run_script(how: str, model: Path, rows: Path, folder: Path, code: int = 0, *
     return done.stdout, sorted((folder / "notes").read_text().splitlines())
 
 
+@pytest.mark.process
 def test_every_function_of_a_script_runs_in_its_place(tiny_model: Path, tmp_path: Path) -> None:
     rows = tiny.make_rows(tmp_path / "rows.jsonl", 40)
-    _, one = run_script("python", tiny_model, rows, tmp_path / "one")
+    _, one = run_script("1 rank", tiny_model, rows, tmp_path / "one")
     assert one == sorted(["tokenizer 0", "dataset 0", "model 0", "trainer 0", "step-3 0", "save 0"])
-    _, two = run_script("cpu_2.yaml", tiny_model, rows, tmp_path / "two")
+    _, two = run_script("2 ranks", tiny_model, rows, tmp_path / "two")
     (made_by,) = [note for note in two if note.startswith("dataset ")]
     on_each = [f"{what} {rank}" for what in ("tokenizer", "model", "trainer", "step-3") for rank in (0, 1)]
     assert two == sorted([*on_each, made_by, "save 0"])
@@ -179,9 +183,10 @@ def test_every_function_of_a_script_runs_in_its_place(tiny_model: Path, tmp_path
     assert exported.keys() == saved.keys() and all((exported[name] == saved[name]).all() for name in saved)
 
 
+@pytest.mark.process
 def test_a_function_that_fails_on_one_rank_ends_all(tiny_model: Path, tmp_path: Path) -> None:
     rows = tiny.make_rows(tmp_path / "rows.jsonl", 20)
-    output, notes = run_script("cpu_2.yaml", tiny_model, rows, tmp_path / "failing", code=1, FAILS="1")
+    output, notes = run_script("2 ranks", tiny_model, rows, tmp_path / "failing", code=1, FAILS="1")
     line = SCRIPT.splitlines().index('        raise KeyError("this rank alone")') + 1
     expected = f"error: [rank 1] change_model(), the script's `model` function, failed at mine.py:{line}: KeyError"
     assert expected in output

@@ -9,6 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests import launch
 
+pytestmark = pytest.mark.process
+
 
 def test_the_demo_learns_its_task(tmp_path: Path) -> None:
     """No --config: at least 0.9 of the held-out prompts are answered exactly, and the run explains itself."""
@@ -39,7 +41,7 @@ def test_the_demo_learns_its_task(tmp_path: Path) -> None:
 
 def test_the_demo_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
     run = launch.train(
-        "cpu_2.yaml",
+        "2 ranks",
         ["--training.max_steps", "4", "--training.global_batch_size", "16", "--logging.generate_samples", "4"],
         out=tmp_path / "out",
         cache=tmp_path,

@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import launch, tiny
 from tests.distributed.test_training import faulty
 
+pytestmark = pytest.mark.process
+
 
 def arguments(model: Path, data: Path, *extra: str) -> list[str]:
     return [
@@ -32,7 +34,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     out, cache = tmp_path / "out", tmp_path / "cache"
     cache.mkdir()
     report = ["--json", str(cache / "dry.json"), "--training.output_dir", str(out)]
-    done = launch.run("python", arguments(tiny_model, tmp_path, *extra, *report), cache=cache)
+    done = launch.run("1 rank", arguments(tiny_model, tmp_path, *extra, *report), cache=cache)
     assert done.returncode == 0, done.stdout[-4000:]
     words = " ".join(done.stdout.split())
     assert "GO. Nothing was kept but the measurement." in words and "saved and reloaded" in words
@@ -46,7 +48,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
 
     # The same job for real: what was predicted is compared with what happened.
     real = [word for word in arguments(tiny_model, tmp_path, *extra) if word != "--dry-run"]
-    run = launch.train("python", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
+    run = launch.train("1 rank", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
     prediction = run["prediction"]
     assert prediction["source"] == verdict["measurement_file"] and prediction["reason"] is None
     assert prediction["step_seconds"]["measured"] == run["step_seconds_median"]
@@ -84,59 +86,6 @@ def check(verdict: dict, cache: Path) -> None:
     assert sorted(path.name for path in (cache / "measurements").iterdir()) == [Path(verdict["measurement_file"]).name]
 
 
-# A dry run on a device of as many rows as FITS, full above FULL: both counted in rows of a micro-batch.
-SMALL_DEVICE = """
-import os, sys
-import torch
-from finetune import train, trial
-from finetune.verb import guarded
-from finetune.config import load
-
-fits, full = int(os.environ["FITS"]), int(os.environ["FULL"])
-
-
-def no_room(*arguments):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-
-
-if full == 0:
-    torch.optim.AdamW.step = no_room
-
-
-class Memory:
-    limit_bytes, rows = fits * 2**30, 0
-
-    def reset(self):
-        self.rows = 0
-
-    def peak_bytes(self):
-        return self.rows * 2**30
-
-
-memory = Memory()
-trial.memory_of = lambda device: memory
-prepare = trial.prepare
-
-
-def prepare_small(*arguments):
-    found = prepare(*arguments)
-    step = found.trainer.training_step
-
-    def training_step(model, inputs, *others):
-        memory.rows = max(memory.rows, len(inputs["input_ids"]))
-        if memory.rows > full:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return step(model, inputs, *others)
-
-    found.trainer.training_step = training_step
-    return found
-
-
-trial.prepare = prepare_small
-raise SystemExit(guarded(lambda: train.run(load(sys.argv[1:]))))
-"""
-
-
 @pytest.mark.parametrize(
     ("fits", "full", "code", "said"),
     [
@@ -149,8 +98,7 @@ raise SystemExit(guarded(lambda: train.run(load(sys.argv[1:]))))
 def test_the_largest_micro_batch_is_found_by_trying(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, fits: int, full: int, code: int, said: str
 ) -> None:
-    script = tmp_path / "small.py"
-    script.write_text(SMALL_DEVICE)
+    script = launch.SPIES / "small_device.py"
     extra = [
         "--training.global_batch_size",
         "48",
@@ -161,7 +109,7 @@ def test_the_largest_micro_batch_is_found_by_trying(
     ]
     sizes = ["--training.output_dir", str(tmp_path / "out"), *extra]
     given = arguments(tiny_model, tiny_data, *sizes)
-    done = launch.run("python", given, cache=tmp_path, script=script, FITS=str(fits), FULL=str(full))
+    done = launch.run("1 rank", given, cache=tmp_path, script=script, FITS=str(fits), FULL=str(full))
     assert done.returncode == code, done.stdout[-4000:]
     words = " ".join(done.stdout.split())
     assert re.search(said, words), words[-2000:]
@@ -182,7 +130,7 @@ def test_the_largest_micro_batch_is_found_by_trying(
 
 
 def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    done = faulty("python", arguments(tiny_model, tiny_data), tmp_path / "out", tmp_path, "nan", 0, 1)
+    done = faulty("1 rank", arguments(tiny_model, tiny_data), tmp_path / "out", tmp_path, "nan", 0, 1)
     assert done.returncode == 1
     assert "NO-GO: The loss of step 2 is not finite" in " ".join(done.stdout.split())
     assert not (tmp_path / "out").exists()
@@ -191,7 +139,7 @@ def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, t
 
 def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    done = launch.run("python", arguments(tiny_model, tmp_path), cache=tmp_path)
+    done = launch.run("1 rank", arguments(tiny_model, tmp_path), cache=tmp_path)
     assert done.returncode == 2 and "none of the 1 rows has a token to learn" in done.stdout
-    done = launch.run("cpu_2.yaml", arguments(tiny_model, tiny_data), cache=tmp_path)
+    done = launch.run("2 ranks", arguments(tiny_model, tiny_data), cache=tmp_path)
     assert done.returncode != 0 and "--dry-run tries one device" in done.stdout

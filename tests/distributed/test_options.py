@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tests import launch
 
+pytestmark = pytest.mark.process
+
 
 def train(model: Path, data: Path, tmp_path: Path, *extra: str) -> tuple[dict, dict]:
     """(run.json, adapter_config.json) of two steps."""
@@ -18,12 +20,12 @@ def train(model: Path, data: Path, tmp_path: Path, *extra: str) -> tuple[dict, d
         *("--model.model_name_or_path", str(model), "--data.train_file", str(data / "train.jsonl")),
         *("--training.max_steps", "2", "--training.global_batch_size", "4", "--logging.generate_samples", "0"),
     ]
-    run = launch.train("python", [*arguments, *extra], out=tmp_path / "out", cache=tmp_path)
+    run = launch.train("1 rank", [*arguments, *extra], out=tmp_path / "out", cache=tmp_path)
     file = tmp_path / "out" / "adapter_config.json"
     return run, json.loads(file.read_text()) if file.is_file() else {}
 
 
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+@pytest.mark.parametrize("backend", [pytest.param("unsloth", marks=pytest.mark.unsloth), "transformers"])
 def test_qlora(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) -> None:
     """4-bit weights are 4-bit (bitsandbytes has CPU kernels), and only the adapter is trained and saved."""
     run, adapter = train(tiny_model, tiny_data, tmp_path, "--model.backend", backend, "--model.load_in_4bit")
@@ -33,7 +35,10 @@ def test_qlora(tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str) 
     assert len(run["losses"]) == 2 and all(loss > 0 for loss in run["losses"])
 
 
-@pytest.mark.parametrize(("backend", "checkpointing"), [("unsloth", "false"), ("transformers", "true")])
+@pytest.mark.parametrize(
+    ("backend", "checkpointing"),
+    [pytest.param("unsloth", "false", marks=pytest.mark.unsloth), ("transformers", "true")],
+)
 def test_adapter_options_and_the_saved_model_in_plain_transformers(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str, checkpointing: str
 ) -> None:
@@ -63,7 +68,7 @@ def test_adapter_options_and_the_saved_model_in_plain_transformers(
     model.eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     total = count = 0.0
-    for line in (tiny_data / "eval.jsonl").open():
+    for line in (tiny_data / "eval.jsonl").read_text().splitlines():
         user, assistant = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
         start = len(tokenizer(prompt)["input_ids"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,105 +12,24 @@ from safetensors.torch import load_file
 from tests import launch, tiny
 from tests.distributed.test_training import worst
 
+pytestmark = pytest.mark.process
+
 STEPS = 20
 
 
-@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+@pytest.mark.parametrize("backend", [pytest.param("unsloth", marks=pytest.mark.unsloth), "transformers"])
 def test_packed_documents_are_as_if_alone(tiny_model: Path, tmp_path: Path, backend: str) -> None:
     """Logits and gradients of packs of 1, 7 and 40 documents against each document alone, fp32: 1e-5."""
     for one in launch.packed_against_alone(tiny_model, backend, [1, 7, 40], cache=tmp_path):
         assert one["logits"] < 1e-5 and one["gradient"] < 1e-5 and one["loss"] < 1e-6, one
 
 
-# Writes how many rows this rank tokenised, what each optimizer step was computed from (documents of each rank) and its
-# synchronised gradient.
-SPY = """
-import os, sys
-from pathlib import Path
-import torch
-from transformers import TrainerCallback
-from finetune import distributed, train
-from finetune.data import template
-
-folder = Path(os.environ["SPY"])
-build = train.build_trainer
-encode = template.Encoder.encode_batch
-away = distributed.put_collectives_away
-
-
-def encode_counted(self, rows):
-    with (folder / "tokenised.txt").open("a") as file:
-        file.write(f"{len(rows)}\\n")
-    return encode(self, rows)
-
-
-template.Encoder.encode_batch = encode_counted
-
-
-class Spy(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if distributed.ranks().is_main and state.global_step < 3:
-            gradients = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
-            torch.save(torch.cat(gradients), folder / f"gradient-{state.global_step}.pt")
-
-
-def build_spied(*arguments):
-    trainer, telling, stop = build(*arguments)
-    trainer.add_callback(Spy())
-    fetch = trainer.get_batch_samples
-
-    def get_batch_samples(iterator, count, device):
-        batches, total = fetch(iterator, count, device)
-        for batch in batches:
-            name = folder / f"step-{trainer.state.global_step}-rank-{distributed.ranks().rank}.txt"
-            with name.open("a") as file:
-                file.writelines(repr(row.tolist()) + "\\n" for row in documents(batch))
-        return batches, total
-
-    def put_away():
-        (folder / f"put-away-in-{trainer.state.global_step}-rank-{distributed.ranks().rank}").touch(exist_ok=False)
-        away()
-
-    distributed.put_collectives_away = put_away
-    trainer.get_batch_samples = get_batch_samples
-    trainer.model.register_forward_pre_hook(look, with_kwargs=True)
-    return trainer, telling, stop
-
-
-def look(model, args, kwargs):
-    lengths = kwargs.get("packed_seq_lengths")
-    assert lengths is None or torch.is_tensor(lengths), lengths
-
-
-def documents(batch):
-    if "packed_seq_lengths" in batch:
-        lengths = batch["packed_seq_lengths"].tolist()
-        return [piece for piece in batch["input_ids"][0].split(lengths) if piece.any()]  # the filler is all padding, 0
-    return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"]) if ids.any()]
-
-
-train.build_trainer = build_spied
-sys.exit(train.main())
-"""
-
-
 def spied(ranks: int, arguments: list[str], out: Path, cache: Path) -> dict:
     """Train on so many ranks; run.json, with the documents and gradients of its steps under out/../spy-NAME."""
     spy = cache / f"spy-{out.name}"
     spy.mkdir()
-    script = cache / "spy.py"
-    script.write_text(SPY)
-    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(script)]
-    done = subprocess.run(
-        [*how, *arguments, "--training.output_dir", str(out)],
-        capture_output=True,
-        text=True,
-        env=launch.environment(cache, SPY=str(spy)),
-        timeout=launch.TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return launch.read(out)
+    how = {count: name for name, count in launch.WARM.items()}[ranks]
+    return launch.train(how, arguments, out=out, cache=cache, script=launch.SPIES / "steps.py", SPY=str(spy))
 
 
 def step_documents(spy: Path, step: int) -> list[str]:
@@ -199,15 +116,10 @@ def test_a_rank_with_other_data_refuses_to_start(tiny_model: Path, tmp_path: Pat
     """Each rank reads a file of its own name, as two machines with different copies would."""
     for rank in (0, 1):
         tiny.make_rows(tmp_path / f"rank-{rank}.jsonl", 20, seed=rank)
-    script = tmp_path / "own_data.py"
-    script.write_text(
-        "import os, sys\nfrom finetune import train\n"
-        "place = sys.argv.index('--data.train_file') + 1\n"
-        "sys.argv[place] = sys.argv[place].replace('RANK', os.environ['RANK'])\nsys.exit(train.main())\n"
-    )
+    script = launch.SPIES / "own_data.py"
     arguments = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rank-RANK.jsonl")]
     done = launch.run(
-        "cpu_2.yaml", [*arguments, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path, script=script
+        "2 ranks", [*arguments, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path, script=script
     )
     assert done.returncode != 0
     assert "same data and versions on all ranks: rank 1 differs from rank 0 in the data's fingerprint" in done.stdout

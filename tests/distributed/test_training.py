@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from tests import launch
 
+pytestmark = pytest.mark.process
+
 STEPS = 6
 
 
@@ -31,40 +33,10 @@ def worst(one: list[float], other: list[float]) -> float:
 FULL = ("--model.full_finetuning", "--training.learning_rate", "1e-3")
 
 
-# The shipped command, which writes after each micro-batch where the gradients are.
-WATCHED = """
-import sys
-from pathlib import Path
-from finetune import distributed, train
-
-build = train.build_trainer
-
-
-def build_watched(*arguments):
-    trainer, telling, stop = build(*arguments)
-    step = trainer.training_step
-
-    def training_step(model, *rest):
-        loss = step(model, *rest)
-        held = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
-        with Path(f"held-{distributed.ranks().world_size}-{distributed.ranks().rank}.txt").open("a") as file:
-            file.write(f"{sorted(held)}\\n")
-        return loss
-
-    trainer.training_step = training_step
-    return trainer, telling, stop
-
-
-train.build_trainer = build_watched
-sys.exit(train.main())
-"""
-
-
 def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Full fine-tuning, ragged rows: losses to 1e-5, evaluation to 1e-6, final weights to 1e-5. On each of two ranks
     the gradients are DDP's buckets from the second micro-batch on (D9)."""
-    script = tmp_path / "watched.py"
-    script.write_text(WATCHED)
+    script = launch.SPIES / "gradient_storage.py"
     extra = ("--model.backend", "transformers", *FULL)
     # Of 12 rows a step, one process takes 3 x 4, two ranks 3 x 2 each: padding differs, results must not.
     batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size")
@@ -94,14 +66,17 @@ def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, 
         assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize(("backend", "checkpointing"), [("unsloth", "true"), ("transformers", "false")])
+@pytest.mark.parametrize(
+    ("backend", "checkpointing"),
+    [pytest.param("unsloth", "true", marks=pytest.mark.unsloth), ("transformers", "false")],
+)
 def test_training_equals_a_plain_loop(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, backend: str, checkpointing: str
 ) -> None:
     """Final weights of a full fine-tuning against 6 steps written out in plain PyTorch, on the same rows."""
     out = tmp_path / "out"
     run = launch.train(
-        "python",
+        "1 rank",
         settings(
             tiny_model, tiny_data, *FULL, "--model.backend", backend, "--training.global_batch_size", "7",
             "--training.lr_scheduler_type", "constant", "--training.per_device_train_batch_size", "1",
@@ -126,10 +101,10 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
     from finetune.data.plan import Plan
 
     rows = store.load_rows(cache / "data" / run["data_fingerprint"], "train")
-    assert len(rows) == sum(1 for _ in (data / "train.jsonl").open())
+    assert len(rows) == len((data / "train.jsonl").read_text().splitlines())
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = tokenizer.apply_chat_template(
-        json.loads((data / "train.jsonl").open().readline())["messages"], tokenize=False
+        json.loads((data / "train.jsonl").read_text().splitlines()[0])["messages"], tokenize=False
     )
     assert tokenizer.decode(rows[0][0]) == text
     plan = Plan(
@@ -162,7 +137,7 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
 
 def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Stopped after step 3 and resumed, with dropout; the newest checkpoint is damaged and skipped, with a warning."""
-    how = "cpu_2.yaml"
+    how = "2 ranks"
     extra = ("--training.save_steps", "3", "--lora.lora_dropout", "0.1", "--training.global_batch_size", "4")
     arguments = settings(tiny_model, tiny_data, *extra)
     whole = tmp_path / "whole"
@@ -191,14 +166,14 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
 
 
 def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """From one process of `accelerate launch` without a profile, by torchrun on two ranks."""
+    """From one rank on two."""
     arguments = settings(tiny_model, tiny_data, "--training.save_steps", "3", "--training.global_batch_size", "4")
-    whole = launch.train("accelerate", arguments, out=tmp_path / "whole", cache=tmp_path)
+    whole = launch.train("1 rank", arguments, out=tmp_path / "whole", cache=tmp_path)
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "whole", again)
     shutil.rmtree(again / "checkpoint-6")
     resumed = launch.train(
-        "torchrun", [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path
+        "2 ranks", [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=tmp_path
     )
     assert (whole["world_size"], resumed["world_size"]) == (1, 2)
     assert worst(whole["losses"][3:], resumed["losses"]) < 1e-5
@@ -220,53 +195,22 @@ def test_multi_cpu_profile_that_starts_one_process_is_refused(
     assert not out.exists()
 
 
-FAULT = """
-import os, signal, sys
-from finetune import train
-
-kind, rank, step = os.environ["FAULT"], os.environ["FAULT_RANK"], int(os.environ["FAULT_STEP"])
-build = train.build_trainer
-
-
-def build_faulty(*arguments):
-    trainer, telling, stop = build(*arguments)
-    healthy = type(trainer).training_step
-
-    def training_step(self, *arguments, **keywords):
-        if os.environ.get("RANK", "0") == rank and self.state.global_step == step:
-            if kind == "raise":
-                raise ValueError("the fault of this test")
-            if kind == "nan":
-                for parameter in self.model.parameters():
-                    parameter.data.fill_(float("nan"))
-            elif kind != "none":
-                os.kill(os.getpid(), getattr(signal, kind))
-        return healthy(self, *arguments, **keywords)
-
-    type(trainer).training_step = training_step
-    return trainer, telling, stop
-
-
-train.build_trainer = build_faulty
-sys.exit(train.main())
-"""
-
-
 def faulty(how: str, arguments: list[str], out: Path, cache: Path, kind: str, rank: int, step: int):
-    script = cache / "faulty.py"
-    script.write_text(FAULT)
     fault = {"FAULT": kind, "FAULT_RANK": str(rank), "FAULT_STEP": str(step)}
-    return launch.run(how, [*arguments, "--training.output_dir", str(out)], cache=cache, script=script, **fault)
+    return launch.run(
+        how, [*arguments, "--training.output_dir", str(out)], cache=cache, script=launch.SPIES / "fault.py", **fault
+    )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("how", "rank"), [("cpu_2.yaml", 0), ("2 ranks", 1)])
 def test_a_failing_rank_ends_all_and_shows_its_own_error(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path, rank: int
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, rank: int
 ) -> None:
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
-    done = faulty("cpu_2.yaml", arguments, tmp_path / "out", tmp_path, "raise", rank, 2)
+    done = faulty(how, arguments, tmp_path / "out", tmp_path, "raise", rank, 2)
     assert done.returncode != 0
-    ours = done.stdout[: done.stdout.index("ChildFailedError")]
+    ours, launcher, _ = done.stdout.partition("ChildFailedError")  # of accelerate's own report
+    assert bool(launcher) is (how == "cpu_2.yaml")
     assert ours.count("ValueError: the fault of this test") == 1
     assert f"[rank {rank}] Traceback" in ours and f"[rank {1 - rank}] Traceback" not in ours
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -274,16 +218,17 @@ def test_a_failing_rank_ends_all_and_shows_its_own_error(
     assert "the fault of this test" in record["error"]
 
 
-@pytest.mark.parametrize(("how", "kind"), [("python", "SIGINT"), ("torchrun", "SIGTERM")])
+@pytest.mark.parametrize(("how", "kind"), [("1 rank", "SIGINT"), ("torchrun", "SIGTERM")])
 def test_a_signal_saves_and_ends_with_130(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, kind: str
 ) -> None:
     """One rank gets the signal; all save after the same step, and the run can be resumed to the same losses."""
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
-    whole = launch.train(how, arguments, out=tmp_path / "whole", cache=tmp_path)
+    same = "1 rank" if how == "1 rank" else "2 ranks"
+    whole = launch.train(same, arguments, out=tmp_path / "whole", cache=tmp_path)
     out = tmp_path / "out"
-    done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "python" else 1, 1)
-    if how == "python":
+    done = faulty(how, arguments, out, tmp_path, kind, 0 if how == "1 rank" else 1, 1)
+    if how == "1 rank":
         assert done.returncode == 130, done.stdout[-3000:]
     else:  # torchrun ends with 1, lists each rank's code, and may end a rank that was about to return its own
         assert "exitcode  : 130" in done.stdout, done.stdout[-3000:]
@@ -291,13 +236,13 @@ def test_a_signal_saves_and_ends_with_130(
     assert record["status"] == "interrupted"
     assert 0 < record["steps"] < STEPS
     assert (out / f"checkpoint-{record['steps']}" / "checkpoint.json").is_file()
-    resumed = launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
+    resumed = launch.train(same, [*arguments, "--training.resume_from_checkpoint", "true"], out=out, cache=tmp_path)
     assert record["losses"] + resumed["losses"] == whole["losses"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     arguments = settings(tiny_model, tiny_data, "--training.global_batch_size", "4")
-    done = faulty("python", arguments, tmp_path / "out", tmp_path, "nan", 0, 3)
+    done = faulty("1 rank", arguments, tmp_path / "out", tmp_path, "nan", 0, 3)
     assert done.returncode == 1
     assert "error: The loss of step 4 is not finite (nan)" in done.stdout
     assert "Traceback" not in done.stdout

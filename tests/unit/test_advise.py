@@ -151,6 +151,7 @@ def configuration(folder: Path, *extra: str) -> list[str]:
     return ["--model.model_name_or_path", "m", "--data.train_file", str(folder / "t.jsonl"), *extra]
 
 
+@pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from finetune import advise\n"
@@ -493,6 +494,7 @@ def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: P
 # --- what is written ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("world", "on_cpu"), [(1, True), (2, True), (1, False), (4, False)])
 def test_profiles_are_what_accelerate_reads_them_as(tmp_path: Path, world: int, on_cpu: bool) -> None:
     here = host() if on_cpu else host(*map(card, range(4)))

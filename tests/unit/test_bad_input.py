@@ -12,6 +12,8 @@ import pytest
 
 from tests import launch, tiny
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -19,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refused(folder: Path, *arguments: str, code: int = 2, how: str = "python", **extra: str) -> str:
+def refused(folder: Path, *arguments: str, code: int = 2, how: str = "1 rank", **extra: str) -> str:
     """Run, and assert that it failed with `code`, without a traceback and without an output folder. Its words."""
     out = folder / "out"
     files = sorted(path for path in folder.rglob("*") if "cache" not in path.parts)
@@ -27,7 +29,7 @@ def refused(folder: Path, *arguments: str, code: int = 2, how: str = "python", *
     cache.mkdir(exist_ok=True)
     done = launch.run(how, [*arguments, "--training.output_dir", str(out)], cache=cache, **extra)
     words = " ".join(done.stdout.split())
-    if how == "python":
+    if how != "2 ranks":
         assert done.returncode == code, done.stdout[-4000:]
         assert "Traceback" not in words, done.stdout[-4000:]
     assert done.returncode != 0
@@ -118,7 +120,7 @@ def test_data_that_cannot_be_used(folder: Path, tiny_model: Path) -> None:
     script.write_text(ONE_AFTER_THE_OTHER)
     (folder / "cache").mkdir()
     before = sorted(folder.iterdir())
-    done = launch.run("python", [json.dumps(commands)], cache=folder / "cache", script=script)
+    done = launch.run("1 rank", [json.dumps(commands)], cache=folder / "cache", script=script)
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout[-4000:]
     said = dict(part.split("\n", 1) for part in done.stdout.split("CASE ")[1:])
     assert said.keys() == BROKEN.keys()
@@ -145,6 +147,7 @@ def test_unsloth_where_it_cannot_run(folder: Path, tiny_model: Path) -> None:
         folder,
         *model(tiny_model),
         *data(folder / "train.jsonl", "--model.backend", "unsloth"),
+        how="python",
         UNSLOTH_DISABLE_CPU_FALLBACK="1",
     )
     assert "Unsloth cannot run here" in words and "transformers" in words
@@ -163,7 +166,7 @@ def test_unsloth_that_cannot_run_gives_way_under_auto(folder: Path, tiny_model: 
 
 def test_world_size_that_does_not_divide_the_global_batch(folder: Path, tiny_model: Path) -> None:
     arguments = [*model(tiny_model), *data(folder / "train.jsonl", "--training.global_batch_size", "15")]
-    words = refused(folder, *arguments, how="cpu_2.yaml")
+    words = refused(folder, *arguments, how="2 ranks")
     assert "global_batch_size 15" in words and "1, 3, 5, 15" in words
 
 
@@ -174,23 +177,24 @@ def test_output_folder_of_another_run(folder: Path, tiny_model: Path) -> None:
     assert "holds another run" in words and "resume_from_checkpoint" in words
 
 
+@pytest.mark.unsloth
 def test_adapter_on_top_of_an_adapter_and_another_plan(folder: Path, tiny_model: Path) -> None:
     """Refused; and continued, from the weights it has, where that is asked for. A checkpoint of another plan, too, is
     refused."""
     train = data(
         folder / "train.jsonl", "--logging.generate_samples", "0", "--data.eval_file", str(folder / "train.jsonl")
     )
-    first = launch.train("python", [*model(tiny_model), *train], out=folder / "first", cache=folder)
+    first = launch.train("1 rank", [*model(tiny_model), *train], out=folder / "first", cache=folder)
     words = refused(folder, *model(folder / "first"), *train)
     assert "already an adapter" in words and "continue_adapter" in words
     for backend in ("unsloth", "transformers"):
         again = [*model(folder / "first"), *train, "--lora.continue_adapter", "--model.backend", backend]
-        second = launch.train("python", again, out=folder / backend, cache=folder)
+        second = launch.train("1 rank", again, out=folder / backend, cache=folder)
         assert second["eval_loss_before"] == pytest.approx(first["eval_loss_after"], rel=1e-6)
     words = refused(folder, *again, "--lora.r", "4")
     assert "'r': 16" in words and "'r': 4" in words
     resumed = [*model(tiny_model), *train, "--training.seed", "2", "--training.resume_from_checkpoint", "true"]
-    done = launch.run("python", [*resumed, "--training.output_dir", str(folder / "first")], cache=folder)
+    done = launch.run("1 rank", [*resumed, "--training.output_dir", str(folder / "first")], cache=folder)
     assert done.returncode == 2
     assert "belongs to another plan of steps" in " ".join(done.stdout.split())
 
@@ -214,28 +218,14 @@ class TestFullDisk:
     def test_no_room_at_the_start(self, folder: Path, tiny_model: Path, small) -> None:
         arguments = [*model(tiny_model), *data(folder / "train.jsonl")]
         mount = small(4)
-        done = launch.run("python", [*arguments, "--training.output_dir", str(mount / "out")], cache=folder)
+        done = launch.run("1 rank", [*arguments, "--training.output_dir", str(mount / "out")], cache=folder)
         assert done.returncode == 2
         assert "MiB free" in done.stdout and "Traceback" not in done.stdout
         assert list(mount.iterdir()) == []
 
     def test_disk_that_fills_up_keeps_the_last_whole_checkpoint(self, folder: Path, tiny_model: Path, small) -> None:
         out = small(24) / "out"
-        script = folder / "filler.py"
-        script.write_text(
-            "import sys\nfrom pathlib import Path\nfrom finetune import train\nbuild = train.build_trainer\n"
-            "def filling(job, folder, *rest):\n"
-            "    trainer, telling, stop = build(job, folder, *rest)\n"
-            "    step = type(trainer).training_step\n"
-            "    def training_step(self, *a, **k):\n"
-            "        if self.state.global_step == 3:\n"
-            "            try: (Path(folder).parent / 'filler').write_bytes(b'x' * 2**26)\n"
-            "            except OSError: pass\n"
-            "        return step(self, *a, **k)\n"
-            "    type(trainer).training_step = training_step\n"
-            "    return trainer, telling, stop\n"
-            "train.build_trainer = filling\nsys.exit(train.main())\n"
-        )
+        script = launch.SPIES / "full_disk.py"
         arguments = [*model(tiny_model), "--data.train_file", str(folder / "train.jsonl"), "--training.max_steps", "6"]
         arguments += [
             "--training.global_batch_size",
@@ -245,7 +235,7 @@ class TestFullDisk:
             "--training.output_dir",
             str(out),
         ]
-        done = launch.run("python", arguments, cache=folder, script=script)
+        done = launch.run("1 rank", arguments, cache=folder, script=script)
         assert done.returncode == 1, done.stdout[-3000:]
         words = " ".join(done.stdout.split())
         assert "No space left" in words and "newest whole checkpoint is checkpoint-2" in words

@@ -465,7 +465,7 @@ def test_shapes_for_lora_are_there_and_their_configuration_is_sound(tmp_path: Pa
     corpus = study_lora.documents(tmp_path / "train.jsonl")
     config = load(study_lora.configuration(tmp_path, corpus, 8), verb="bench")
     assert config.data.packing and config.data.pack_length == 16384 and config.training.global_batch_size == 8
-    lengths = [len(json.loads(line)["text"].split()) for line in corpus.open()]
+    lengths = [len(json.loads(line)["text"].split()) for line in corpus.read_text().splitlines()]
     assert min(lengths) >= 32 and max(lengths) <= 2048 and 450 < sum(lengths) / len(lengths) < 650
     left_out = study_lora.measure(["llama-1.2b"], [1], [], 5, 100, hardware.Hardware(**_cpu()), lambda found: None)
     assert "no GPU" in left_out["left_out"]
@@ -529,6 +529,7 @@ def test_options_and_configuration_are_kept_apart() -> None:
     assert rest == ["--config", "my.yaml", "--training.seed", "7"]
 
 
+@pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from finetune.cli import main; main(['bench', 'comm', '--help']); sys.exit('torch' in sys.modules)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_one_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, given: str | 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
+def test_trl_is_no_hindrance_where_unsloth_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "unsloth" else find(name))
+    stack = bootstrap.start("auto")
+    assert (stack.backend, stack.reason) == ("transformers", "Unsloth cannot run here: it is not installed")
+
+
+@pytest.mark.unsloth
 def test_trl_before_unsloth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)

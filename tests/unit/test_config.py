@@ -31,6 +31,7 @@ from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
 from finetune.config.values import describe
 from finetune.errors import UserError
 from finetune.train import main as train_main
+from tests import launch
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.model_name_or_path", "some/model", "--data.train_file", "train.jsonl"]
@@ -570,7 +571,8 @@ def in_subprocess(code: str) -> str:
     return done.stdout
 
 
-def test_sft_fields_are_those_of_the_installed_class():
+@pytest.mark.process
+def test_sft_fields_are_those_of_the_installed_class(tmp_path):
     code = """
 import dataclasses, json
 from transformers.training_args import OptimizerNames
@@ -579,7 +581,9 @@ from trl import SFTConfig
 fields = {field.name: str(field.type) for field in dataclasses.fields(SFTConfig)}
 print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value for item in SchedulerType]]))
 """
-    real, optimizers, schedulers = json.loads(in_subprocess(code).splitlines()[-1])
+    done = launch.python(["-c", code], cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    real, optimizers, schedulers = json.loads(done.stdout.splitlines()[-1])
     assert set(sft_fields()) == set(real)
     assert sft_fields()["max_steps"] is int and sft_fields()["torch_compile"] is bool
     assert sft_fields()["bf16"] == bool | None  # overridden in TRL
@@ -654,6 +658,7 @@ def test_dry_run_belongs_to_train():
     assert "takes no value" in problem("--dry-run=yes")
 
 
+@pytest.mark.process
 def test_no_heavy_import():
     code = """
 import sys

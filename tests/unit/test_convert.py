@@ -114,6 +114,7 @@ def settings(conversion: Any, tmp_path: Path) -> Any:
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_notebook_becomes_a_short_script_with_settings(notebook: Callable[..., Path], tmp_path: Path) -> None:
     conversion = converted(notebook(*ALL))
     functions = {node.name for node in ast.parse(conversion.script).body if isinstance(node, ast.FunctionDef)}
@@ -140,6 +141,7 @@ def test_a_notebook_becomes_a_short_script_with_settings(notebook: Callable[...,
     assert "# demo" in conversion.config and "# num_train_epochs: 1" in conversion.config
 
 
+@pytest.mark.process
 def test_what_the_notebook_leaves_to_unsloth_is_written_out(notebook: Callable[..., Path], tmp_path: Path) -> None:
     bare = TRAINER[: TRAINER.index("    args")] + "    args = SFTConfig(),\n)"
     cells = with_cells(
@@ -162,6 +164,7 @@ def test_what_the_notebook_leaves_to_unsloth_is_written_out(notebook: Callable[.
     )
 
 
+@pytest.mark.process
 def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[..., Path]) -> None:
     path = notebook(*ALL)
     report = converted(path).report
@@ -172,6 +175,7 @@ def test_every_statement_is_in_the_report_with_its_reason(notebook: Callable[...
     assert report["verification"] == {f"V{number}": "passed" for number in range(1, 7)}
 
 
+@pytest.mark.process
 def test_packages_that_a_process_installs_are_in_the_report(notebook: Callable[..., Path]) -> None:
     cell = 'import subprocess, sys\nsubprocess.run([sys.executable, "-m", "pip", "install", "trl==0.22.2"])'
     report = converted(notebook(cell, *with_cells())).report
@@ -179,6 +183,7 @@ def test_packages_that_a_process_installs_are_in_the_report(notebook: Callable[.
     assert [item["text"] for item in report["not_python"]] == ["python -m pip install trl==0.22.2"]
 
 
+@pytest.mark.process
 def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> None:
     script = converted(notebook(*ALL)).script
     assert formatted(script) == script
@@ -191,6 +196,7 @@ def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> 
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.process
 def test_hooks_are_made_where_they_are_needed(notebook: Callable[..., Path]) -> None:
     cells = with_cells(
         loader='import os\nos.environ["UNSLOTH_X"] = "1"\n' + LOADER,
@@ -281,6 +287,7 @@ STYLES = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("style", STYLES)
 def test_settings_in_each_style(style: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
     changed, wanted = STYLES[style]
@@ -430,6 +437,7 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("style", HUB_STYLES)
 def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
     cells, wanted, there, not_there = HUB_STYLES[style]
@@ -454,12 +462,14 @@ NOTES = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", NOTES)
 def test_what_the_reader_has_to_know_is_said(case: str, notebook: Callable[..., Path]) -> None:
     cells, said = NOTES[case]
     assert any(said in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
 
 
+@pytest.mark.process
 def test_a_function_gives_way_only_where_nothing_else_changes(notebook: Callable[..., Path]) -> None:
     """`name` of the function is not that which the data are read by."""
     cells = [
@@ -474,6 +484,7 @@ def test_a_function_gives_way_only_where_nothing_else_changes(notebook: Callable
     assert (outcome.result, outcome.code) == ("refused", "R4")
 
 
+@pytest.mark.process
 def test_a_notebook_of_peft_and_trl_alone(notebook: Callable[..., Path], tmp_path: Path) -> None:
     cells = with_cells(
         loader="""import torch
@@ -490,6 +501,7 @@ tokenizer = AutoTokenizer.from_pretrained("acme/tiny")""",
     assert config.training.learning_rate == 2e-5  # TRL's default
 
 
+@pytest.mark.process
 def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
     one = "def show(row):\n    return row['q'] + row['a']\n"
     many = "def show(rows):\n    return [q + a for q, a in zip(rows['q'], rows['a'])]\n"
@@ -504,6 +516,7 @@ def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
     )
 
 
+@pytest.mark.process
 def test_generation_is_written_on_request(notebook: Callable[..., Path]) -> None:
     infer = convert(notebook(*ALL), keep_inference=True).conversion.infer
     assert "model.generate" in infer and 'from_pretrained("my_lora"' in infer
@@ -524,6 +537,7 @@ SHOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shown", SHOWN)
 def test_what_shows_or_measures_is_left_out(shown: str, notebook: Callable[..., Path]) -> None:
     plain = converted(notebook(*with_cells()))
@@ -534,6 +548,7 @@ def test_what_shows_or_measures_is_left_out(shown: str, notebook: Callable[..., 
     assert body(before) == body(after) == body(plain)
 
 
+@pytest.mark.process
 def test_a_collection_that_the_training_needs_is_kept(notebook: Callable[..., Path]) -> None:
     data = "from datasets import Dataset\nrows = []\nfor q in ['a', 'b']:\n    rows.append({'text': q})\nrows.extend([{'text': 'c'}])\nseen = set()\nseen.add('a')\ndataset = Dataset.from_list(rows)"
     script = converted(notebook(*with_cells(data=data))).script
@@ -559,6 +574,7 @@ def test_an_output_folder_elsewhere_is_kept_with_a_note(
 HF, WANDB, OPENAI = "hf_" + "aB3" * 10, "0123456789abcdef" * 2 + "01234567", "sk-proj-" + "x1Y" * 10
 
 
+@pytest.mark.process
 def test_tokens_are_never_copied(notebook: Callable[..., Path], tmp_path: Path) -> None:
     cells = with_cells(
         loader=f'!huggingface-cli login --token {HF}\nimport wandb, os\nwandb.login(key="{WANDB}")\nos.environ["HF_TOKEN"] = "{HF}"\nfrom huggingface_hub import login\nlogin("{HF}")\n'
@@ -637,6 +653,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_code_and_reason_and_write_nothing(
     case: str, notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -669,6 +686,7 @@ REASONS = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", REASONS)
 def test_reasons_say_what_was_found_and_what_to_do(case: str, notebook: Callable[..., Path]) -> None:
     cells, code, wanted = REASONS[case]
@@ -677,6 +695,7 @@ def test_reasons_say_what_was_found_and_what_to_do(case: str, notebook: Callable
     assert outcome.cell is not None and all(word in outcome.reason for word in wanted), outcome.reason
 
 
+@pytest.mark.process
 def test_other_languages_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.ipynb"
     path.write_text(json.dumps(document("x <- 1") | {"metadata": {"kernelspec": {"language": "R", "name": "ir"}}}))
@@ -702,6 +721,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
     return files | {"large": folder / "large.ipynb", "missing": folder / "none.ipynb", "folder": folder}
 
 
+@pytest.mark.process
 def test_bad_input_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, path in bad_files(tmp_path).items():
         assert main([str(path)]) == 2, name
@@ -721,6 +741,7 @@ def body(conversion: Any) -> str:
     )
 
 
+@pytest.mark.process
 def test_exports_and_old_formats_give_the_same_script(notebook: Callable[..., Path], tmp_path: Path) -> None:
     cells = with_cells(after=SAVE)
     wanted = body(converted(notebook(*cells)))
@@ -755,6 +776,7 @@ def test_magics_are_taken_out_by_the_line(notebook: Callable[..., Path]) -> None
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[..., Path], tmp_path: Path) -> None:
     path, out = notebook(*ALL), tmp_path / "out"
     assert main([str(path), "--out", str(out)]) == 0
@@ -769,6 +791,7 @@ def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[...
     assert (out / "mine.yaml").read_bytes() == first["mine.yaml"]
 
 
+@pytest.mark.process
 def test_check_prints_a_table_and_writes_nothing(
     notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -803,6 +826,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_nothing_outside_is_reached(attack: str, notebook: Callable[..., Path], tmp_path: Path) -> None:
     mark = tmp_path / "mark"
@@ -812,6 +836,7 @@ def test_nothing_outside_is_reached(attack: str, notebook: Callable[..., Path], 
     assert not mark.exists()
 
 
+@pytest.mark.process
 def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The audit hook alone: even code that holds the real modules opens nothing."""
     from finetune.convert import trace
@@ -829,6 +854,7 @@ def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loop", ["while True:\n    pass", "while True:\n    input()"])
 def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
     loop: str, notebook: Callable[..., Path]
@@ -838,6 +864,7 @@ def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
     assert after.result == "converted"
 
 
+@pytest.mark.process
 def test_one_operation_that_does_not_end_is_refused(notebook: Callable[..., Path]) -> None:
     outcome = convert(notebook(*with_cells(extra="x = 9**9**9")))
     assert (outcome.result, outcome.code) == ("refused", "R4") and "does not end" in (outcome.reason or "")
@@ -846,6 +873,7 @@ def test_one_operation_that_does_not_end_is_refused(notebook: Callable[..., Path
 # --- the verification -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_every_deletion_is_seen(notebook: Callable[..., Path]) -> None:
     cells = with_cells(
         data=DATA + "\ndataset = dataset.shuffle(seed = 1)", after='model.save_pretrained_merged("merged", tokenizer)'
@@ -870,6 +898,7 @@ WRONG_SETTINGS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("mistake", WRONG_SETTINGS)
 def test_settings_that_differ_are_seen(mistake: str, notebook: Callable[..., Path]) -> None:
     responses = (
@@ -882,6 +911,7 @@ def test_settings_that_differ_are_seen(mistake: str, notebook: Callable[..., Pat
         CHECKS["V5"](found, plan, replace(conversion, config=conversion.config.replace(right, wrong)), traces)
 
 
+@pytest.mark.process
 def test_a_script_that_differs_on_another_rank_is_seen(notebook: Callable[..., Path]) -> None:
     found, plan, traces, conversion = steps(notebook(*with_cells()))
     script = conversion.script.replace(
@@ -892,6 +922,7 @@ def test_a_script_that_differs_on_another_rank_is_seen(notebook: Callable[..., P
         CHECKS["V5"](found, plan, replace(conversion, script=script), traces)
 
 
+@pytest.mark.process
 def test_saves_run_on_the_main_rank_alone(notebook: Callable[..., Path]) -> None:
     conversion = converted(notebook(*with_cells(after='model.save_pretrained_gguf("gguf", tokenizer)')))
     traces = trace_script(conversion.script)
@@ -902,6 +933,7 @@ def test_saves_run_on_the_main_rank_alone(notebook: Callable[..., Path]) -> None
     assert saved == {(True, 0): True, (True, 1): False, (False, 0): True, (False, 1): False}
 
 
+@pytest.mark.process
 def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
     found, plan, traces, conversion = steps(notebook(*with_cells()))
     for line in ("tokenizer.save_pretrained('x')", "device = 'cuda:0'", "trainer.train()", "get_ipython()"):
@@ -910,6 +942,7 @@ def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
             CHECKS["V3"](found, plan, replace(conversion, script=script), traces)
 
 
+@pytest.mark.process
 def test_a_script_that_fails_is_not_written(
     notebook: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from finetune import demo, metrics
 from finetune.errors import RunError
+from tests import launch
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ def facts(prompt: str) -> set[tuple[str, str, str]]:
     return set(re.findall(r"(\w+) has a (\w+) (\w+)\.", prompt))
 
 
+@pytest.mark.process
 def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: Path) -> None:
     """Another process: hash seeds, of Python and of the tokenizer's trainer, differ there."""
     code = "import sys, pathlib; from finetune import demo; demo.materialise(pathlib.Path(sys.argv[1]))"
@@ -59,6 +61,7 @@ def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: 
     assert contents(tmp_path / home(paths).name) == contents(home(paths))
 
 
+@pytest.mark.process
 def test_any_rank_of_a_process_group_can_be_the_one_that_writes(paths: demo.DemoPaths, tmp_path: Path) -> None:
     code = """
 import sys, pathlib
@@ -68,7 +71,8 @@ from finetune import demo, metrics
 torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
 demo.materialise(pathlib.Path(sys.argv[1]))
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    done = launch.python(["-c", code, str(tmp_path)], cache=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
     assert contents(tmp_path / home(paths).name) == contents(home(paths))
 
 

@@ -90,6 +90,7 @@ def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.process
 def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() -> None:
     """A launcher ends all ranks with the first that fails: rank 1 may not be it. It is ended by it, or speaks."""
     assert as_rank("0", RAISE).stderr == "error: [rank 0] bad input\n"

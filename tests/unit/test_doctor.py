@@ -57,6 +57,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return done.stdout, json.loads((home / "report.json").read_text())
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
     text, found = healthy
     assert text.startswith("finetune doctor: a run could start here.\n")
@@ -75,6 +77,7 @@ def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
     assert {one["name"] for one in found["folders"]} >= {"output", "data cache", "Hugging Face hub", "Triton cache"}
 
 
+@pytest.mark.process
 def test_what_is_unknown_has_its_reason(healthy: tuple[str, dict[str, Any]]) -> None:
     text, found = healthy
     for name in ("cuda", "nccl", "driver"):
@@ -83,12 +86,14 @@ def test_what_is_unknown_has_its_reason(healthy: tuple[str, dict[str, Any]]) -> 
     assert "NVML" in found["unknown"] and "built without CUDA" in found["unknown"]["devices"]
 
 
+@pytest.mark.process
 def test_text_can_be_pasted_as_it_is(healthy: tuple[str, dict[str, Any]]) -> None:
     text, _ = healthy
     assert text.isascii() and "\x1b" not in text
     assert "Not an error" not in text and "Unsloth 2" not in text.splitlines()[0]  # what libraries print stays out
 
 
+@pytest.mark.process
 def test_no_secret_and_no_home_is_shown(healthy: tuple[str, dict[str, Any]]) -> None:
     text, found = healthy
     for shown in (text, json.dumps(found)):
@@ -151,6 +156,7 @@ def config_file(folder: Path, **training: Any) -> Path:
     return file
 
 
+@pytest.mark.process
 def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None:
     """2 rows x 2 accumulated are 16 on four ranks alone: this machine can start one."""
     numbers = {"global_batch_size": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -169,6 +175,7 @@ def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None
     assert not (tmp_path / "home" / "out").exists()
 
 
+@pytest.mark.process
 def test_bad_input_is_2_and_help_is_0(tmp_path: Path) -> None:
     file = config_file(tmp_path / "home", learing_rate=1)
     done = examine(tmp_path / "home", "--config", str(file))
@@ -178,6 +185,7 @@ def test_bad_input_is_2_and_help_is_0(tmp_path: Path) -> None:
     assert done.returncode == 0 and "usage: finetune doctor" in done.stdout
 
 
+@pytest.mark.process
 def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:
     gone = "raise ImportError('No module named {}')"
     fakes = {name: gone.format(name) for name in ("pynvml", "unsloth")}
@@ -189,6 +197,7 @@ def test_without_nvml_and_without_unsloth(tmp_path: Path) -> None:
     assert "No module named pynvml" in found["unknown"]["NVML"]
 
 
+@pytest.mark.process
 def test_a_library_that_dies_is_named(tmp_path: Path) -> None:
     """Both processes that ask end without an answer: torch cannot be imported, Unsloth takes its process with it."""
     fakes = {"torch": "import os\nos.abort()"}
@@ -200,6 +209,7 @@ def test_a_library_that_dies_is_named(tmp_path: Path) -> None:
     assert found["versions"]["transformers"] == version("transformers")  # what can be known is
 
 
+@pytest.mark.process
 def test_one_process_of_a_launch_speaks(tmp_path: Path) -> None:
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = examine(tmp_path / "home", **ranks)
@@ -227,12 +237,14 @@ def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str
     return states.get(name, ("absent", ""))
 
 
+@pytest.mark.process
 def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
     states = {one["name"]: one["state"] for one in doctor.judge(Config(), two_gpus)}
     assert set(states.values()) == {"ok"}, states
     assert verdict("devices", two_gpus) == ("ok", "2 x NVIDIA H200; each ran a kernel")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "change", "state", "words"),
     [
@@ -275,6 +287,7 @@ def test_what_is_wrong_is_said(two_gpus: dict[str, Any], name: str, change: dict
     assert re.search(words, reason), reason
 
 
+@pytest.mark.process
 def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {one["name"]: one for one in two_gpus["folders"]}
     by_name["Triton cache"]["file_system"] = "nfs4"
@@ -294,6 +307,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     assert verdict("output folder", two_gpus)[0] == "stop"
 
 
+@pytest.mark.process
 def test_batch_on_the_gpus_that_are_here(two_gpus: dict[str, Any]) -> None:
     data = ("--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--training.global_batch_size")
     assert verdict("batch", two_gpus, *data, "16") == ("ok", "exact on 2 rank(s)")
@@ -304,6 +318,7 @@ def test_batch_on_the_gpus_that_are_here(two_gpus: dict[str, Any]) -> None:
     assert verdict("batch", two_gpus)[0] == "absent"  # the demo fits any number
 
 
+@pytest.mark.process
 def test_versions_that_are_missing_or_not_tested(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def found_with(*texts: str) -> tuple[str, str]:
         monkeypatch.setattr(doctor, "_requirements", lambda: list(texts))
@@ -323,6 +338,7 @@ def test_requirements_are_those_of_pyproject() -> None:
     assert any(text.startswith("unsloth>=") and "extra" in text for text in needed)
 
 
+@pytest.mark.process
 def test_four_bit_weights_need_bitsandbytes(two_gpus: dict[str, Any]) -> None:
     four_bit = ("--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--model.load_in_4bit")
     assert verdict("4-bit weights", two_gpus, *four_bit)[0] == "ok"
@@ -383,6 +399,7 @@ def test_profile_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "error" in (doctor._default_profile() or {})
 
 
+@pytest.mark.process
 def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
     line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
@@ -395,6 +412,7 @@ def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     assert "  GPUs 0 and 4  unknown link, no peer access\n" in doctor.plain(found)
 
 
+@pytest.mark.process
 def test_a_terminal_gets_colours_and_the_same_words(
     two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

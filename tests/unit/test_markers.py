@@ -7,8 +7,6 @@ import json
 import random
 import re
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from finetune.data.formats import RowError, Text
 from finetune.data.markers import Markers, of_template
 from finetune.data.template import IGNORE, Encoder
 from finetune.errors import UserError
-from tests import tiny
+from tests import launch, tiny
 from tests.unit.chat_templates import CHAT_TEMPLATES, CORPUS, MISTRAL_V3, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -127,12 +125,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
         cases += [one | {"input_ids": ids, "last_only": last_only} for last_only in (False, True)]
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    command = [sys.executable, "-c", REFERENCE, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = launch.python(["-c", REFERENCE, str(path)], cache=folder, kind="unsloth")
     assert done.returncode == 0, done.stderr[-3000:]
     return {(case["name"], case["last_only"]): case for case in json.loads(path.read_text())}
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 @pytest.mark.parametrize("last_only", [False, True])
 @pytest.mark.parametrize("name", MARKERS)
 def test_labels_are_those_of_unsloth(reference: dict, name: str, last_only: bool) -> None:
@@ -307,6 +306,8 @@ def sentencepiece_tokenizer(tokens: tuple[str, ...], eos: str, bos: str) -> PreT
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos, unk_token="<unk>")
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: dict) -> None:
     cases = {name.removeprefix("template: "): case for (name, _), case in reference.items() if "template: " in name}
     wrong = {}

@@ -117,6 +117,8 @@ for segments in ((200, 300, 15884), (16384,), (8192, 8192), tuple(filler_segment
 """
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_a_dummy_row_has_the_attention_of_other_packs(tmp_path):
     """The rule of the installed Unsloth, asked for a pack of documents, one segment, two alike, and a dummy row."""
     done = launch.on_the_installed_unsloth(ATTENTION, tmp_path)

@@ -55,6 +55,8 @@ def test_nothing_is_looked_at_where_unsloth_is_not_loaded(monkeypatch: pytest.Mo
     assert not patch.needed()
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """It has the defect, which is gone with the patch. Once a release is repaired, this says when to remove it."""
     script = (

@@ -205,6 +205,8 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 @pytest.mark.parametrize(
     "code, method, weights",
     [("cpu", "lora", "adapter_model.safetensors"), ("cuda", "merged_16bit", "model.safetensors")],
@@ -213,14 +215,11 @@ def test_installed_unsloth_on_two_ranks(code: str, method: str, weights: str, ti
     """Its CPU backend and its CUDA code, which has no GPU here: every rank writes, then rank 0 alone."""
     (tmp_path / "ranks.py").write_text(RANKS)
     done = launch.run(
-        "torchrun",
+        "2 ranks",
         [str(tiny_model), str(tmp_path / "out"), method],
         cache=tmp_path,
         script=tmp_path / "ranks.py",
-        CUDA_VISIBLE_DEVICES="",
-        UNSLOTH_ALLOW_CPU=str(int(code == "cuda")),
-        UNSLOTH_COMPILE_LOCATION=str(tmp_path / "made"),
-        UNSLOTH_DISABLE_STATISTICS="1",
+        **(launch.CODE_FOR_GPUS if code == "cuda" else {}),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     folders = {"with-0", "without-0", "without-1"}

@@ -45,6 +45,8 @@ print("FOUND", applied, patch.needed(), before, after, others, same)
 REENTRANT, OTHER = [False, True], [True, True]
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """On one rank and on two: with the patch a Llama is checkpointed on two as on one, to the same gradients, and a
     model that Unsloth has no code of its own for as before. Once a release does so itself, this says when to remove

@@ -104,6 +104,8 @@ def test_a_release_without_the_trial(unsloth: types.ModuleType) -> None:
     assert not patch.needed()
 
 
+@pytest.mark.unsloth
+@pytest.mark.process
 def test_the_installed_unsloth(tmp_path: Path) -> None:
     """Its trial, with a CPU in place of the GPU and a product in place of the kernel, has the defect, which is gone
     with the patch. Once a release is repaired, this says when to remove it."""

@@ -141,6 +141,7 @@ def test_order_is_pinned():
     assert epoch_rows(grouped, 1) == [[3, 4], [0, 8], [1, 5], [6, 7], [2, 9]]
 
 
+@pytest.mark.process
 def test_same_in_every_process():
     seen = {describe()}
     for hash_seed in ("0", "1"):

@@ -56,7 +56,7 @@ def chat(user: str, assistant: str) -> dict:
 
 def test_rows_are_what_the_template_renders(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     data = prepared(tmp_path, tokenizer, train)
-    for index, line in enumerate(train.open()):
+    for index, line in enumerate(train.read_text().splitlines()):
         messages = json.loads(line)["messages"]
         ids, labels = data.train[index]
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -114,6 +114,7 @@ def test_damaged_entry_is_made_again(
     assert prepared(tmp_path, tokenizer, train).cached
 
 
+@pytest.mark.process
 def test_a_process_killed_half_way_leaves_no_entry(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     """Killed after some rows are written; the next one starts anew and is right."""
     tokenizer.save_pretrained(tmp_path / "tok")
@@ -129,8 +130,8 @@ def test_a_process_killed_half_way_leaves_no_entry(tmp_path: Path, tokenizer: An
         "sys.argv[2]])\n"
         "prepare.prepare(config, AutoTokenizer.from_pretrained(sys.argv[3]))\n"
     )
-    command = [sys.executable, "-c", code, str(train), str(tmp_path / "c"), str(tmp_path / "tok")]
-    assert subprocess.run(command, env=launch.environment(tmp_path), check=False).returncode == 9
+    argv = ["-c", code, str(train), str(tmp_path / "c"), str(tmp_path / "tok")]
+    assert launch.python(argv, cache=tmp_path).returncode == 9
     assert not list((tmp_path / "c").glob("*/entry.json"))
     data = prepared(tmp_path, tokenizer, train)
     assert not data.cached and len(data.train) == 60
@@ -146,6 +147,7 @@ def test_runs_at_the_same_time_build_once(tmp_path: Path, tokenizer: Any, train:
     assert len({data.fingerprint for data in found}) == 1 and sum(data.cached for data in found) == 3
 
 
+@pytest.mark.process
 def test_many_rows_in_several_processes_keep_their_order(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +266,7 @@ def test_mixed_formats_in_one_file_are_counted(tmp_path: Path, tokenizer: Any) -
     assert data.ledgers["train"]["rows_kept"] == 3 and sum(data.ledgers["train"]["dropped"].values()) == 1
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 @pytest.mark.parametrize("kind", ["full", "read-only"])
 def test_cache_folder_that_cannot_take_it(tmp_path: Path, tokenizer: Any, train: Path, kind: str) -> None:
@@ -303,6 +306,7 @@ def test_packs_hold_every_document_once_with_room_to_spare_filled(tmp_path: Path
     assert layout.label_tokens.sum() == data.ledgers["train"]["label_tokens"]
 
 
+@pytest.mark.process
 def test_resident_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """40 million tokens (320 MB) are mapped and planned in a process that stays small."""
     writer = store.Writer(tmp_path, "train")

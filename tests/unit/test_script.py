@@ -19,7 +19,7 @@ from finetune.config import Config, load
 from finetune.data.prepare import Data, prepare
 from finetune.errors import RunError, UserError
 from finetune.hooks import Hooks
-from tests import tiny
+from tests import launch, tiny
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"text": f"the cat sees {word}"} for word in tiny.WORDS]
@@ -188,7 +188,7 @@ def leaves(trainer):
 """
 
 
-@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.process)])
 def test_the_scripts_own_lines_are_told(written: Written, tokenizer: Any, tmp_path: Path, processes: Any) -> None:
     hooks = written.hooks(FAILING.replace("PROCESSES", str(processes)), dataset="build_dataset")
     with pytest.raises(RunError) as caught:
@@ -241,6 +241,7 @@ def test_help_and_missing_settings(
     assert script.run(file) == 2 and "there is no training data for the model" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_importing_it_loads_nothing_heavy() -> None:
     code = (
         "import sys; from finetune import script\n"
@@ -301,7 +302,9 @@ print(json.dumps(answers))
 """
 
 
-def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path) -> None:
+@pytest.mark.unsloth
+@pytest.mark.process
+def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path, tmp_path: Path) -> None:
     cases = [
         ["--lora.r", "8"],
         ["--model.loader", "FastModel", "--lora.adapter_kwargs", "{layers_to_transform: [0]}"],
@@ -310,9 +313,7 @@ def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path) -> None:
         ["--lora.adapter_kwargs", "{loftq: {}}"],
         ["--model.load_in_8bit"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", UNSLOTH, str(tiny_model), json.dumps(cases)], capture_output=True, text=True, cwd=ROOT
-    )
+    done = launch.python(["-c", UNSLOTH, str(tiny_model), json.dumps(cases)], cache=tmp_path, kind="unsloth")
     assert done.returncode == 0, done.stderr[-3000:]
     usual, first_layer, biased, misspelt, unknown, eight = json.loads(done.stdout.splitlines()[-1])
     assert usual == [28, 14, "none"]  # two layers, seven projections, A and B

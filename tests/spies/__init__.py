@@ -1,0 +1,17 @@
+"""Programs that train as the shipped command does and watch or break one thing, by the hook of a user's script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from finetune import train
+from finetune.config import load
+from finetune.hooks import Hooks
+from finetune.verb import guarded
+
+
+def train_with(trainer: Callable[[Any], None]) -> int:
+    """`finetune.train` with the arguments of this program; `trainer` gets the trainer after it is built."""
+    return guarded(lambda: train.run(load(sys.argv[1:], verb="train"), hooks=Hooks(trainer=trainer)))

@@ -1,0 +1,33 @@
+"""Fail on rank $FAULT_RANK in step $FAULT_STEP: $FAULT is `raise`, `nan` (weights), `none` or the name of a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from tests.spies import train_with
+
+
+def break_step(trainer: Any) -> None:
+    """Put the fault before the step's own work."""
+    kind, rank, step = os.environ["FAULT"], os.environ["FAULT_RANK"], int(os.environ["FAULT_STEP"])
+    healthy = type(trainer).training_step
+
+    def training_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if os.environ.get("RANK", "0") == rank and self.state.global_step == step:
+            if kind == "raise":
+                raise ValueError("the fault of this test")
+            if kind == "nan":
+                for parameter in self.model.parameters():
+                    parameter.data.fill_(float("nan"))
+            elif kind != "none":
+                os.kill(os.getpid(), getattr(signal, kind))
+        return healthy(self, *arguments, **keywords)
+
+    type(trainer).training_step = training_step
+
+
+if __name__ == "__main__":
+    sys.exit(train_with(break_step))

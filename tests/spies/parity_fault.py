@@ -1,0 +1,50 @@
+"""A run of `parity_run` whose loss, trainer, process group or device is broken in the way that $FAULT says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from finetune import invariants, parity_run
+from finetune.hooks import Hooks
+
+
+def break_loss(kind: str, trainer: Any) -> None:
+    """The two mistakes of guides for several GPUs."""
+    healthy = type(trainer).compute_loss
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        if kind == "drops the count":
+            return healthy(self, model, inputs, return_outputs=return_outputs)
+        loss = healthy(self, model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        return loss * self.args.world_size if kind == "scales by W" else loss
+
+    type(trainer).compute_loss = compute_loss
+
+
+def main() -> int:
+    """As `parity_run.main`."""
+    kind = os.environ["FAULT"]
+
+    def spoil(trainer: Any) -> None:
+        break_loss(kind, trainer)
+        if kind == "other trainer" and os.environ.get("RANK") == "1":
+            type(trainer).__bases__ = (type("Fallback", type(trainer).__bases__, {}),)
+
+    if kind == "one device":  # as two ranks of a GPU host would say it
+        healthy = invariants.own_facts
+        place = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
+        invariants.own_facts = lambda trainer: replace(healthy(trainer), **place)
+    if kind == "early group":
+        from accelerate import PartialState
+
+        PartialState(cpu=True)
+    return parity_run.main(Hooks(trainer=spoil))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

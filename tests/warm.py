@@ -1,0 +1,172 @@
+"""Runs of a command on ranks that are forked from a warm process (`tests.warm_server`), one for each kind of stack.
+
+A server starts when a test first asks for its kind, and ends with the session. CPU only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOCKET = "FINETUNE_TESTS_WARM"  # where the server of a rank listens: a command that starts ranks itself asks there
+FOR_GPUS = "unsloth, code for GPUs"  # that it has for them, imported on a CPU
+# Read when the stack is imported: a run that needs other values than its server's needs a process of its own.
+READ_ON_IMPORT = ("UNSLOTH_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "PYTHONHASHSEED")
+OF_EACH_RUN = ("UNSLOTH_COMPILE_LOCATION", "HF_DATASETS_CACHE")  # of these prefixes, and allowed to differ
+
+
+class Server:
+    """A warm process, and how it is asked."""
+
+    def __init__(self, kind: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        folder = Path(self._folder.name)
+        self.socket = folder / "socket"
+        self._environment = environment(kind, folder)
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_server", kind, str(self.socket)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment,
+                cwd=ROOT,
+            )
+        said = self._process.stdout
+        assert said is not None
+        lines = iter(said.readline, "")  # libraries may speak first
+        assert any(line == "ready\n" for line in lines), (folder / "log").read_text()[-4000:]
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        ranks: int,
+        env: Mapping[str, str],
+        cwd: Path,
+        timeout: float,
+        merged: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """`python *argv` on so many ranks, to its end. Of several ranks the code is that of the first that failed.
+
+        With `merged`, stderr comes with stdout.
+        """
+        for name in env.keys() | self._environment.keys():
+            if name.startswith(READ_ON_IMPORT) and name not in OF_EACH_RUN:
+                wanted, has = env.get(name), self._environment.get(name)
+                assert wanted == has, f"{name} is {has} in the warm process and {wanted} here: start a fresh process"
+        return ask(self.socket, argv, ranks=ranks, env=env, cwd=cwd, timeout=timeout, merged=merged)
+
+    def close(self) -> None:
+        """End it, and with it whatever it runs."""
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+def environment(kind: str, folder: Path) -> dict[str, str]:
+    """Of a server: as `launch.environment` has it for the ranks."""
+    from tests import launch
+
+    env = launch.environment(folder, UNSLOTH_COMPILE_LOCATION=str(folder / "made"))
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    return env | (launch.CODE_FOR_GPUS if kind == FOR_GPUS else {})
+
+
+@functools.cache
+def server(kind: str) -> Server:
+    """The one of this session."""
+    started = Server(kind)
+    _started.append(started)
+    return started
+
+
+_started: list[Server] = []
+
+
+def close() -> None:
+    """End all servers of this session."""
+    while _started:
+        _started.pop().close()
+    server.cache_clear()
+
+
+def kind_of(arguments: Sequence[str]) -> str:
+    """The stack that a configuration asks for."""
+    words = list(arguments)
+    backend = words[words.index("--model.backend") + 1] if "--model.backend" in words else "auto"
+    return "unsloth" if backend != "transformers" and importlib.util.find_spec("unsloth") else "transformers"
+
+
+def ask(
+    path: Path,
+    argv: Sequence[str],
+    *,
+    ranks: int,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout: float,
+    merged: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Ask the server that listens there.
+
+    Raises:
+        subprocess.TimeoutExpired: the ranks were ended after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="warm-run-") as folder, socket.socket(socket.AF_UNIX) as connection:
+        streams = {"stdout": Path(folder, "stdout"), "stderr": Path(folder, "stdout" if merged else "stderr")}
+        own = {"CUDA_VISIBLE_DEVICES": "", SOCKET: str(path)}
+        request = {"argv": list(argv), "ranks": ranks, "env": {**env, **own}, "cwd": str(cwd), "timeout": timeout}
+        connection.connect(str(path))
+        request |= {name: str(file) for name, file in streams.items()}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        answer = connection.makefile().read()
+        said = {file.name: file.read_text(errors="replace") for file in streams.values() if file.exists()}
+    code = json.loads(answer) if answer else None
+    if code is None:
+        raise subprocess.TimeoutExpired(list(argv), timeout, output=said.get("stdout"), stderr=said.get("stderr"))
+    return subprocess.CompletedProcess(list(argv), code, said.get("stdout", ""), said.get("stderr", ""))
+
+
+# --- in place of what starts ranks in the project ---------------------------------------------------------------------
+
+
+def run_command(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In place of `finetune.children.run`: the same command, its ranks forked."""
+    ranks, argv = parse(command)
+    env = dict(os.environ if env is None else env)
+    return ask(_socket_for(argv), argv, ranks=ranks, env=env, cwd=Path.cwd(), timeout=timeout or 540)
+
+
+def follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int, str]:
+    """In place of `finetune.bench.launch._follow`, without a bar."""
+    from finetune.bench.launch import MARK
+
+    done = run_command(command, env=env)
+    said = [line for line in done.stdout.splitlines(keepends=True) if not line.startswith(MARK)]
+    return done.returncode, done.stderr + "".join(said)
+
+
+def parse(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Number of ranks, and what each runs, of a command that the project starts."""
+    program, *words = command
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    assert program == sys.executable and words[0] == "-m", command
+    return (int(words[4]), words[5:]) if words[:4] == launcher else (1, words)
+
+
+def _socket_for(argv: Sequence[str]) -> Path:
+    if SOCKET in os.environ:
+        return Path(os.environ[SOCKET])
+    return server("unsloth" if argv[1] == "finetune.bench.step_rank" else "transformers").socket
