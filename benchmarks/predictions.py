@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.models import SHAPES, build
 from benchmarks.processes import say, side_by_side
-from finetune.rules import EFFICIENCY_TO_JUSTIFY
+from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY
 
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 ONE_PACK = ["--training.per_device_train_batch_size", "1", "--training.global_batch_size", "4"]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from finetune.children import STOP_SECONDS
+from finetune.runtime.subprocesses import STOP_SECONDS
 
 RUNNING: list[subprocess.Popen[str]] = []  # all that were started
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from finetune import __version__
-from finetune.verb import BAD_INPUT, DONE
+from finetune.runtime.command import BAD_INPUT, DONE
 
 VERBS = {
     "train": "train a model; --dry-run runs and measures everything on one device first",

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune import bootstrap, children, distributed, keeping, resume, strategy
 from finetune.config import Batch, Config, resolve_batch
+from finetune.engine import checkpoints, resume
+from finetune.engine.record import write_json
 from finetune.errors import RunError, UserError
-from finetune.hardware import OUTSIDE_NOTED
-from finetune.hooks import NO_HOOKS, Hooks
-from finetune.options import without_json
-from finetune.record import write_json
-from finetune.verb import DONE, FAILED, console
+from finetune.measure import strategy
+from finetune.runtime import bootstrap, distributed, subprocesses
+from finetune.runtime.command import DONE, FAILED, console
+from finetune.runtime.hardware import OUTSIDE_NOTED
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.options import without_json
 
 if TYPE_CHECKING:
-    from finetune.measurements import Measurement
-    from finetune.trial import Attempt, Trial
+    from finetune.measure.measurements import Measurement
+    from finetune.measure.trial import Attempt, Trial
 
 SMOKE_BYTES = 2**20
 SMOKE_SECONDS = 400  # ranks give each other 300 s, and say then who is missing
@@ -59,12 +61,12 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
     world, real = intended_batch(config)
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
-    keeping.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
+    checkpoints.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
     together = smoke(strategy.visible_gpus())  # while all GPUs are still in sight, and empty
     stack = bootstrap.start(config.model.backend, config.logging.log_level)
 
-    from finetune import trial
-    from finetune.job import open_job
+    from finetune.engine.job import open_job
+    from finetune.measure import trial
 
     if demo:
         demo.materialise(bootstrap.cache_folder())
@@ -96,9 +98,9 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     Raises:
         RunError: a loss that is not finite, no disk space, weights that are others after reloading.
     """
-    from finetune import measurements
+    from finetune.measure import measurements
+    from finetune.measure.trial import holds_its_state
     from finetune.train import out_of_memory
-    from finetune.trial import holds_its_state
 
     trainer, telling = trial.trainer, trial.telling
     full = None
@@ -180,7 +182,7 @@ def micro_batches(trial: Trial) -> list[dict[str, float]]:
 
 def projection(measured: Measurement, world: int) -> dict[str, Any]:
     """The whole run on one device; and how many devices the launch line is for."""
-    from finetune.predict import Run, predict
+    from finetune.measure.predict import Run, predict
 
     one = predict(measured.work(1), measured.gradients, 1, None)
     run = Run(
@@ -201,7 +203,7 @@ def projection(measured: Measurement, world: int) -> dict[str, Any]:
 
 def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     """Look for the largest micro-batch that fits; `start` is a size that did, None where the present one did not."""
-    from finetune import trial as trials
+    from finetune.measure import trial as trials
 
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
@@ -237,7 +239,7 @@ def smoke(gpus: int) -> dict[str, Any] | None:
         place = Path(folder) / "comm.json"
         command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
         try:
-            done = children.run(command, timeout=SMOKE_SECONDS)
+            done = subprocesses.run(command, timeout=SMOKE_SECONDS)
         except subprocess.TimeoutExpired:
             said = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` says where they wait"
             return {"world_size": gpus, "ok": False, "message": said}
@@ -279,7 +281,7 @@ def check_reload(trainer: Any, folder: Path) -> None:
     import torch
 
     model = trainer.model
-    with keeping.no_space(folder.parent, "the trained weights"):
+    with checkpoints.no_space(folder.parent, "the trained weights"):
         trainer.save_model(str(folder))
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():

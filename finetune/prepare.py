@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from finetune.config import Config
-from finetune.verb import DONE, console, run_verb
+from finetune.runtime.command import DONE, console, run_verb
 
 PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print what became of the rows."
 
@@ -21,13 +21,14 @@ def run(config: Config) -> int:
     Raises:
         UserError: the configuration names no data, or the data cannot be used.
     """
-    from finetune import bootstrap, model
     from finetune.data import ledger
     from finetune.data.layout import lay_out
     from finetune.data.prepare import prepare
     from finetune.data.template import Encoded, preview
+    from finetune.engine import model
+    from finetune.engine.record import write_json
     from finetune.errors import UserError
-    from finetune.record import write_json
+    from finetune.runtime import bootstrap
 
     if config.demo:
         raise UserError(

@@ -22,8 +22,8 @@ from typing import Any
 
 from finetune.config import help_text
 from finetune.errors import UserError
-from finetune.hooks import Hooks
-from finetune.verb import run_with_options
+from finetune.runtime.command import run_with_options
+from finetune.runtime.hooks import Hooks
 
 
 def run(

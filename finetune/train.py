@@ -9,32 +9,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune import (
-    distributed,
-    interrupt,
-    invariants,
-    keeping,
-    launcher,
-    metrics,
-    model_files,
-    optimizers,
-    restart,
-    resume,
-    runlock,
-    strategy,
-)
 from finetune.config import Batch, Config, dump_yaml, resolve_batch, scaled_learning_rate
+from finetune.engine import checkpoints, invariants, metrics, model_files, optimizers, restart, resume
+from finetune.engine.record import RunRecord, write_json
 from finetune.errors import RunError, UserError, describe
-from finetune.hardware import when_full
-from finetune.hooks import NO_HOOKS, Hooks
-from finetune.record import RunRecord, write_json
-from finetune.verb import DONE, INTERRUPTED, console, run_verb
+from finetune.measure import strategy
+from finetune.runtime import distributed, interrupt, launcher, runlock
+from finetune.runtime.command import DONE, INTERRUPTED, console, run_verb
+from finetune.runtime.hardware import when_full
+from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
-    from finetune.bootstrap import Stack
-    from finetune.job import Job
-    from finetune.samples import Question
-    from finetune.trainer import SFTTrainer
+    from finetune.engine.job import Job
+    from finetune.engine.samples import Question
+    from finetune.engine.trainer import SFTTrainer
+    from finetune.runtime.bootstrap import Stack
 
 STARTED = time.time()
 
@@ -73,10 +62,10 @@ def run_alone(
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     output_dir = Path(config.training.output_dir)
     asked = config.training.resume_from_checkpoint
-    keeping.check_output(output_dir, resuming=bool(asked), overwrite=config.training.overwrite_output_dir)
-    keeping.find(output_dir, asked, verify=False)  # a path that is wrong is refused before anything is loaded
+    checkpoints.check_output(output_dir, resuming=bool(asked), overwrite=config.training.overwrite_output_dir)
+    checkpoints.find(output_dir, asked, verify=False)  # a path that is wrong is refused before anything is loaded
 
-    from finetune import bootstrap
+    from finetune.runtime import bootstrap
 
     stack = bootstrap.start(config.model.backend, config.logging.log_level, without)
     if demo:
@@ -109,8 +98,8 @@ def open_checked(
     Raises:
         UserError, RunError: with what is wrong and what to do; the output folder is as it was.
     """
-    from finetune.job import open_job
-    from finetune.model import resolve_dtype
+    from finetune.engine.job import open_job
+    from finetune.engine.model import resolve_dtype
 
     start = resume.Start()
 
@@ -137,9 +126,9 @@ def total_steps(job: Job) -> int:
 def take_over(output_dir: Path, *, overwrite: bool) -> None:
     """Remove what earlier runs left behind: partial files, and with `overwrite` the whole run. All ranks call it."""
     if distributed.ranks().is_main:
-        keeping.remove_leftovers(output_dir)
+        checkpoints.remove_leftovers(output_dir)
         if overwrite:
-            keeping.clear(output_dir)
+            checkpoints.clear(output_dir)
     distributed.barrier()
 
 
@@ -147,8 +136,8 @@ def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
     """The configuration and, where no model is named, the demo that fills it in."""
     if not config.demo:
         return config, None
-    from finetune import demo
-    from finetune.bootstrap import cache_folder
+    from finetune.engine import demo
+    from finetune.runtime.bootstrap import cache_folder
 
     return demo.configure(config, cache_folder(), distributed.ranks().world_size), demo
 
@@ -170,13 +159,14 @@ def check_present(config: Config) -> None:
 
 def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
-    from finetune import samples, scoring
+    from finetune.engine import samples
+    from finetune.measure import scoring
 
     output_dir = Path(job.config.training.output_dir)
     trainer, telling, stop = build_trainer(job, output_dir, witness)
     checkpoint = str(start.found.path) if start.found.path else None
     trainer.manifest = start.manifest(steps_per_epoch=trainer.plan.steps_per_epoch, total_steps=trainer.total_steps)
-    trainer.retention = keeping.Retention(
+    trainer.retention = checkpoints.Retention(
         limit=job.config.training.save_total_limit,
         protected=frozenset({start.found.path.name} if start.found.path else ()),
         damaged=start.found.damaged,
@@ -221,7 +211,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None
 
 def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[str, float | None], list[str]]:
     """The model as it is now on the held-out rows: loss, exact match, and its answers to `asked`."""
-    from finetune import samples
+    from finetune.engine import samples
 
     loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
     answers = samples.answers(job.model, job.tokenizer, asked) if asked else []
@@ -231,8 +221,9 @@ def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[
 
 def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tuple[SFTTrainer, Any, Any]:
     """The trainer with its callbacks: (trainer, what it records, what stops it)."""
-    from finetune import bootstrap, callbacks
-    from finetune.trainer import SFTTrainer, arguments
+    from finetune.engine import callbacks
+    from finetune.engine.trainer import SFTTrainer, arguments
+    from finetune.runtime import bootstrap
 
     config, layout = job.config, job.layout
     plan = job.plan()
@@ -294,7 +285,7 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
 def save(trainer: SFTTrainer, output_dir: Path) -> None:
     """The final adapter or model into `output_dir`, by one rank."""
     if distributed.ranks().is_main:
-        with keeping.no_space(output_dir, "the final model"), keeping.final_files(output_dir) as folder:
+        with checkpoints.no_space(output_dir, "the final model"), checkpoints.final_files(output_dir) as folder:
             trainer.save_model(str(folder))
     distributed.barrier()
 
@@ -322,7 +313,7 @@ def check_space(config: Config, model: Any) -> None:
     needed, what = sum(parameter.numel() * parameter.element_size() for parameter in trainable), "the final model"
     if config.training.save_steps:
         needed, what = 2 * needed + 8 * sum(parameter.numel() for parameter in trainable), f"a checkpoint and {what}"
-    keeping.check_space(Path(config.training.output_dir), needed + keeping.SPARE_BYTES, what)
+    checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
 
 
 # --- what is said and recorded --------------------------------------------------------------------------------------
@@ -417,7 +408,7 @@ def say_stopped(checkpoint: Path) -> None:
 
 def conclude(results: dict[str, Any], output_dir: Path) -> None:
     """Say how it ended."""
-    from finetune import scoring
+    from finetune.measure import scoring
 
     parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
     for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
@@ -436,10 +427,10 @@ def conclude(results: dict[str, Any], output_dir: Path) -> None:
 @contextlib.contextmanager
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
     """run.json from the first moment, with the error when there is one."""
-    from finetune import bootstrap
-    from finetune.model import resolve_dtype
+    from finetune.engine.model import resolve_dtype
+    from finetune.runtime import bootstrap
 
-    with keeping.no_space(record.path.parent, record.path.name):
+    with checkpoints.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
             launch=launcher.launch_id(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune import verb
+from finetune.runtime import command as verb
 from tests import tiny, warm
 
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used

@@ -14,8 +14,8 @@ def main() -> int:
     """Relative differences (norm of the difference over norm) of logits and gradients, and of the summed loss."""
     os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
     folder, backend, counts = sys.argv[1], sys.argv[2], [int(text) for text in sys.argv[3].split(",")]
-    from finetune import bootstrap
     from finetune.config import load
+    from finetune.runtime import bootstrap
 
     named = ["--model.model_name_or_path", folder, "--data.train_file", "none", "--model.backend", backend]
     config = load([*named, "--data.max_length", "256", "--data.packing", "--data.pack_length", "4096", *sys.argv[4:]])
@@ -24,8 +24,8 @@ def main() -> int:
     import numpy as np
     import torch
 
-    from finetune import model as models
     from finetune.data.collate import collate
+    from finetune.engine import model as models
 
     model = models.load(config, stack, row_length=config.data.row_length)
     reason = models.why_not_packed(model, stack)

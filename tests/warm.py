@@ -143,7 +143,7 @@ def ask(
 def run_command(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """In place of `finetune.children.run`: the same command, its ranks forked."""
+    """In place of `finetune.runtime.subprocesses.run`: the same command, its ranks forked."""
     ranks, argv = parse(command)
     env = dict(os.environ if env is None else env)
     return ask(_socket_for(argv), argv, ranks=ranks, env=env, cwd=Path.cwd(), timeout=timeout or 540)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import runpy
 import sys
 
-from finetune import children
 from finetune.bench import launch
+from finetune.runtime import subprocesses
 from tests import warm
 
 if __name__ == "__main__":
-    children.run, launch._follow = warm.run_command, warm.follow
+    subprocesses.run, launch._follow = warm.run_command, warm.follow
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -70,8 +70,8 @@ def main() -> None:
 
 
 def warm(kind: str) -> dict[str, str | None]:
-    """Import the stack in the order of `finetune.bootstrap`; the variables that this set or, with None, removed."""
-    from finetune import bootstrap
+    """Import the stack in the order of `finetune.runtime.bootstrap`; the variables that this set or, with None, removed."""
+    from finetune.runtime import bootstrap
     from patches import EARLY
 
     bootstrap._set_environment()

@@ -4,6 +4,6 @@ verb.py is the command; candidates.py measures, verdict.py decides, machine.py a
 to start a run on it, words.py speaks.
 """
 
-from finetune.advise.verb import main
+from finetune.advise.command import main
 
 __all__ = ["main"]

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import children, measurements, nccl
 from finetune.advise.verdict import LEAST_GAIN, Candidate
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.errors import RunError, UserError
-from finetune.hardware import Hardware
-from finetune.measurements import Measurement
-from finetune.predict import Curve, all_reduce_curve, predict
-from finetune.verb import console
+from finetune.measure import measurements
+from finetune.measure.measurements import Measurement
+from finetune.measure.predict import Curve, all_reduce_curve, predict
+from finetune.runtime import nccl, subprocesses
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware
 
 PER_DEVICE = "--training.per_device_train_batch_size"
 OPTIMIZER = "--training.optim"
@@ -77,9 +78,9 @@ class Bench:
             report = Path(folder) / "dry.json"
             command = [sys.executable, "-m", "finetune.train", "--dry-run", *self.arguments, *extra]
             with console().status(f"dry run {' '.join(extra)}"):
-                done = children.run([*command, "--json", str(report)], env=env)
+                done = subprocesses.run([*command, "--json", str(report)], env=env)
             if not report.is_file():
-                text = children.error_of(done.stderr) or (done.stdout + done.stderr)[-3000:]
+                text = subprocesses.error_of(done.stderr) or (done.stdout + done.stderr)[-3000:]
                 raise (UserError if done.returncode == 2 else RunError)(f"a dry run failed: {text}")
             return tried(json.loads(report.read_text()))
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.advise.verdict import Candidate
-from finetune.bench import study
+from finetune.bench.study import command as study
 from finetune.errors import UserError
-from finetune.hardware import Hardware
-from finetune.predict import Gradients, Work
+from finetune.measure.predict import Gradients, Work
+from finetune.runtime.hardware import Hardware
 
 NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
 STEPS = 100_000  # assumed for hours and cost: such a model comes without data

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune import nccl
-from finetune.hardware import Hardware
+from finetune.runtime import nccl
+from finetune.runtime.hardware import Hardware
 
 PROFILE = "profile.yaml"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.predict import Curve, Gradients, Prediction, Run, Work, predict
-from finetune.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
+from finetune.measure.predict import Curve, Gradients, Prediction, Run, Work, predict
+from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
 
 LEAST_GAIN = 1.03  # of tokens/s, below which a change of settings is not told from noise
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from finetune import rules
 from finetune.advise.verdict import Row
 from finetune.config import Config, scaled_learning_rate
 from finetune.dryrun import duration
-from finetune.hardware import Hardware
-from finetune.measurements import Measurement
-from finetune.verb import console
+from finetune.measure import rules
+from finetune.measure.measurements import Measurement
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware
 
 
 def gradients(measured: Measurement) -> str:

@@ -1,5 +1,5 @@
 """`finetune bench`: what this machine can do, measured by one protocol (finetune/statistics.py)."""
 
-from finetune.bench.verb import main
+from finetune.bench.command import main
 
 __all__ = ["main"]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune import nccl
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
-from finetune.hardware import Hardware, survey
-from finetune.statistics import MEASURED, RUNS, WARM_UP
+from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
+from finetune.runtime import nccl
+from finetune.runtime.hardware import Hardware, survey
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MIB = 2**20

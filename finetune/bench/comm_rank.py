@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune import distributed
 from finetune.bench import rank
+from finetune.runtime import distributed
 
 
 def measure(request: rank.Request) -> dict[str, Any]:

@@ -8,15 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from finetune import measurements
 from finetune.bench import comm
-from finetune.bench.verb import world_sizes
+from finetune.bench.command import world_sizes
 from finetune.errors import RunError, UserError
-from finetune.hardware import Hardware, survey, topology_line
-from finetune.nccl import in_words, settings
-from finetune.predict import BUCKET_BYTES
-from finetune.statistics import apart
-from finetune.verb import console
+from finetune.measure import measurements
+from finetune.measure.predict import BUCKET_BYTES
+from finetune.measure.protocol import apart
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware, survey, topology_line
+from finetune.runtime.nccl import in_words, settings
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
@@ -85,7 +85,7 @@ def job_buckets(arguments: list[str]) -> list[int]:
     if config.demo:
         raise UserError("a configuration without model.model_name_or_path has no gradients of its own to measure")
     from finetune.bench.gradients import trainable_bytes
-    from finetune.predict import buckets
+    from finetune.measure.predict import buckets
 
     return buckets(trainable_bytes(config))
 

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from finetune.bench import comm, conditions, launch
-from finetune.hardware import survey, topology_line
-from finetune.statistics import WARM_UP
-from finetune.verb import console
+from finetune.measure.protocol import WARM_UP
+from finetune.runtime.command import console
+from finetune.runtime.hardware import survey, topology_line
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:

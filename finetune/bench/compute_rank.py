@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune import distributed
 from finetune.bench import rank
+from finetune.runtime import distributed
 
 GIB = 2**30
 

@@ -16,7 +16,7 @@ def trainable_bytes(config: Config) -> list[int]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune import model
+    from finetune.engine import model
 
     name = str(config.model.model_name_or_path)
     with model._model_not_found(name, "configuration"):

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune import children
 from finetune.errors import RunError, UserError
-from finetune.verb import console
+from finetune.runtime import subprocesses
+from finetune.runtime.command import console
 
 REQUEST, RESULT = "request.json", "result.json"
 MARK = "finetune-bench-progress "  # a line of rank 0: MARK, steps done, steps in all
 PATIENCE_SECONDS = 300  # that a rank waits for another in a collective
-# NVLink's multicast stays off (see finetune.nccl.NO_MULTICAST); who has set it keeps the own value.
+# NVLink's multicast stays off (see finetune.runtime.nccl.NO_MULTICAST); who has set it keeps the own value.
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
 
 
@@ -58,7 +58,7 @@ def _follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int
     """Run a command to its end, showing its progress: its exit code, and all else that it said."""
     said: list[str] = []
     with tempfile.TemporaryFile("w+", errors="replace") as errors, _progress(about) as show:
-        process = children.start(command, stdout=subprocess.PIPE, stderr=errors, env=env)
+        process = subprocesses.start(command, stdout=subprocess.PIPE, stderr=errors, env=env)
         try:
             for line in process.stdout or ():
                 if line.startswith(MARK):
@@ -67,7 +67,7 @@ def _follow(command: list[str], env: Mapping[str, str], about: str) -> tuple[int
                     said.append(line)
             code = process.wait()
         except BaseException:  # a signal above all: no rank outlives this process
-            children.stop(process)
+            subprocesses.stop(process)
             raise
         finally:
             if process.stdout is not None:
@@ -101,7 +101,7 @@ class _progress:
 
 def _failure(code: int, said: str, world_size: int) -> UserError:
     """The error of a launch, in the words of the rank that failed first where it had any."""
-    told = children.error_of(said)
+    told = subprocesses.error_of(said)
     if told is not None:
         # The launcher ends with 1 whatever its ranks end with; each one's own code is in its report.
         own = {int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", said)} | {code}

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from finetune import communication, hardware
 from finetune.bench import rank
+from finetune.runtime import communication, hardware
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 PROFILED = 3  # steps that torch's profiler traces on a GPU

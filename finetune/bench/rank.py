@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune import distributed, hardware
 from finetune.bench.launch import MARK, REQUEST, RESULT
-from finetune.record import write_json
-from finetune.statistics import Summary, summarise
-from finetune.verb import DONE, guarded
+from finetune.engine.record import write_json
+from finetune.measure.protocol import Summary, summarise
+from finetune.runtime import distributed, hardware
+from finetune.runtime.command import DONE, guarded
 
 Request = dict[str, Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
-from finetune.bench.verb import world_sizes
+from finetune.bench.command import world_sizes
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import UserError
-from finetune.hardware import Hardware, survey, topology_line
-from finetune.nccl import settings
-from finetune.statistics import MEASURED, RUNS, WARM_UP
-from finetune.verb import console
+from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware, survey, topology_line
+from finetune.runtime.nccl import settings
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from finetune import distributed
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
-from finetune.record import write_json
-from finetune.verb import DONE, guarded
+from finetune.engine.record import write_json
+from finetune.runtime import distributed
+from finetune.runtime.command import DONE, guarded
 
 
 def main() -> int:
@@ -52,15 +52,15 @@ def short(config: Config, request: dict[str, Any], out: str) -> Config:
 
 def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any]:
     """Build the real trainer, train, and put the ranks' figures side by side."""
-    from finetune import bootstrap
+    from finetune.runtime import bootstrap
     from finetune.train import build_trainer, out_of_memory, with_demo
 
     config, demo = with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     stack = bootstrap.start(config.model.backend, config.logging.log_level)
     from finetune.bench.phases import Phases
-    from finetune.callbacks import peak_memory_gib
-    from finetune.job import open_job
+    from finetune.engine.callbacks import peak_memory_gib
+    from finetune.engine.job import open_job
 
     if demo:
         demo.materialise(bootstrap.cache_folder())

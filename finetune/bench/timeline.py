@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from finetune.verb import console
+from finetune.runtime.command import console
 
 WIDTH = 60  # characters of the longest bar
 COLOURS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetune.convert.command import Outcome, convert
 from finetune.errors import UserError
-from finetune.verb import console
+from finetune.runtime.command import console
 
 
 def check_folder(folder: Path) -> list[Outcome]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.options import Options, path
-from finetune.verb import BAD_INPUT, DONE, FAILED, run_with_options
+from finetune.runtime.command import BAD_INPUT, DONE, FAILED, run_with_options
+from finetune.runtime.options import Options, path
 
 REFUSED = 3
 
@@ -182,7 +182,7 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
 def _say(outcome: Outcome, files: list[Path]) -> None:
     from rich.markup import escape
 
-    from finetune.verb import console
+    from finetune.runtime.command import console
 
     if outcome.result == "converted":
         report = outcome.conversion.report
@@ -214,7 +214,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    from finetune.record import write_json
+    from finetune.engine.record import write_json
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, value)

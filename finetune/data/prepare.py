@@ -14,7 +14,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from finetune import bootstrap, distributed
 from finetune.config import Config
 from finetune.data import formats, sources, store
 from finetune.data.formats import Format, RowError
@@ -23,7 +22,8 @@ from finetune.data.markers import Markers, of_template
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
-from finetune.hooks import NO_HOOKS, Hooks
+from finetune.runtime import bootstrap, distributed
+from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
 SAMPLE_ROWS = 100  # rows that the format is detected from

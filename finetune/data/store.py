@@ -16,9 +16,9 @@ import pyarrow as pa
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
+from finetune.engine.checkpoints import no_space
 from finetune.errors import UserError
-from finetune.files import checksum, staging, write_json
-from finetune.keeping import no_space
+from finetune.runtime.files import checksum, staging, write_json
 
 VERSION = 2  # of the layout and of the code that decides tokens and labels: part of every entry's key
 BATCH_TOKENS = 4_000_000  # tokens of one Arrow record batch: what a writer holds in memory

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.advise import launch as plan
-from finetune.hardware import survey
+from finetune.runtime.hardware import survey
 from tests import launch
 
 pytestmark = pytest.mark.process
@@ -64,9 +64,9 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
 
 
 def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    from finetune import strategy
     from finetune.config import load
-    from finetune.record import write_json
+    from finetune.engine.record import write_json
+    from finetune.measure import strategy
 
     job = [
         *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),

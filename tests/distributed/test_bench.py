@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from finetune import children, measurements
 from finetune.bench import launch as ranks
 from finetune.errors import RunError
+from finetune.measure import measurements
+from finetune.runtime import subprocesses
 from tests import launch, warm
 
 pytestmark = pytest.mark.process
@@ -51,7 +52,7 @@ def test_a_whole_curve_is_kept_for_the_scores_of_runs(tmp_path: Path) -> None:
 
 DIES = """
 import os, signal
-from finetune import distributed
+from finetune.runtime import distributed
 from finetune.bench import rank
 
 def measure(request):
@@ -113,7 +114,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """DDP accounts for its communication, of which plain PyTorch has none; advice takes each for its ranks."""
     from finetune.advise import dense
     from finetune.advise.verdict import Candidate
-    from finetune.hardware import survey
+    from finetune.runtime.hardware import survey
 
     monkeypatch.setattr(ranks, "_follow", warm.follow)
     monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])
@@ -136,10 +137,10 @@ def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """On ranks of a CPU, told that they are GPUs: a small shape in short packs, through the real trainer."""
     from dataclasses import replace
 
-    from finetune.bench import study_lora
-    from finetune.hardware import survey
+    from finetune.bench.study import lora as study_lora
+    from finetune.runtime.hardware import survey
 
-    monkeypatch.setattr(children, "run", warm.run_command)
+    monkeypatch.setattr(subprocesses, "run", warm.run_command)
     monkeypatch.setattr(ranks, "_follow", warm.follow)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", launch.environment(tmp_path)["PYTHONPATH"])

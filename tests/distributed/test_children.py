@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from finetune import children
+from finetune.runtime import subprocesses
 from tests import launch
 
 # What `finetune parity` does, with ranks that would go on for ever and say who they are.
 VERB = """
 import sys
-from finetune import children, verb
+from finetune.runtime import subprocesses, command as verb
 
 def run(argv):
-    return children.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *argv])
+    return subprocesses.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *argv])
 
 sys.exit(verb.run_with_options("", sys.argv[1:], run))
 """
@@ -54,8 +54,10 @@ def test_an_error_keeps_its_problems() -> None:
     said = (
         "setting up\nerror: [rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key\nW1 torchrun"
     )
-    assert children.error_of(said) == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
-    assert children.error_of("Traceback (most recent call last):\n  File x") is None
+    assert (
+        subprocesses.error_of(said) == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
+    )
+    assert subprocesses.error_of("Traceback (most recent call last):\n  File x") is None
 
 
 def wait_for(look, count: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune import keeping
+from finetune.engine import checkpoints
 from tests import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, adopts orphans")
@@ -72,7 +72,7 @@ def saved(out: Path) -> dict[str, Any]:
     """The record of an interrupted run, every step of which is in a whole checkpoint."""
     record = launch.read(out)
     assert record["status"] == "interrupted" and len(record["losses"]) == record["steps"] >= 3
-    assert keeping.damage(out / f"checkpoint-{record['steps']}") is None
+    assert checkpoints.damage(out / f"checkpoint-{record['steps']}") is None
     return record
 
 
@@ -160,7 +160,7 @@ def test_a_restarted_launch_goes_on(tiny_model: Path, tiny_data: Path, tmp_path:
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
     out = tmp_path / "out"
     (out / "checkpoint-50").mkdir(parents=True)
-    keeping.seal(out / "checkpoint-50", {"step": 50, "plan": "another"})
+    checkpoints.seal(out / "checkpoint-50", {"step": 50, "plan": "another"})
     (out / "run.json").write_text(json.dumps({"status": "done"}))
     words = settings(tiny_model, tiny_data, out, "--training.max_steps", "5", "--training.save_steps", "2")
     restarts = ["--max_restarts", "1", str(tmp_path / "fails_once.py")]
@@ -178,4 +178,4 @@ def test_a_restarted_launch_goes_on(tiny_model: Path, tiny_data: Path, tmp_path:
     assert record["status"] == "done" and record["steps"] == 5 and len(record["losses"]) == 3
     assert record["resumed_from"] == str(out / "checkpoint-2")
     assert "Restart 1 by the launcher: resumes from" in done.stdout
-    assert [path.name for path in keeping.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]

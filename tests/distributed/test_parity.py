@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune import parity
+from finetune.parity import command as parity
 from tests import launch
 
 pytestmark = pytest.mark.process

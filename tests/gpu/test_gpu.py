@@ -28,7 +28,8 @@ import os, sys, warnings
 from pathlib import Path
 import torch
 from transformers import TrainerCallback
-from finetune import distributed, train
+from finetune.runtime import distributed
+from finetune import train
 
 build, waits = train.build_trainer, []
 
@@ -63,7 +64,7 @@ BUCKETS = """
 import os
 import torch
 import torch.distributed as dist
-from finetune import distributed
+from finetune.runtime import distributed
 
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
@@ -100,8 +101,8 @@ import os
 import types
 import torch
 import torch.distributed as dist
-from finetune import distributed
-from finetune.trainer import SFTTrainer
+from finetune.runtime import distributed
+from finetune.engine.trainer import SFTTrainer
 
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
@@ -239,7 +240,7 @@ def test_a_dry_run_measures_this_gpu(folder: Path) -> None:
 @pytest.mark.multigpu
 def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
     """`python -m pytest -m multigpu tests/gpu` on two GPUs: the link of the pair, an all-reduce, doctor's topology."""
-    from finetune import hardware
+    from finetune.runtime import hardware
 
     machine = hardware.survey()
     assert machine.count >= 2 and machine.links and machine.gpus and machine.links[0].kind

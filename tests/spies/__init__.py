@@ -8,8 +8,8 @@ from typing import Any
 
 from finetune import train
 from finetune.config import load
-from finetune.hooks import Hooks
-from finetune.verb import guarded
+from finetune.runtime.command import guarded
+from finetune.runtime.hooks import Hooks
 
 
 def train_with(trainer: Callable[[Any], None]) -> int:

@@ -7,8 +7,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from finetune import invariants, parity_run
-from finetune.hooks import Hooks
+from finetune.engine import invariants
+from finetune.parity import run as parity_run
+from finetune.runtime.hooks import Hooks
 
 
 def break_loss(kind: str, trainer: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from finetune import trial
+from finetune.measure import trial
 from tests.spies import train_with
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune import distributed
 from finetune.data import template
+from finetune.runtime import distributed
 from tests.spies import train_with
 
 FOLDER = Path(os.environ.get("SPY", "."))

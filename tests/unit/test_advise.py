@@ -12,15 +12,17 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from finetune import advise, measurements
-from finetune.advise import candidates, dense, launch, machine, verb, verdict, words
+from finetune import advise
+from finetune.advise import candidates, dense, launch, machine, verdict, words
+from finetune.advise import command as verb
 from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Candidate, Row
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.hardware import Gpu, Hardware, Link
-from finetune.measurements import Measurement
-from finetune.predict import MIB, Curve, Gradients, Work
+from finetune.measure import measurements
+from finetune.measure.measurements import Measurement
+from finetune.measure.predict import MIB, Curve, Gradients, Work
+from finetune.runtime.hardware import Gpu, Hardware, Link
 
 FAST = Curve(points=((1024, 1e-5), (1024 * MIB, 0.01)))  # NVLink-like
 SLOW = Curve(points=((1024, 1e-3), (1024 * MIB, 1.0)))
@@ -410,7 +412,7 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
 ) -> None:
     bench = FakeBench({f"{SIZE} 1": Tried(measured=measurement(per_device=1))})
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
-    monkeypatch.setattr("finetune.hardware.survey", lambda: host(card(0), card(1)))
+    monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: host(card(0), card(1)))
     report = tmp_path / "advice.json"
     assert advise.main(configuration(tmp_path, "--json", str(report))) == 1
     said = " ".join(capsys.readouterr().out.split())
@@ -437,7 +439,7 @@ def test_the_whole_story_on_two_like_gpus(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     bench = FakeBench({"": Tried(measured=measurement()), f"{SIZE} 8": Tried(measured=measurement())})
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
-    monkeypatch.setattr("finetune.hardware.survey", lambda: host(card(0), card(1)))
+    monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: host(card(0), card(1)))
     monkeypatch.setattr(candidates.comm, "measure", all_reduce)
     report, out = tmp_path / "advice.json", tmp_path / "advised"
     arguments = configuration(tmp_path, "--json", str(report), "--out", str(out), "--as-given")
@@ -455,7 +457,7 @@ def test_the_whole_story_on_two_like_gpus(
     assert measurements.find_comm(2, "nccl", "NVIDIA L4", same)[0] is not None
     assert measurements.find_comm(2, "nccl", "NVIDIA L4", {})[0] is None
     # `training.strategy: auto` finds it.
-    from finetune import strategy
+    from finetune.measure import strategy
 
     found = strategy.find_advice(load(configuration(tmp_path)), 2)
     assert found and found["world_size"] == 2 and found["environment"] == {"NCCL_P2P_DISABLE": "1"}

@@ -1,57 +1,38 @@
-"""Imports point one way, as the layout says."""
+"""The house has floors: a file imports from its own floor and those below, and no file imports itself in a circle.
+
+Imports inside functions count like any other.
+"""
 
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
-# Each layer may import from itself and from those above it in this list.
-LAYERS = (
-    {"errors", "record", "keeping", "config", "distributed", "interrupt", "children", "verb", "invariants", "hooks"}
-    | {"options", "disk", "files", "launcher", "runlock", "restart", "redact"},
-    {"hardware", "nccl", "statistics", "predict", "rules"},
-    {
-        "bootstrap",
-        "data",
-        "model",
-        "model_files",
-        "adapter_targets",
-        "optimizers",
-        "metrics",
-        "communication",
-        "samples",
-        "job",
-        "measurements",
-    },
-    {"trainer", "callbacks", "scoring", "resume"},
-    {
-        "train",
-        "script",
-        "strategy",
-        "demo",
-        "dryrun",
-        "trial",
-        "advise",
-        "prepare",
-        "parity",
-        "parity_run",
-        "doctor",
-        "bench",
-        "convert",
-    },
-    {"cli", "__main__"},
+PACKAGE = ROOT / "finetune"
+# From the ground up. A name is a file or a folder of the package.
+FLOORS = (
+    {"errors", "redact"},
+    {"config"},
+    {"runtime"},
+    {"data"},
+    {"engine"},
+    {"measure"},
+    {"dryrun", "bench", "doctor", "prepare", "convert"},
+    {"train", "parity", "script"},
+    {"advise"},
+    {"cli"},
 )
+MODULES = {
+    ".".join(("finetune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-def layer_of(module: str) -> int:
-    for level, names in enumerate(LAYERS):
-        if module in names:
-            return level
-    raise AssertionError(f"finetune.{module} stands in no layer: add it to LAYERS and to the README's tree")
-
-
-def imports(path: Path) -> set[str]:
+def imported_names(path: Path) -> set[str]:
     """Dotted names of everything that a file imports, at any depth."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -63,32 +44,72 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def own_modules(path: Path) -> set[str]:
-    """Top-level modules of the package that a file imports."""
-    names = {name.split(".")[1] for name in imports(path) if name.startswith("finetune.")}
-    return {name for name in names if not name.startswith("__")}
+def imported_modules(name: str) -> set[str]:
+    """Modules of the package that a module imports: the longest part of each name that is a file."""
+    found = set()
+    for dotted in imported_names(MODULES[name]):
+        parts = dotted.split(".")
+        known = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        module = next((one for one in known if one in MODULES), None)
+        found |= {module} if module not in (None, name) else set()
+    return found  # type: ignore[return-value]
 
 
-def test_imports_point_one_way() -> None:
-    wrong = []
-    for path in sorted((ROOT / "finetune").rglob("*.py")):
-        module = path.relative_to(ROOT / "finetune").parts[0].removesuffix(".py")
-        if module == "__init__":
-            continue
-        for imported in own_modules(path):
-            if layer_of(imported) > layer_of(module):
-                wrong.append(f"{path.relative_to(ROOT)} imports finetune.{imported} from a later layer")
+GRAPH = {name: imported_modules(name) for name in MODULES}
+
+
+def floor_of(module: str) -> int:
+    unit = module.split(".")[1]
+    for number, units in enumerate(FLOORS):
+        if unit in units:
+            return number
+    raise AssertionError(f"finetune.{unit} is on no floor: add it to FLOORS and to the README's tree")
+
+
+def test_no_file_imports_from_a_floor_above() -> None:
+    public = ("finetune", "finetune.__main__")  # the front doors, which open onto everything
+    wrong = [
+        f"{name} imports {imported}"
+        for name, imports in GRAPH.items()
+        if name not in public
+        for imported in sorted(imports - {"finetune"})
+        if floor_of(imported) > floor_of(name)
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_import_cycle() -> None:
+    assert not cycles(GRAPH)
+
+
+def test_the_search_finds_a_planted_cycle() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules each of which reaches all others of its set, by transitive closure."""
+    reached = {name: set(imports) for name, imports in graph.items()}
+    for middle, name in itertools.product(graph, graph):
+        if middle in reached[name]:
+            reached[name] |= reached[middle]
+    circular = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return [set(one) for one in circular if one]
+
+
+def test_commands_are_imported_by_their_entry_points_alone() -> None:
+    """`train` is the story of a run and a library for nobody."""
+    allowed = {"finetune.cli", "finetune.script", "finetune.parity.run"}
+    assert {name for name, imports in GRAPH.items() if "finetune.train" in imports} <= allowed
 
 
 def test_patches_never_import_the_package() -> None:
     for path in (ROOT / "patches").glob("*.py"):
-        assert not any(name.split(".")[0] == "finetune" for name in imports(path)), path
+        assert not any(name.split(".")[0] == "finetune" for name in imported_names(path)), path
 
 
 def test_only_one_file_reads_the_launchers_variables() -> None:
-    for path in sorted((ROOT / "finetune").rglob("*.py")):
-        if path.name == "distributed.py":
+    for path in MODULES.values():
+        if path == PACKAGE / "runtime" / "distributed.py":
             continue
         strings = {
             node.value
@@ -98,7 +119,29 @@ def test_only_one_file_reads_the_launchers_variables() -> None:
         assert not strings & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}, path
 
 
-def test_every_module_stands_in_a_layer() -> None:
-    for path in (ROOT / "finetune").iterdir():
-        if path.suffix == ".py" and path.name != "__init__.py":
-            layer_of(path.stem)
+def test_no_private_name_is_imported_from_another_module() -> None:
+    private = [
+        f"{module}: {name}"
+        for module, path in MODULES.items()
+        for name in imported_names(path)
+        if name.startswith("finetune.") and name.rpartition(".")[2].startswith("_") and not name.endswith("__")
+    ]
+    assert not private, private
+
+
+def test_few_files_stand_directly_in_the_package() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
+def test_no_function_is_longer_than_100_lines(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 100, f"{path}:{node.lineno} {node.name}"
+
+
+def test_no_module_shadows_the_standard_library() -> None:
+    import sys
+
+    shadows = [name for name in MODULES if name.rpartition(".")[2] in sys.stdlib_module_names - {"__main__"}]
+    assert not [name for name in shadows if name.count(".") == 1], shadows

@@ -240,9 +240,9 @@ class TestFullDisk:
         words = " ".join(done.stdout.split())
         assert "No space left" in words and "newest whole checkpoint is checkpoint-2" in words
         assert "Traceback" not in words, done.stdout[-3000:]
-        from finetune import keeping
+        from finetune.engine import checkpoints
 
-        assert keeping.find(out, True).path == out / "checkpoint-2"
+        assert checkpoints.find(out, True).path == out / "checkpoint-2"
         assert not list(out.glob(".checkpoint*"))
 
 

@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from finetune import communication, hardware
-from finetune.bench import comm, comm_report, conditions, launch, published, study, study_lora, study_report, timeline
+from finetune.bench import comm, comm_report, conditions, launch, timeline
+from finetune.bench.command import main, parse, world_sizes
 from finetune.bench.phases import split
-from finetune.bench.study_rank import dense
-from finetune.bench.verb import main, parse, world_sizes
+from finetune.bench.study import command as study
+from finetune.bench.study import lora as study_lora
+from finetune.bench.study import published
+from finetune.bench.study import report as study_report
+from finetune.bench.study.rank import dense
 from finetune.config import load
 from finetune.errors import RunError, UserError
+from finetune.runtime import communication, hardware
 from tests.nvml import Card, install
 
 
@@ -170,7 +174,8 @@ def test_ddps_account() -> None:
 
 def test_a_run_notes_what_ddp_accounts_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP's samples are its first ten steps and each hundredth, told one step later; the first step compiles."""
-    from finetune import callbacks, distributed
+    from finetune.engine import callbacks
+    from finetune.runtime import distributed
 
     asked: list[int] = []
     record = object.__new__(callbacks.Record)

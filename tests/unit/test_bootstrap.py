@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune import bootstrap, distributed
 from finetune.errors import UserError
+from finetune.runtime import bootstrap, distributed
 
 
 @pytest.fixture(autouse=True)

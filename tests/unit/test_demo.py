@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune import demo, metrics
+from finetune.engine import demo, metrics
 from finetune.errors import RunError
 from tests import launch
 
@@ -67,7 +67,7 @@ def test_any_rank_of_a_process_group_can_be_the_one_that_writes(paths: demo.Demo
 import sys, pathlib
 import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from finetune import demo, metrics
+from finetune.engine import demo, metrics
 torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
 demo.materialise(pathlib.Path(sys.argv[1]))
 """

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune import distributed
 from finetune.errors import UserError
+from finetune.runtime import distributed
 
 
 @pytest.fixture(autouse=True)

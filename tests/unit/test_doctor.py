@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import patches
-from finetune import bootstrap, doctor
 from finetune.config import Config, load
+from finetune.doctor import command as doctor
+from finetune.runtime import bootstrap
 from tests import launch
 from tests.nvml import Card, install
 

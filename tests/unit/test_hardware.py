@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from finetune import hardware
+from finetune.runtime import hardware
 from tests.nvml import Card, install
 
 EIGHT: dict[tuple[int, int], int | str] = dict.fromkeys(itertools.combinations(range(8), 2), 18)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from finetune import interrupt, launcher
+from finetune.runtime import interrupt, launcher
 from tests import launch
 
 
@@ -130,13 +130,13 @@ def test_output_whose_reader_has_ended_goes_nowhere(monkeypatch: pytest.MonkeyPa
 # A command of this project that starts a rank; the rank says that it is there and computes.
 COMMAND = """
 import sys
-from finetune import children
-process = children.start([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
+from finetune.runtime import subprocesses
+process = subprocesses.start([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
 process.wait()
 """
 RANK = """
 import os, signal
-from finetune import interrupt, launcher
+from finetune.runtime import interrupt, launcher
 {before}
 interrupt.install()
 print(os.getpid(), flush=True)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune import invariants
+from finetune.engine import invariants
+from finetune.engine.invariants import CHECKS, Facts
 from finetune.errors import UserError
-from finetune.invariants import CHECKS, Facts
 
 
 def facts(rank: int) -> Facts:
@@ -20,7 +20,11 @@ def facts(rank: int) -> Facts:
         local_rank=rank,
         parameter_devices=[f"cuda:{rank}"],
         current_device=f"cuda:{rank}",
-        trainer_classes=["finetune.trainer.SFTTrainer", "UnslothSFTTrainer.UnslothSFTTrainer", "builtins.object"],
+        trainer_classes=[
+            "finetune.engine.trainer.SFTTrainer",
+            "UnslothSFTTrainer.UnslothSFTTrainer",
+            "builtins.object",
+        ],
         processes=2,
         timeout_seconds=1800.0,
         finds_unused=False,
@@ -44,7 +48,7 @@ def test_a_sound_run_passes_all() -> None:
 
 
 ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
-FALLBACK = {"trainer_classes": ["finetune.trainer.SFTTrainer", "trl.SFTTrainer"]}
+FALLBACK = {"trainer_classes": ["finetune.engine.trainer.SFTTrainer", "trl.SFTTrainer"]}
 DIVISOR = "loss_divided_by_the_label_tokens_of_the_global_batch"
 UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
 

@@ -11,30 +11,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import files, keeping, train
+from finetune import train
 from finetune.config import load
+from finetune.engine import checkpoints
+from finetune.engine.record import RunRecord, write_json
 from finetune.errors import RunError, UserError
-from finetune.record import RunRecord, write_json
+from finetune.runtime import files
 
 
 def make_checkpoint(output: Path, step: int) -> Path:
     target = output / f"checkpoint-{step}"
-    with keeping.staging(target) as folder:
+    with checkpoints.staging(target) as folder:
         (folder / "weights.bin").write_bytes(b"x" * 100)
-        keeping.seal(folder, {"step": step, "plan": "p"})
+        checkpoints.seal(folder, {"step": step, "plan": "p"})
     return target
 
 
 def test_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
     for step in (5, 20, 100):
         make_checkpoint(tmp_path, step)
-    assert keeping.find(tmp_path, True).path == tmp_path / "checkpoint-100"
+    assert checkpoints.find(tmp_path, True).path == tmp_path / "checkpoint-100"
     (tmp_path / "checkpoint-100" / "weights.bin").write_bytes(b"x")
-    (tmp_path / "checkpoint-20" / keeping.MANIFEST).unlink()
-    found = keeping.find(tmp_path, True)
+    (tmp_path / "checkpoint-20" / checkpoints.MANIFEST).unlink()
+    found = checkpoints.find(tmp_path, True)
     assert found.path == tmp_path / "checkpoint-5"
     assert "1 bytes instead of 100" in found.skipped[0]
-    assert keeping.MANIFEST in found.skipped[1]
+    assert checkpoints.MANIFEST in found.skipped[1]
 
 
 def test_a_path_to_a_damaged_checkpoint_is_refused_with_the_whole_ones(tmp_path: Path) -> None:
@@ -42,10 +44,10 @@ def test_a_path_to_a_damaged_checkpoint_is_refused_with_the_whole_ones(tmp_path:
     damaged = make_checkpoint(tmp_path, 6)
     (damaged / "weights.bin").unlink()
     with pytest.raises(UserError, match="damaged: weights.bin is missing.*checkpoint-5"):
-        keeping.find(tmp_path, str(damaged))
+        checkpoints.find(tmp_path, str(damaged))
     with pytest.raises(UserError, match="no such folder"):
-        keeping.find(tmp_path, str(tmp_path / "checkpoint-7"))
-    assert keeping.find(tmp_path, False).path is None
+        checkpoints.find(tmp_path, str(tmp_path / "checkpoint-7"))
+    assert checkpoints.find(tmp_path, False).path is None
 
 
 def flip(path: Path) -> None:
@@ -65,14 +67,14 @@ DAMAGE = {
     "truncated": lambda folder: (folder / "weights.bin").write_bytes(b"x" * 99),
     "missing": lambda folder: (folder / "weights.bin").unlink(),
     "a folder": lambda folder: replace_by_folder(folder / "weights.bin"),
-    "no manifest": lambda folder: (folder / keeping.MANIFEST).unlink(),
-    "manifest zeroed": lambda folder: (folder / keeping.MANIFEST).write_bytes(bytes(300)),
-    "manifest a folder": lambda folder: replace_by_folder(folder / keeping.MANIFEST),
-    "manifest of another step": lambda folder: (folder / keeping.MANIFEST).write_text(
-        (folder / keeping.MANIFEST).read_text().replace('"step": 6', '"step": 5')
+    "no manifest": lambda folder: (folder / checkpoints.MANIFEST).unlink(),
+    "manifest zeroed": lambda folder: (folder / checkpoints.MANIFEST).write_bytes(bytes(300)),
+    "manifest a folder": lambda folder: replace_by_folder(folder / checkpoints.MANIFEST),
+    "manifest of another step": lambda folder: (folder / checkpoints.MANIFEST).write_text(
+        (folder / checkpoints.MANIFEST).read_text().replace('"step": 6', '"step": 5')
     ),
     **{
-        f"manifest {text}": lambda folder, text=text: (folder / keeping.MANIFEST).write_text(text)
+        f"manifest {text}": lambda folder, text=text: (folder / checkpoints.MANIFEST).write_text(text)
         for text in (
             "[]",
             "null",
@@ -106,19 +108,19 @@ def test_a_damaged_checkpoint_is_skipped_and_named_and_refused_by_path(tmp_path:
     make_checkpoint(tmp_path, 5)
     DAMAGE[how](make_checkpoint(tmp_path, 6))
     (tmp_path / "secret").write_bytes(b"x" * 100)
-    found = keeping.find(tmp_path, True)
+    found = checkpoints.find(tmp_path, True)
     assert (found.path, found.step, found.damaged) == (tmp_path / "checkpoint-5", 5, {"checkpoint-6"})
     (sentence,) = found.skipped
     assert "checkpoint-6 is damaged" in sentence
     with pytest.raises(UserError, match="checkpoint-6: it is damaged.*: checkpoint-5"):
-        keeping.find(tmp_path, str(tmp_path / "checkpoint-6"))
+        checkpoints.find(tmp_path, str(tmp_path / "checkpoint-6"))
 
 
 def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None:
     import xxhash
 
     folder = make_checkpoint(tmp_path, 7)
-    manifest = json.loads((folder / keeping.MANIFEST).read_text())
+    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
     assert manifest["files"] == {"weights.bin": 100}
     assert manifest["xxh3_128"] == {"weights.bin": xxhash.xxh3_128_hexdigest(b"x" * 100)}
     large = tmp_path / "large"
@@ -128,23 +130,23 @@ def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None
 
 def test_a_manifest_of_148928f_has_sizes_alone(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 8)
-    (folder / keeping.MANIFEST).write_text('{"step": 8, "plan": "p", "files": {"weights.bin": 100}}')
-    assert keeping.find(tmp_path, True).step == 8
+    (folder / checkpoints.MANIFEST).write_text('{"step": 8, "plan": "p", "files": {"weights.bin": 100}}')
+    assert checkpoints.find(tmp_path, True).step == 8
     (folder / "weights.bin").write_bytes(b"x")
-    assert keeping.find(tmp_path, True).path is None
+    assert checkpoints.find(tmp_path, True).path is None
 
 
 def test_a_checkpoint_of_another_name_says_its_step_itself(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 9).rename(tmp_path / "my best one")
-    found = keeping.find(tmp_path, str(tmp_path / "my best one"))
-    assert found.step == 9 and keeping.find(tmp_path, True).path is None
+    found = checkpoints.find(tmp_path, str(tmp_path / "my best one"))
+    assert found.step == 9 and checkpoints.find(tmp_path, True).path is None
 
 
 def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), keeping.staging(tmp_path / "checkpoint-3") as folder:
+    with pytest.raises(ValueError), checkpoints.staging(tmp_path / "checkpoint-3") as folder:
         (folder / "half").write_text("")
         raise ValueError
-    with pytest.raises(ValueError), keeping.final_files(tmp_path) as folder:
+    with pytest.raises(ValueError), checkpoints.final_files(tmp_path) as folder:
         (folder / "half").write_text("")
         raise ValueError
     assert list(tmp_path.iterdir()) == []
@@ -164,7 +166,7 @@ def test_a_checkpoint_takes_the_place_of_whatever_has_its_name(tmp_path: Path, k
     if kind == "link":
         elsewhere.mkdir()
         (elsewhere / "kept").write_text("")
-    assert keeping.damage(make_checkpoint(target.parent, 3), verify=True) is None
+    assert checkpoints.damage(make_checkpoint(target.parent, 3), verify=True) is None
     assert not target.is_symlink() and [path.name for path in target.parent.iterdir()] == ["checkpoint-3"]
     assert (elsewhere / "kept").exists() == (kind == "link")
 
@@ -183,26 +185,26 @@ def test_files_are_synced_before_they_get_their_name_and_the_folder_after(
     monkeypatch.setattr(os, "rename", lambda old, new: (events.append(f"-> {Path(new).name}"), rename(old, new)))
     make_checkpoint(tmp_path, 3)
     renamed = events.index("-> checkpoint-3")
-    assert {"weights.bin", keeping.MANIFEST, ".checkpoint-3.partial"} <= set(events[:renamed])
+    assert {"weights.bin", checkpoints.MANIFEST, ".checkpoint-3.partial"} <= set(events[:renamed])
     assert events[renamed + 1 :] == [tmp_path.name]
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path in keeping.checkpoints(folder)]
+    return [path.name for path in checkpoints.checkpoints(folder)]
 
 
-def keep(limit: int | None, *protected: str, damaged: tuple[str, ...] = ()) -> keeping.Retention:
-    return keeping.Retention(limit=limit, protected=frozenset(protected), damaged=frozenset(damaged))
+def keep(limit: int | None, *protected: str, damaged: tuple[str, ...] = ()) -> checkpoints.Retention:
+    return checkpoints.Retention(limit=limit, protected=frozenset(protected), damaged=frozenset(damaged))
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         make_checkpoint(tmp_path, step)
-    keeping.rotate(tmp_path, keep(None), "checkpoint-10")
+    checkpoints.rotate(tmp_path, keep(None), "checkpoint-10")
     assert len(names(tmp_path)) == 4
-    keeping.rotate(tmp_path, keep(2), "checkpoint-10", "checkpoint-1")
+    checkpoints.rotate(tmp_path, keep(2), "checkpoint-10", "checkpoint-1")
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-10"]
-    keeping.rotate(tmp_path, keep(1), "checkpoint-10", "checkpoint-1")
+    checkpoints.rotate(tmp_path, keep(1), "checkpoint-10", "checkpoint-1")
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-10"]
 
 
@@ -210,7 +212,7 @@ def test_rotation_keeps_the_one_just_written_beside_later_ones_and_the_one_resum
     """Resumed by path from checkpoint-5 beside 10, 15 and 20."""
     for step in (5, 6, 10, 15, 20):
         make_checkpoint(tmp_path, step)
-    keeping.rotate(tmp_path, keep(3, "checkpoint-5"), "checkpoint-6")
+    checkpoints.rotate(tmp_path, keep(3, "checkpoint-5"), "checkpoint-6")
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6", "checkpoint-20"]
 
 
@@ -218,7 +220,7 @@ def test_rotation_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     for step in (15, 16, 17, 20, 25):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-20" / "weights.bin").write_bytes(b"x")
-    keeping.rotate(tmp_path, keep(2, damaged=("checkpoint-25",)), "checkpoint-17")
+    checkpoints.rotate(tmp_path, keep(2, damaged=("checkpoint-25",)), "checkpoint-17")
     assert names(tmp_path) == ["checkpoint-16", "checkpoint-17", "checkpoint-20", "checkpoint-25"]
 
 
@@ -231,9 +233,9 @@ def test_a_rotation_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, mon
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", killed)
-        keeping.rotate(tmp_path, keep(1), "checkpoint-2")
+        checkpoints.rotate(tmp_path, keep(1), "checkpoint-2")
     assert names(tmp_path) == ["checkpoint-2"]
-    keeping.remove_leftovers(tmp_path)
+    checkpoints.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
@@ -253,12 +255,12 @@ def test_output_folder_of_another_run(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 1)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match="holds another run .checkpoint-1.*resume_from_checkpoint"):
-        keeping.check_output(tmp_path, resuming=False, overwrite=False)
+        checkpoints.check_output(tmp_path, resuming=False, overwrite=False)
     assert sorted(tmp_path.rglob("*")) == before
-    keeping.check_output(tmp_path, resuming=True, overwrite=False)
-    keeping.check_output(tmp_path, resuming=False, overwrite=True)
+    checkpoints.check_output(tmp_path, resuming=True, overwrite=False)
+    checkpoints.check_output(tmp_path, resuming=False, overwrite=True)
     (tmp_path / "mine.txt").write_text("")
-    keeping.clear(tmp_path)
+    checkpoints.clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -273,9 +275,9 @@ def test_output_that_is_a_file_or_has_no_room(tmp_path: Path) -> None:
     ):
         for resuming in (False, True):
             with pytest.raises(UserError, match=words):
-                keeping.check_output(tmp_path / given, resuming=resuming, overwrite=False)
+                checkpoints.check_output(tmp_path / given, resuming=resuming, overwrite=False)
     with pytest.raises(UserError, match="MiB free; a checkpoint needs"):
-        keeping.check_space(tmp_path / "not" / "there", 2**62, "a checkpoint")
+        checkpoints.check_space(tmp_path / "not" / "there", 2**62, "a checkpoint")
     assert not (tmp_path / "not").exists()
 
 
@@ -291,7 +293,7 @@ def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
     train.check_space(config, torch.nn.Linear(32, 32, bias=False))
     moments = 8 * 1024 * (weights - 1)
     (needed, what) = asked[0]
-    assert needed == weights * 4 * 1024 + moments + keeping.SPARE_BYTES
+    assert needed == weights * 4 * 1024 + moments + checkpoints.SPARE_BYTES
     assert ("checkpoint" in what) == (save_steps > 0)
 
 
@@ -301,9 +303,12 @@ def test_full_disk_in_every_librarys_words(tmp_path: Path) -> None:
         OSError(28, "No space left on device"),
         RuntimeError("I/O error: No space left on device (os error 28)"),
     ):
-        with pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4"), keeping.no_space(tmp_path, "x"):
+        with (
+            pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4"),
+            checkpoints.no_space(tmp_path, "x"),
+        ):
             raise error
-    with pytest.raises(ValueError), keeping.no_space(tmp_path, "x"):
+    with pytest.raises(ValueError), checkpoints.no_space(tmp_path, "x"):
         raise ValueError("something else")
 
 

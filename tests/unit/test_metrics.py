@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune import metrics
-from finetune.metrics import ModelSize
+from finetune.engine import metrics
+from finetune.engine.metrics import ModelSize
 
 
 def test_flops_of_full_training_equal_those_torch_counts() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from finetune import model_files
 from finetune.config import Config, load
+from finetune.engine import model_files
 from finetune.errors import UserError
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from finetune import hardware, nccl
+from finetune.runtime import hardware, nccl
 from tests.nvml import Card, install
 
 

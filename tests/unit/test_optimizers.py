@@ -11,7 +11,7 @@ import transformers
 from transformers import trainer_optimizer
 from transformers.training_args import OptimizerNames
 
-from finetune import optimizers
+from finetune.engine import optimizers
 from finetune.errors import UserError
 from tests import launch
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from finetune import cli, prepare
-from finetune.advise import verb as advise
-from finetune.bench import verb as bench
+from finetune.advise import command as advise
+from finetune.bench import command as bench
 from finetune.config import help_text
 from finetune.config.schema import SECTIONS
 from finetune.convert import command as convert
 from finetune.errors import UserError
-from finetune.options import Options, count, counts, help_asked, without_json
+from finetune.runtime.options import Options, count, counts, help_asked, without_json
 
 OWN = {"advise": advise.own_options(), "convert": convert.own_options()} | {
     f"bench {what}": bench.own_options(what) for what in bench.WHAT

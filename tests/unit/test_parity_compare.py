@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune import parity
 from finetune.errors import RunError
+from finetune.parity import command as parity
 
 
 def run(folder: Path, tensors: dict[str, torch.Tensor], losses: tuple[float, ...] = (2.0, 1.5)) -> Path:

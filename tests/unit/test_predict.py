@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.predict import (
+from finetune.measure.predict import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     MIB,

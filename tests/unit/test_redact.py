@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune import model_files, verb
 from finetune.config import ConfigError, load
+from finetune.engine import model_files
+from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
-from finetune.record import RunRecord
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
+from finetune.runtime import command as verb
 
 MIXED = "aB3xK9qZ7mW2"
 HEX = "0123456789abcdef"

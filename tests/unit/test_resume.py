@@ -16,8 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from finetune import keeping, resume, train
+from finetune import train
 from finetune.config import load
+from finetune.engine import checkpoints, resume
 from finetune.errors import UserError
 from tests import tiny
 
@@ -189,7 +190,7 @@ def test_a_run_killed_after_its_last_checkpoint_gets_its_end_and_no_further_step
     assert (again["status"], again["steps"], again["tokens"]) == ("done", 6, record["tokens"])
     assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
     assert state(out / "checkpoint-6") == checkpoint
-    assert [path.name for path in keeping.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     before = state(out)
     runs(out, *SIX, *RESUME)
     assert state(out) == before
@@ -412,7 +413,7 @@ def test_changes_by_permission_take_effect(runs: Runs, out: Path) -> None:
     assert all(torch.allclose(trained[name], wanted[name], rtol=1e-5, atol=1e-8) for name in wanted)
     assert json.loads((out / "adapter_config.json").read_text())["lora_alpha"] == 64
     # The next resume compares with the changed settings, and keeps the history.
-    manifest = keeping.manifest(out / "checkpoint-6")
+    manifest = checkpoints.manifest(out / "checkpoint-6")
     assert manifest["settings"]["lora.lora_alpha"] == 64 and len(manifest["resumed_with_changes"]) == len(changes)
     before = state(out)
     runs(out, *SIX, *RESUME, *given)
@@ -442,7 +443,7 @@ def test_settings_that_leave_the_result_alone_are_free_and_take_effect(runs: Run
     }
     again = runs(out, *SIX, *RESUME, *(word for name in free for word in (f"--{name}", free[name])))
     assert again["resumed_from"].endswith("checkpoint-2") and again["steps"] == 6
-    assert [path.name for path in keeping.checkpoints(out)] == ["checkpoint-2", "checkpoint-6"]
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-6"]
     assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
 
 
@@ -452,14 +453,14 @@ def test_settings_that_leave_the_result_alone_are_free_and_take_effect(runs: Run
 def test_no_more_checkpoints_are_kept_than_asked_for(runs: Runs, tmp_path: Path) -> None:
     arguments = ("--training.save_steps", "1", "--training.save_total_limit", "2", "--training.max_steps", "5")
     runs(tmp_path / "out", *arguments)
-    assert [path.name for path in keeping.checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-5"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "out")] == ["checkpoint-4", "checkpoint-5"]
 
 
 def test_resumed_by_path_the_new_checkpoint_stays(runs: Runs, out: Path) -> None:
     """From checkpoint-2 beside 4 and 6, with room for one: the new ones, and the one resumed from."""
     (out / FINAL).unlink()
     seen: list[list[str]] = []
-    runs.watch(lambda trainer, step: seen.append([path.name for path in keeping.checkpoints(out)]))
+    runs.watch(lambda trainer, step: seen.append([path.name for path in checkpoints.checkpoints(out)]))
     arguments = (*SIX, "--training.save_steps", "1", "--training.save_total_limit", "1")
     runs(out, *arguments, "--training.resume_from_checkpoint", str(out / "checkpoint-2"))
     assert [names for names in seen[1:]] == [["checkpoint-2", f"checkpoint-{step}"] for step in (3, 4, 5)]
@@ -478,7 +479,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
     again = runs(out, *SIX, *RESUME)
     assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); it is skipped" in words(capsys)
     assert again["resumed_from"].endswith("checkpoint-4") and len(again["losses"]) == 2
-    assert keeping.damage(out / "checkpoint-6", verify=True) is None  # written again
+    assert checkpoints.damage(out / "checkpoint-6", verify=True) is None  # written again
     (out / "checkpoint-4").rename(out / "mine")
     again = runs(out, *SIX, "--training.resume_from_checkpoint", str(out / "mine"))
     assert again["resumed_from"].endswith("mine") and len(again["losses"]) == 2
@@ -510,7 +511,7 @@ def test_a_checkpoint_of_148928f_goes_on(
     assert "recorded no settings. Not compared: base model, optimizer, schedule and length" in words(capsys)
     assert again["resumed_from"].endswith("checkpoint-2")
     assert again["losses"] == pytest.approx([5.779609, 5.775651], rel=1e-5)
-    assert "settings" in keeping.manifest(out / "checkpoint-4")
+    assert "settings" in checkpoints.manifest(out / "checkpoint-4")
 
 
 def test_a_checkpoint_of_148928f_takes_changes_by_permission(
@@ -564,9 +565,9 @@ def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path
 
     shutil.rmtree(out / "checkpoint-6")
     torch.save(Payload(), out / "checkpoint-4" / name)
-    manifest = keeping.manifest(out / "checkpoint-4")
-    (out / "checkpoint-4" / keeping.MANIFEST).unlink()
-    keeping.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key in ("step", "plan")})
+    manifest = checkpoints.manifest(out / "checkpoint-4")
+    (out / "checkpoint-4" / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key in ("step", "plan")})
     runs(out, *SIX, *RESUME, code=1)
     assert not (tmp_path / "ran").exists()
 

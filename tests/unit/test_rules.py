@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.rules import study2025
+from finetune.measure.rules import study2025
 
 
 @pytest.mark.parametrize(

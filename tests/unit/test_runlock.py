@@ -14,14 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune import keeping, runlock
+from finetune.engine import checkpoints
 from finetune.errors import UserError
+from finetune.runtime import runlock
 from tests import launch
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from finetune import runlock
+from finetune.runtime import runlock
 with runlock.held(Path(sys.argv[1])):
     print("held", flush=True)
     if sys.stdin.readline() and os.fork() == 0:
@@ -59,8 +60,8 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
         with pytest.raises(UserError, match=rf"process {holder.pid} on .*, running since .*kill {holder.pid}"):
             with runlock.held(path):
                 raise AssertionError("two runs in one folder")
-    keeping.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
-    keeping.clear(out)  # overwrite_output_dir
+    checkpoints.check_output(out, resuming=False, overwrite=False)  # a lock is not a run that would have to go first
+    checkpoints.clear(out)  # overwrite_output_dir
     assert (out / runlock.FILE_NAME).exists()
     holder.kill()
     holder.wait()
@@ -146,10 +147,10 @@ def test_without_locks_the_owner_decides(
 
 
 def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """keeping.check_output is next, and knows what is wrong; any other reason is said."""
+    """checkpoints.check_output is next, and knows what is wrong; any other reason is said."""
     (tmp_path / "file").write_text("")
     with runlock.held(tmp_path / "file"), pytest.raises(UserError, match="which is a file"):
-        keeping.check_output(tmp_path / "file", resuming=False, overwrite=False)
+        checkpoints.check_output(tmp_path / "file", resuming=False, overwrite=False)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

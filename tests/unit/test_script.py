@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from finetune import job, model, script
-from finetune.bootstrap import Stack
+from finetune import script
 from finetune.config import Config, load
 from finetune.data.prepare import Data, prepare
+from finetune.engine import job, model
 from finetune.errors import RunError, UserError
-from finetune.hooks import Hooks
+from finetune.runtime.bootstrap import Stack
+from finetune.runtime.hooks import Hooks
 from tests import launch, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -285,10 +286,10 @@ def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
 
 UNSLOTH = """
 import json, sys
-from finetune import bootstrap
+from finetune.runtime import bootstrap
 from finetune.config import load
 stack = bootstrap.start("unsloth")
-from finetune import model
+from finetune.engine import model
 answers = []
 for extra in json.loads(sys.argv[2]):
     config = load(["--model.model_name_or_path", sys.argv[1], "--data.train_file", "t", *extra])

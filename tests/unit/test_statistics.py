@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune import statistics
+from finetune.measure import protocol
 
 
 def numpy_z(values: list[float]) -> np.ndarray:
@@ -25,23 +25,23 @@ def numpy_z(values: list[float]) -> np.ndarray:
     + [(10, 2.228, 3.169), (29, 2.045, 2.756), (49, 2.010, 2.680), (100, 1.984, 2.626)],
 )
 def test_students_t(freedom: int, at_95: float, at_99: float) -> None:
-    assert statistics.student_t(freedom) == pytest.approx(at_95, abs=5e-4)
-    assert statistics.student_t(freedom, 0.99) == pytest.approx(at_99, abs=5e-4)
+    assert protocol.student_t(freedom) == pytest.approx(at_95, abs=5e-4)
+    assert protocol.student_t(freedom, 0.99) == pytest.approx(at_99, abs=5e-4)
 
 
 def test_students_t_against_drawn_samples() -> None:
     """The interval holds the true mean in 95 % of many small experiments."""
     draw = np.random.default_rng(0).normal(7.0, 2.0, (20_000, 5))
-    half = statistics.student_t(4) * draw.std(axis=1, ddof=1) / math.sqrt(5)
+    half = protocol.student_t(4) * draw.std(axis=1, ddof=1) / math.sqrt(5)
     assert np.mean(np.abs(draw.mean(axis=1) - 7.0) <= half) == pytest.approx(0.95, abs=0.005)
 
 
 def test_outliers_are_removed_and_counted() -> None:
     run = [*np.random.default_rng(1).normal(1.0, 0.01, 100).tolist(), 9.0, 0.1]
-    kept = statistics.without_outliers(run)
+    kept = protocol.without_outliers(run)
     assert kept == [value for value, z in zip(run, numpy_z(run), strict=True) if abs(z) <= 3.5]
     assert 9.0 not in kept and 0.1 not in kept
-    assert np.allclose(statistics.modified_z(run), numpy_z(run))
+    assert np.allclose(protocol.modified_z(run), numpy_z(run))
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_outliers_are_removed_and_counted() -> None:
     ],
 )
 def test_values_of_which_many_are_equal(values: list[float], kept: int) -> None:
-    assert len(statistics.without_outliers(values)) == kept
+    assert len(protocol.without_outliers(values)) == kept
 
 
 def test_a_figure_from_several_runs() -> None:
     runs = np.random.default_rng(2).normal(5.0, 0.1, (7, 30)).tolist()
     runs[3][4] = 500.0
-    found = statistics.summarise(runs)
+    found = protocol.summarise(runs)
     kept = [[value for value, z in zip(run, numpy_z(run), strict=True) if abs(z) <= 3.5] for run in runs]
     means = np.array([np.mean(run) for run in kept])
     half = 2.4469 * means.std(ddof=1) / np.sqrt(7)  # t of 6 degrees of freedom
@@ -75,24 +75,24 @@ def test_a_figure_from_several_runs() -> None:
 
 
 def test_one_run_has_no_interval() -> None:
-    found = statistics.summarise([[1.0, 2.0, 3.0]])
+    found = protocol.summarise([[1.0, 2.0, 3.0]])
     assert (found.mean, found.median, found.ci95, found.removed) == (2.0, 2.0, None, 0)
 
 
 @pytest.mark.parametrize("runs", [[], [[]], [[1.0], []]])
 def test_nothing_measured_is_no_figure(runs: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="at least one"):
-        statistics.summarise(runs)
+        protocol.summarise(runs)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))
 def test_at_least_half_of_the_values_stay(values: list[float]) -> None:
-    kept = statistics.without_outliers(values)
+    kept = protocol.without_outliers(values)
     assert len(kept) >= len(values) / 2
     assert np.median(values) >= min(kept) and np.median(values) <= max(kept)
 
 
 def test_intervals_that_touch_tell_nothing() -> None:
-    assert statistics.apart((1.0, 2.0), (2.1, 3.0)) and statistics.apart((2.1, 3.0), (1.0, 2.0))
-    assert not statistics.apart((1.0, 2.0), (2.0, 3.0)) and not statistics.apart((1.0, 4.0), (2.0, 3.0))
-    assert not statistics.apart(None, (2.0, 3.0)) and not statistics.apart((2.0, 3.0), None)  # a single run
+    assert protocol.apart((1.0, 2.0), (2.1, 3.0)) and protocol.apart((2.1, 3.0), (1.0, 2.0))
+    assert not protocol.apart((1.0, 2.0), (2.0, 3.0)) and not protocol.apart((1.0, 4.0), (2.0, 3.0))
+    assert not protocol.apart(None, (2.0, 3.0)) and not protocol.apart((2.0, 3.0), None)  # a single run

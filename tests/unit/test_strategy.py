@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune import strategy
 from finetune.config import ConfigError, TrainingConfig, load, scaled_learning_rate
-from finetune.distributed import Ranks
+from finetune.engine.record import write_json
 from finetune.errors import UserError
-from finetune.record import write_json
-from finetune.strategy import Decision
+from finetune.measure import strategy
+from finetune.measure.strategy import Decision
+from finetune.runtime.distributed import Ranks
 
 
 class Started(Exception):

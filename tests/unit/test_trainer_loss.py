@@ -14,8 +14,8 @@ import torch.distributed as dist
 import transformers
 from transformers.training_args import OptimizerNames
 
+from finetune.engine.trainer import SFTTrainer, _from_host, _OnHost
 from finetune.errors import UserError
-from finetune.trainer import SFTTrainer, _from_host, _OnHost
 
 
 class MeanModel(torch.nn.Module):
@@ -193,7 +193,7 @@ def test_first_buckets_are_freed_after_the_first_micro_batch_that_reduces(
 ) -> None:
     """Before the next one that does, in whose forward DDP makes others: once in a run (D8)."""
     freed: list[int] = []
-    monkeypatch.setattr("finetune.distributed.put_collectives_away", lambda: freed.append(place))
+    monkeypatch.setattr("finetune.runtime.distributed.put_collectives_away", lambda: freed.append(place))
     fake = keeper()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import measurements, scoring, trial
 from finetune.config import load
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import RunError
-from finetune.measurements import Measurement, slowest_rank_seconds
-from finetune.predict import MIB
+from finetune.measure import measurements, scoring, trial
+from finetune.measure.measurements import Measurement, slowest_rank_seconds
+from finetune.measure.predict import MIB
+from finetune.measure.trial import Attempt, recommended, search, try_size
 from finetune.train import out_of_memory
-from finetune.trial import Attempt, recommended, search, try_size
 from tests.unit.test_advise import configuration, measurement
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]  # the divisors of a global batch of 48
@@ -307,7 +307,7 @@ def test_buckets_follow_the_users_cap() -> None:
 
 
 def test_a_prediction_is_scored_against_what_was_measured() -> None:
-    from finetune.predict import predict
+    from finetune.measure.predict import predict
 
     one = measurement()
     prediction = predict(one.work(1), one.gradients, 1, None)

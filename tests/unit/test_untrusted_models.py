@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import model, model_files
 from finetune.config import load
+from finetune.engine import model, model_files
 from finetune.errors import UserError
 
 

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune import adapter_targets, disk, keeping, model_files, record, verb
 from finetune.config import load
 from finetune.data import formats, sources
+from finetune.engine import adapter_targets, checkpoints, model_files, record
 from finetune.errors import RunError, UserError
+from finetune.runtime import command as verb
+from finetune.runtime import disk
 from tests import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -111,7 +113,7 @@ def small_disk(tmp_path: Path):
 
 
 def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from finetune.callbacks import EventFile
+    from finetune.engine.callbacks import EventFile
 
     events = EventFile(small_disk / "runs")
     assert not (small_disk / "runs").exists()  # made at the first write
@@ -258,5 +260,5 @@ def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
     tiny.make_rows(tmp_path / "file", 1)
     for folder, expected in ((tmp_path / "link", "symbolic link"), (tmp_path / "file" / "out", "a file")):
         with pytest.raises(UserError, match=expected) as error:
-            keeping.check_output(folder, resuming=False, overwrite=False)
+            checkpoints.check_output(folder, resuming=False, overwrite=False)
         assert not isinstance(error.value, RunError)

@@ -1,0 +1,302 @@
+"""The command line of `finetune advise`, and its story."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import Config, load, resolve_batch
+from finetune.errors import RunError, UserError
+from finetune.measure import rules, strategy
+from finetune.runtime.command import DONE, FAILED, console, run_with_options
+from finetune.runtime.options import Options, count, counts, path, price
+
+if TYPE_CHECKING:
+    from finetune.advise.candidates import Bench, Improvement, Tried
+    from finetune.advise.launch import LaunchPlan
+    from finetune.advise.verdict import Candidate, Row
+    from finetune.measure.predict import Curve
+    from finetune.runtime.hardware import Hardware
+
+PURPOSE = (
+    "Choose the number of GPUs and the settings for your configuration: measure one GPU and the all-reduce, predict the"
+    " others, decide."
+)
+NOTES = (
+    "Exit code 0: advice was given, 1: the model does not fit on a GPU here, 2: bad input. docs/advise.md describes the"
+    " prediction."
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Advise on a configuration. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("advise", PURPOSE, notes=NOTES)
+    default = "default: 1, 2, 4 and 8, up to the GPUs there are; 1,2 on a CPU"
+    found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
+    found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run; 0 is allowed")
+    comm = "result of an earlier `finetune bench comm --json`, instead of measuring; also for GPUs that are not here"
+    found.add("--comm", path, "FILE.json", comm)
+    found.add_switch("--fastest", "choose the fastest number of GPUs at any efficiency (default: at least 70 %%)")
+    found.add_switch("--as-given", "keep the settings; do not search for better ones on one GPU")
+    found.add_switch("--rules", "measure nothing; apply the rule set study2025")
+    found.add("--out", path, "DIR", "write the accelerate profile, the environment and the launch command there")
+    found.add("--model", str, "NAME", "dense-258k or dense-6.9m: a dense model of the study instead of a configuration")
+    found.add("--batch", count, "64", "global batch size, for --model")
+    return found
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this command, and the arguments that belong to the configuration.
+
+    Raises:
+        UserError: invalid values, or options that exclude each other.
+    """
+    options, rest = own_options().split(argv)
+    if options.batch is not None and options.model is None:
+        raise UserError("--batch is for --model only. A configuration has training.global_batch_size.")
+    measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
+    if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
+        raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
+    if options.world_sizes is not None:
+        options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one
+    return options, rest
+
+
+def run(argv: list[str]) -> int:
+    """Measure, predict, decide, say, write.
+
+    Raises:
+        UserError: bad options, configuration or data.
+        RunError: a measurement failed for another reason than memory.
+    """
+    options, rest = parse(argv)
+    if options.model is not None:
+        return on_dense_model(options, rest)
+    config = load(rest, verb="advise")
+    if options.rules:
+        return by_rules(config, options, strategy.visible_gpus())
+    from finetune.advise.candidates import Bench
+
+    machine, given = meet(options)
+    cores = machine.cpu_cores if machine.device == "cpu" else None
+    bench = Bench(arguments=rest, cpu_cores=cores)
+    base = bench.try_out(())
+    if base.measured is None:
+        return does_not_fit(config, options, bench, base, machine)
+    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    write(config, options, machine, advice, plan)
+    return DONE
+
+
+def meet(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
+    """The machine, with what is to be warned of said; and the all-reduce that `--comm` brings, by world size."""
+    from finetune.advise.machine import warnings
+    from finetune.measure.measurements import read_comm
+    from finetune.runtime.hardware import survey
+
+    given = read_comm(options.comm) if options.comm else {}
+    machine = survey()
+    for warning in warnings(machine):
+        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+    return machine, given
+
+
+def numbers(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) -> list[int]:
+    """The numbers of devices to predict."""
+    return options.world_sizes or [world for world in (1, 2, 4, 8) if world <= here or world in given]
+
+
+def compare(
+    found: Mapping[int, Candidate | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
+) -> tuple[list[Row], Row, float]:
+    """All numbers of devices, the one to take, and the seconds that several ranks take to meet.
+
+    Raises:
+        RunError: one device could not be measured.
+    """
+    from finetune.advise import candidates, verdict
+    from finetune.advise.machine import devices_here
+    from finetune.measure.predict import buckets
+
+    one, here = found[1], devices_here(machine)
+    if isinstance(one, str):
+        raise RunError(f"one device cannot be measured with its own settings: {one}")
+    sent = buckets(one.gradients.sizes, one.gradients.cap, one.gradients.first)
+    missing = [world for world in found if 1 < world <= here and world not in given]
+    curves, meeting = candidates.measure_curves(missing, machine, sent)
+    rows = verdict.rows(
+        found,
+        curves | {world: (curve, str(options.comm)) for world, curve in given.items()},
+        here=here,
+        extra_start_up_seconds=meeting,
+        price_per_gpu_hour=options.price_per_gpu_hour,
+    )
+    chosen = verdict.choose(rows, fastest=options.fastest)
+    assert chosen is not None  # one device has been tried
+    return rows, chosen, meeting
+
+
+def on_configuration(
+    config: Config,
+    options: argparse.Namespace,
+    machine: Hardware,
+    bench: Bench,
+    base: Tried,
+    given: Mapping[int, Curve],
+) -> tuple[dict[str, Any], LaunchPlan]:
+    """Better settings first, then the numbers of devices, then one of them; says all of it."""
+    from finetune.advise import candidates, launch, verdict, words
+    from finetune.advise.machine import devices_here
+
+    assert base.measured is not None
+    better = [] if options.as_given else candidates.improvements(config, bench, base)
+    faster = candidates.applied(bench, better)
+    worlds = numbers(options, devices_here(machine), given)
+    measured = candidates.measured_for(config, bench, base.measured, faster, worlds)
+    found = {w: one if isinstance(one, str) else candidates.candidate(one, w) for w, one in measured.items()}
+    rows, chosen, meeting = compare(found, options, machine, given)
+    size, others = candidates.split_size(faster)
+    settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
+    plan = launch.plan(chosen.world_size, machine, [*bench.arguments, *settings], options.out)
+    one = base.measured
+    advice = {
+        "kind": "advice",
+        "world_size": chosen.world_size,
+        "reason": verdict.in_a_sentence(chosen, rows),
+        "when": one.when,
+        "device": machine.name,
+        "environment": plan.environment,
+        "launch": plan.line,
+        "rows": [row.to_dict() for row in rows],
+        "improvements": [improved(one, faster) for one in better],
+        "study2025": words.ruling(one.parameters, one.global_batch_size, rows, machine),
+        "notes": [words.gradients(one), words.learning_rate(config, one.global_batch_size)],
+        "start_up_of_ranks_seconds": meeting,
+    }
+    words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
+    return advice, plan
+
+
+def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
+    """A dense model of the study in place of a configuration: nothing is launched, so there is no launch line."""
+    from finetune.advise import dense, verdict, words
+    from finetune.advise.machine import devices_here
+    from finetune.engine.record import write_json
+
+    if options.rules or options.as_given or options.out:
+        raise UserError(
+            "--model excludes --rules, --as-given and --out: it has nothing to set or to launch. Remove them."
+        )
+    if rest:
+        raise UserError(f"--model replaces the configuration, but one was given: {' '.join(rest)}. Remove one of them.")
+    job = dense.chosen(options.model, options.batch)
+    machine, given = meet(options)
+    found = dense.candidates(job, numbers(options, devices_here(machine), given), machine)
+    rows, chosen, meeting = compare(found, options, machine, given)
+    advice = {
+        "kind": "advice",
+        "model": options.model,
+        "global_batch_size": job.global_batch_size,
+        "world_size": chosen.world_size,
+        "reason": verdict.in_a_sentence(chosen, rows),
+        "device": machine.name,
+        "launch": None,
+        "rows": [row.to_dict() for row in rows],
+        "improvements": [],
+        "study2025": words.ruling(job.model.parameters, job.global_batch_size, rows, machine),
+        "notes": [
+            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; tokens "
+            f"are samples, and a run is {dense.STEPS:,} steps. Each sends "
+            f"{sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
+            *words.short_step(rows, machine),
+        ],
+        "start_up_of_ranks_seconds": meeting,
+    }
+    words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
+    if options.json:
+        write_json(options.json, advice)
+    return DONE
+
+
+def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
+    """One better setting for the report."""
+    change = one.change
+    return {
+        "name": change.name,
+        "flags": list(change.arguments),
+        "factor": one.factor,
+        "same_result": change.same_result,
+        "applied": set(change.arguments) <= set(faster),
+    }
+
+
+def write(
+    config: Config, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
+) -> None:
+    """Into the cache, for `training.strategy: auto`; into --out and --json."""
+    from finetune.advise import launch
+    from finetune.engine.record import write_json
+
+    kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
+    write_json(strategy.advice_file(config, machine.count), kept)
+    if options.out is not None:
+        launch.write(options.out, plan, advice["reason"])
+    if options.json:
+        write_json(options.json, advice)
+
+
+def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
+    """No launch line: what would make it fit instead."""
+    say = console().print
+    say(f"NO: {base.reason}", style="red", highlight=False, soft_wrap=True, markup=False)
+    if not base.full:
+        return FAILED
+    from finetune.advise.candidates import make_fit
+
+    taken, result = make_fit(config, bench, machine.device == "cpu", base)
+    names = ", ".join(change.name for change in taken)
+    flags = " ".join(word for change in taken for word in change.arguments)
+    content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
+    if result is None or result.measured is None:
+        text = f"More GPUs do not help: with DDP each holds the whole model. Tried, and not enough: {names}."
+    else:
+        peak, device = result.measured.peak_memory_bytes / 2**30, result.measured.memory_bytes
+        of = "" if device is None else f" of {device / 2**30:.1f}"
+        text = f"It fits with {names} (tried: {peak:.1f}{of} GiB): {flags}. "
+        if device is not None and result.measured.peak_memory_bytes > rules.MEMORY_MARGIN * device:
+            text += f"That is above {rules.MEMORY_MARGIN} of the memory; fragmentation may yet end the run. "
+        text += "Ask again with these for the number of GPUs."
+        content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
+    say(text, highlight=False, soft_wrap=True, markup=False)
+    if options.json:
+        from finetune.engine.record import write_json
+
+        write_json(options.json, content | {"remedies": text})
+    return FAILED
+
+
+def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
+    """The rule set alone."""
+    count = None
+    if not config.demo:
+        count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
+    batch = resolve_batch(config.training, 1, config.data).global_batch_size
+    ruling = rules.study2025(count, batch, gpus=gpus)
+    say = console().print
+    text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."
+    say(text, highlight=False, soft_wrap=True, markup=False)
+    if not config.model.full_finetuning:
+        text = "It was drawn from models that are trained in full; of this one only adapter gradients would travel."
+        say(text, highlight=False, soft_wrap=True)
+    if options.json:
+        from finetune.engine.record import write_json
+
+        content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "global_batch_size": batch}
+        write_json(options.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})
+    return DONE

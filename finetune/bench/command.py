@@ -1,0 +1,110 @@
+"""The command line of `finetune bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
+from finetune.runtime.command import DONE, run_with_options
+from finetune.runtime.options import Options, count, counts, names, path
+
+WHAT = {
+    "comm": "all-reduce, reduce-scatter, all-gather and broadcast: latency and bandwidth by size",
+    "compute": "matrix product and memory copy: the most that this machine can do",
+    "step": "where the time of a training step of your configuration goes, on each rank",
+    "study": "a published study of one GPU against two, repeated: dense models of 258 K and 6.9 M parameters",
+}
+NOTES = "Exit code 0: done, 1: a rank failed, 2: bad input. docs/benchmarks.md describes each measurement."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one benchmark. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    text = own_options(argv[0]).format_help() if argv and argv[0] in WHAT else overview()
+    return run_with_options(text, argv, run)
+
+
+def overview() -> str:
+    """The help of `finetune bench` without a benchmark."""
+    lines = [f"  {name:9} {purpose}" for name, purpose in WHAT.items()]
+    usage = "usage: finetune bench WHAT [options]\n\nMeasure this machine. WHAT is one of:\n\n"
+    return usage + "\n".join(lines) + f"\n\n`finetune bench WHAT --help` lists its options.\n{NOTES}\n"
+
+
+def run(argv: list[str]) -> int:
+    """Measure, show, write: after each measurement, so that what is there stays, whatever comes after.
+
+    Raises:
+        UserError: bad options, configuration or data.
+        RunError: a rank failed.
+    """
+    if not argv or argv[0] not in WHAT:
+        given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark was named"
+        raise UserError(f"{given}. Choose one of {', '.join(WHAT)}.")
+    options, rest = parse(argv[0], argv[1:])
+    from finetune.engine.record import write_json
+
+    for result in _measure(argv[0])(options, rest):
+        if options.json:
+            write_json(options.json, result)
+    return DONE
+
+
+def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]:
+    """What yields all that it has measured so far, again and again."""
+    if what == "comm":
+        from finetune.bench import comm_report
+
+        return comm_report.run
+    if what == "compute":
+        from finetune.bench import compute
+
+        return compute.run
+    if what == "step":
+        from finetune.bench import step
+
+        return step.run
+    from finetune.bench.study import command as study
+
+    return study.run
+
+
+def own_options(what: str) -> Options:
+    """The options of a benchmark."""
+    purpose = WHAT[what][:1].upper() + WHAT[what][1:] + "."
+    found = Options(f"bench {what}", purpose, notes=NOTES, configuration=what in ("comm", "step"))
+    default = "1; several run at once" if what == "compute" else "1, 2, 4 and 8, up to the GPUs there are"
+    found.add("--world-sizes", counts, "1,2", f"numbers of ranks: NCCL on GPUs, gloo on a CPU (default: {default})")
+    repeated = "repeated runs; the confidence interval is that of the mean over them"
+    found.add("--runs", count, "N", f"{repeated} (default: %(default)s; the study's own: 50)", RUNS)
+    found.add(
+        "--steps", count, "N", f"measured steps per run, after {WARM_UP} warm-up steps (default: %(default)s)", MEASURED
+    )
+    if what == "comm":
+        found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB; to 16 MiB on a CPU)")
+        found.add_switch("--settings", "the NCCL settings that matter on this topology, each in its own processes")
+    if what in ("step", "study"):
+        plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
+        found.add("--out", path, "DIR", f"write tables, numbers and plots there: {plots}")
+    if what == "study":
+        found.add("--models", names, "NAME,...", "258K, 6.9M, and on GPUs with LoRA llama-1.2b, llama-3b")
+    return found
+
+
+def parse(what: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a benchmark, and the arguments that belong to the configuration.
+
+    Raises:
+        UserError: an unknown option or an invalid value.
+    """
+    return own_options(what).split(argv)
+
+
+def world_sizes(given: list[int] | None, gpus: int, *, least: int = 1) -> list[int]:
+    """The world sizes to measure: those given, or `least` and its doubles up to the number of GPUs (two on a CPU)."""
+    most = gpus or 2
+    return given or [world for world in (1, 2, 4, 8) if least <= world <= most] or [least]

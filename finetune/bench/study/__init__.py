@@ -1,0 +1,1 @@
+"""`finetune bench study`: the published study, repeated on this machine."""

@@ -1,0 +1,177 @@
+"""`finetune bench study`: the published study of one GPU against two, measured again on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from finetune.bench import comm, conditions, launch
+from finetune.bench.command import world_sizes
+from finetune.bench.study import lora as study_lora
+from finetune.bench.study import report as study_report
+from finetune.engine.record import write_json
+from finetune.errors import UserError
+from finetune.measure.protocol import WARM_UP
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware, survey, topology_line
+from finetune.runtime.nccl import in_words, settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A dense model of the study. It names the hidden widths, the dropout and the parameters, and neither the input nor
+    the classes: with ten classes the input here is the one that comes nearest to its number of parameters."""
+
+    name: str
+    widths: tuple[int, ...]  # input, hidden layers, classes
+    dropout: float
+    batches: tuple[int, ...]  # global
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases."""
+        return sum(before * after + after for before, after in zip(self.widths, self.widths[1:], strict=False))
+
+
+MODELS = (
+    Model(name="258K", widths=(844, 256, 128, 64, 10), dropout=0.2, batches=(16, 32, 64, 128)),
+    Model(name="6.9M", widths=(4813, 1024, 1024, 512, 512, 256, 10), dropout=0.3, batches=(8, 16, 32, 64)),
+)
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
+    """Measure all models on every world size and in every mode; what `--json` gets."""
+    machine = survey()
+    worlds = world_sizes(options.world_sizes, machine.count)
+    for world in worlds:
+        comm.check_world(world, machine)
+    if 1 not in worlds:
+        raise UserError(f"--world-sizes {worlds}: the study compares with one device; add 1")
+    models, shapes = chosen(options.models)
+    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    console().print(in_words(machine, settings(machine)), highlight=False, soft_wrap=True)
+    found: dict[str, Any] = {
+        "kind": "study",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "hardware": machine.to_dict(),
+        "topology": topology_line(machine),
+        "protocol": {"runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "precision": "float32"},
+        "models": [asdict(model) | {"parameters": model.parameters} for model in models],
+        "modes": [],
+        "lora": None,
+    }
+
+    def keep(lora: dict[str, Any] | None = None) -> None:
+        """What is measured stays, whatever comes after."""
+        found["lora"] = lora
+        if options.out:
+            write_json(options.out / "study.json", found)
+
+    alone = measure(models, 1, {}, options, machine) if models else {}
+    for name, environment in modes(machine) if models else ():
+        runs, mode = {1: alone}, {"name": name, "environment": environment, "rows": []}
+        found["modes"].append(mode)
+        for world in worlds:
+            if world > 1:
+                runs[world] = measure(models, world, environment, options, machine)
+            mode["rows"] = rows(models, runs)
+            keep()
+            yield found
+    if shapes:
+        keep(study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine, keep))
+    study_report.show(found)
+    if options.out:
+        study_report.write(found, options.out)
+    yield found
+
+
+def chosen(names: Sequence[str] | None) -> tuple[list[Model], list[str]]:
+    """The dense models and the shapes for LoRA of these names; all where none is given.
+
+    Raises:
+        UserError: a name that is none.
+    """
+    dense = {model.name: model for model in MODELS}
+    known = (*dense, *study_lora.SHAPES)
+    wrong = [name for name in names or () if name not in known]
+    if wrong:
+        raise UserError(f"--models {','.join(wrong)}: the study has {', '.join(known)}")
+    names = names or known
+    return [dense[name] for name in names if name in dense], [name for name in names if name not in dense]
+
+
+def modes(machine: Hardware) -> list[tuple[str, dict[str, str]]]:
+    """Ways of communication to compare: as it is here and, where GPUs have peer access, without it, which stands in for
+    the study's host bridge."""
+    base = {one.name: one.value for one in settings(machine)}
+    links = machine.links or ()
+    if not links:
+        return [("gloo on this CPU" if machine.device == "cpu" else "one GPU", base)]
+    if any(link.peer_access for link in links):
+        return [("peer access", base), ("NCCL_P2P_DISABLE=1", base | {"NCCL_P2P_DISABLE": "1"})]
+    return [("no peer access", base)]
+
+
+def measure(
+    models: Sequence[Model],
+    world: int,
+    environment: dict[str, str],
+    options: argparse.Namespace,
+    machine: Hardware,
+    *,
+    ddp: bool = False,
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Every model at every batch that `world` ranks can share, by (model, batch); with `ddp` a single rank too is in
+    DDP, and does all that a rank of several does but send and wait."""
+    cases = [
+        {"model": model.name, "widths": model.widths, "dropout": model.dropout, "batch": batch}
+        for model in models
+        for batch in model.batches
+        if batch % world == 0
+    ]
+    request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "ddp": ddp}
+    about = f"dense models on {world} rank(s)" + (" in DDP" if ddp else "")
+    about += f", {comm.show(environment)}" if environment and world > 1 else ""
+    measured = launch.ranks("finetune.bench.study.rank", world, request, about=about, environment=environment)
+    found = {}
+    for case, result in zip(cases, measured, strict=True):
+        states = [one.pop("states") for one in result["ranks"]]
+        result["conditions"] = conditions.describe([one[0] for one in states], [one[1] for one in states], machine)
+        found[case["model"], case["batch"]] = result
+    return found
+
+
+def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each model, batch and world size, with its ratios to one device. Rates are taken from median steps."""
+    found = []
+    for model in models:
+        for batch in model.batches:
+            for world, results in runs.items():
+                result = results.get((model.name, batch))
+                if result is None:
+                    continue
+                step = result["step_seconds"]["median"]
+                speed_up = runs[1][model.name, batch]["step_seconds"]["median"] / step
+                parts = result["ranks"][0]["seconds"]
+                exposed, beside = parts["exposed"], parts["step"]["median"]  # both of the run in parts
+                found.append(
+                    {
+                        **{"model": model.name, "batch": batch, "world_size": world, **result},
+                        "samples_per_second": batch / step,
+                        "speed_up": speed_up,
+                        "efficiency": speed_up / world,
+                        "exposed_communication_fraction": exposed["median"] / beside if exposed else None,
+                    }
+                )
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of torch, with its build."""
+    import torch
+
+    return {"torch": torch.__version__}

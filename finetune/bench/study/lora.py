@@ -1,0 +1,105 @@
+"""The part of `finetune bench study` that the study lacks: LoRA of language models of real sizes, random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.bench import step
+from finetune.errors import RunError
+from finetune.runtime import subprocesses
+from finetune.runtime.command import console
+from finetune.runtime.hardware import Hardware
+
+SHAPES = ("llama-1.2b", "llama-3b")  # of benchmarks/models.py
+MOST_RUNS, MOST_STEPS = 3, 20  # a step takes a hundred times as long as one of a dense model
+PACK = 16384  # tokens
+DOCUMENTS = 4000
+
+
+def measure(
+    shapes: Sequence[str],
+    worlds: Sequence[int],
+    modes: Sequence[tuple[str, dict[str, str]]],
+    runs: int,
+    steps: int,
+    machine: Hardware,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Steps of the real trainer, LoRA r16 in bfloat16 over packs of 16,384 tokens, as many packs a step as the most
+    ranks: {"rows": [...]}, or {"left_out": why}. `keep` gets what there is after each measurement.
+
+    Raises:
+        RunError: a model could not be written, or a rank failed.
+    """
+    if machine.device != "cuda":
+        return {"left_out": "there is no GPU, and a step of these models takes minutes on a CPU"}
+    if importlib.util.find_spec("benchmarks") is None:
+        return {"left_out": "benchmarks/models.py is not here; start from the source folder (python -m finetune.bench)"}
+    runs, steps = min(runs, MOST_RUNS), min(steps, MOST_STEPS)
+    found: dict[str, Any] = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
+    with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:
+        corpus = documents(Path(folder) / "train.jsonl")
+        for shape in shapes:
+            arguments = configuration(build(shape, corpus, Path(folder)), corpus, max(worlds))
+            several = [(name, world, one) for name, one in modes for world in worlds if world > 1]
+            alone = None
+            for name, world, environment in [("one GPU", 1, {}), *several]:
+                run = step.measure(arguments, world, runs, steps, environment, machine=machine)
+                alone = alone or run
+                found["rows"].append(row(shape, name, run, alone))
+                keep(found)
+    return found
+
+
+def row(shape: str, mode: str, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """What the table shows of a run, beside the one on one GPU."""
+    return {
+        "shape": shape,
+        "mode": mode,
+        "world_size": run["world_size"],
+        "tokens_per_second_per_gpu": run["tokens_per_second_per_gpu"],
+        "efficiency": run["tokens_per_second_per_gpu"] / alone["tokens_per_second_per_gpu"],
+        "step_seconds": run["ranks"][0]["seconds"]["step"],
+        "exposed_communication_fraction": run["exposed_communication_fraction"],
+        "memory_gib": max(one["peak_memory_gib"] for one in run["ranks"]),
+        "trainable_parameters": run["trainable_parameters"],
+        "conditions": run["conditions"],
+        "ranks": run["ranks"],
+    }
+
+
+def configuration(model: Path, corpus: Path, packs: int) -> list[str]:
+    """Arguments of the run."""
+    return [
+        *("--model.model_name_or_path", str(model), "--data.train_file", str(corpus), "--lora.r", "16"),
+        *("--data.packing", "true", "--data.pack_length", str(PACK), "--training.per_device_train_batch_size", "1"),
+        *("--training.global_batch_size", str(packs), "--training.gradient_checkpointing", "false"),
+    ]
+
+
+def documents(path: Path) -> Path:
+    """Random words in documents of the lengths of chat data: lognormal(6, 0.8) words, 32 to 2,048."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7))) for _ in range(2000)]
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(DOCUMENTS):
+            length = min(2048, max(32, int(rng.lognormvariate(6.0, 0.8))))
+            file.write(json.dumps({"text": " ".join(rng.choices(words, k=length))}) + "\n")
+    return path
+
+
+def build(shape: str, corpus: Path, folder: Path) -> Path:
+    """The model on disk, written by another process: this one keeps off the GPUs."""
+    command = [sys.executable, "-m", "benchmarks.models", str(folder / shape), shape, str(corpus)]
+    with console().status(f"writing a {shape}"):
+        done = subprocesses.run(command)
+    if done.returncode:
+        raise RunError(f"a model of shape {shape} could not be written: {done.stderr[-2000:]}")
+    return folder / shape

@@ -1,0 +1,96 @@
+"""The published study's figures, as it printed them, and what does not fit together in them.
+
+Two RTX 4070 Ti SUPER behind a PCIe host bridge without peer access; TensorFlow 2.19, NCCL 2.18.5; 50 runs of 100 steps.
+Nothing here is measured by this project; `bench study` measures the same again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.runtime import nccl
+
+MACHINE = "2 x RTX 4070 Ti SUPER, PHB, no peer access (TensorFlow 2.19, NCCL 2.18.5)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One batch of a table: samples/s on one and on two GPUs, with the ratios as printed."""
+
+    batch: int  # of both GPUs together: its samples/s times its step time give the printed batch
+    one: int
+    two: int
+    speed_up: float
+    efficiency: float
+    step_ms: tuple[float, float] | None  # one GPU, two GPUs
+
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "258K": (
+        Row(batch=16, one=2422, two=2039, speed_up=0.84, efficiency=0.42, step_ms=None),
+        Row(batch=32, one=4156, two=3567, speed_up=0.86, efficiency=0.43, step_ms=None),
+        Row(batch=64, one=8234, two=6789, speed_up=0.82, efficiency=0.41, step_ms=None),
+        Row(batch=128, one=16883, two=12345, speed_up=0.73, efficiency=0.37, step_ms=None),
+    ),
+    "6.9M": (
+        Row(batch=8, one=431, two=336, speed_up=0.78, efficiency=0.39, step_ms=(18.6, 23.8)),
+        Row(batch=16, one=789, two=678, speed_up=0.86, efficiency=0.43, step_ms=(20.3, 23.6)),
+        Row(batch=32, one=1245, two=1123, speed_up=0.90, efficiency=0.45, step_ms=(25.7, 28.5)),
+        Row(batch=64, one=2101, two=1841, speed_up=0.88, efficiency=0.44, step_ms=(30.5, 34.8)),
+    ),
+}
+# Its timelines, ms: (batch, one GPU, two GPUs) of each model.
+TIMELINES: dict[str, tuple[int, dict[str, float], dict[str, float]]] = {
+    "258K": (
+        64,
+        {"forward": 3.2, "backward": 3.1, "optimizer": 1.2, "other": 0.3},
+        {"forward": 1.8, "backward": 1.7, "exposed communication": 5.2, "optimizer": 0.6, "other": 0.1},
+    ),
+    "6.9M": (
+        32,
+        {"forward": 11.2, "backward": 10.8, "optimizer": 3.1, "other": 0.6},
+        {"forward": 6.1, "backward": 5.9, "exposed communication": 7.8, "optimizer": 1.6, "other": 0.3},
+    ),
+}
+# "Overhead per step" that it reports, ms, lowest and highest.
+OVERHEADS: dict[str, dict[str, tuple[float, float]]] = {
+    "258K": {
+        **{"gathering gradients": (15, 20), "all-reduce": (25, 35), "broadcast": (10, 15)},
+        **{"synchronisation": (5, 10), "buffers": (3, 5)},
+    },
+    "6.9M": {
+        **{"gathering gradients": (25, 35), "all-reduce": (35, 50), "broadcast": (15, 25)},
+        **{"synchronisation": (8, 15), "buffers": (5, 10)},
+    },
+}
+
+
+def contradictions() -> tuple[str, ...]:
+    """What its figures say against each other, computed from them, and what is to be thought of its NCCL settings."""
+    found = []
+    for model, parts in OVERHEADS.items():
+        low, high = (sum(bounds[place] for bounds in parts.values()) for place in (0, 1))
+        longest = max(row.batch / row.two * 1e3 for row in TABLES[model])
+        found.append(
+            f"{model}: the overheads add up to {low:.0f}-{high:.0f} ms a step, and its slowest step on two GPUs takes "
+            f"{longest:.1f} ms in all"
+        )
+    for model, (batch, _, two) in TIMELINES.items():
+        stated = next(row.batch / row.two * 1e3 for row in TABLES[model] if row.batch == batch)
+        if abs(sum(two.values()) / stated - 1) > 0.05:
+            found.append(
+                f"{model}: the timeline of two GPUs at batch {batch} adds up to {sum(two.values()):.1f} ms, and the "
+                f"table has {stated:.1f} ms"
+            )
+    best = max(row.efficiency for rows in TABLES.values() for row in rows)
+    found.append(
+        f"rules: no configuration gained from the second GPU (best efficiency {best:.0%}), and none above 6.9 M "
+        "parameters was measured; that 10 M parameters pay, and 50 M clearly, is extrapolated"
+    )
+    small = {row.batch: row.batch / row.one * 1e3 for row in TABLES["258K"]}
+    found.append(
+        f"258K: one GPU takes {min(small.values()):.1f}-{max(small.values()):.1f} ms for 16 samples and for 128 alike: "
+        "the host that launches the kernels seems to set the pace, not the GPU"
+    )
+    found += [f"{setting.name}={setting.value}: {setting.reason}" for setting in nccl.STUDY]
+    return tuple(found)

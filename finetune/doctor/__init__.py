@@ -1,0 +1,1 @@
+"""`python -m finetune.doctor`: a report on this machine for a bug report."""

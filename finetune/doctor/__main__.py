@@ -1,0 +1,3 @@
+from finetune.doctor.command import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""A run: its model, its trainer, its checkpoints and its record."""

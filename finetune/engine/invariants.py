@@ -1,0 +1,252 @@
+"""What must hold on all ranks before the first step. Each check has a name; one that fails stops every rank with it.
+
+Facts are gathered from all ranks first, so that every rank comes to the same verdict and none waits for the others.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.runtime import distributed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of one rank."""
+
+    rank: int
+    host: str
+    local_rank: int
+    parameter_devices: list[str]
+    current_device: str
+    trainer_classes: list[str]  # of the trainer and its bases, with their modules: the path that the loss takes
+    processes: int  # that accelerate knows of
+    timeout_seconds: float | None  # of the default process group; None for one rank
+    finds_unused: bool
+    reentrant: bool
+    patches: list[str]  # those applied
+    writes: bool  # checkpoints and the final model
+    divisor: str  # who divides the loss by the label tokens of the global batch: "the model" or "this program"
+    averages_tokens: bool
+    batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
+    global_batch_size: int  # rows (or packs) of a step of the plan, over all ranks
+
+
+def gather(trainer: Any) -> list[Facts]:
+    """The facts of all ranks, on every rank."""
+    return distributed.gather_objects(own_facts(trainer))
+
+
+def own_facts(trainer: Any) -> Facts:
+    """The facts of this rank."""
+    import torch
+
+    me = distributed.ranks()
+    model = trainer.model
+    cuda = trainer.stack.device == "cuda"
+    return Facts(
+        rank=me.rank,
+        host=socket.gethostname(),
+        local_rank=me.local_rank,
+        parameter_devices=sorted({str(parameter.device) for parameter in model.parameters()}),
+        current_device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
+        trainer_classes=[f"{one.__module__}.{one.__qualname__}" for one in type(trainer).__mro__],
+        processes=trainer.accelerator.num_processes,
+        timeout_seconds=distributed.group_timeout_seconds(),
+        finds_unused=bool(trainer.args.ddp_find_unused_parameters),
+        reentrant=_reentrant(trainer),
+        patches=[verdict.name for verdict in trainer.stack.patches if verdict.applied],
+        writes=trainer.args.should_save,
+        divisor=divisor(trainer),
+        averages_tokens=trainer.args.average_tokens_across_devices,
+        batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
+        global_batch_size=trainer.plan.global_batch_size,
+    )
+
+
+def divisor(trainer: Any) -> str:
+    """Who divides the loss by the label tokens of the global batch; see SFTTrainer.compute_loss."""
+    return "the model" if trainer.model_accepts_loss_kwargs else "this program"
+
+
+def _reentrant(trainer: Any) -> bool:
+    """Whether gradient checkpointing runs the forward again inside the backward, as Unsloth's own always does."""
+    if not trainer.args.gradient_checkpointing:
+        return False
+    if trainer.stack.backend == "unsloth" and trainer.stack.device == "cuda":
+        return True
+    return bool((trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
+
+
+# --- checks: Facts of all ranks and what the configuration asks for -> what is wrong, or None -----------------------
+
+
+def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
+    """Each rank's weights on its own GPU, and no GPU shared by two ranks of a machine (unsloth issue 3459)."""
+    seen: dict[tuple[str, str], int] = {}
+    for one in facts:
+        if one.current_device == "cpu":
+            continue
+        if one.parameter_devices != [one.current_device]:
+            return (
+                f"rank {one.rank} computes on {one.current_device} and has weights on "
+                f"{', '.join(one.parameter_devices)}; "
+                "load the model with one device per rank"
+            )
+        place = (one.host, one.current_device)
+        if place in seen:
+            return (
+                f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make as many GPUs "
+                "visible as there are processes, and leave CUDA_VISIBLE_DEVICES the same on all ranks"
+            )
+        seen[place] = one.rank
+    return None
+
+
+def same_trainer_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
+    """A rank on which Unsloth could not generate its trainer falls back to another loss, silently."""
+    for one in facts:
+        if one.trainer_classes != facts[0].trainer_classes:
+            return (
+                f"rank {one.rank} trains with {one.trainer_classes[1]} and rank 0 with "
+                f"{facts[0].trainer_classes[1]}; delete "
+                "the folder of UNSLOTH_COMPILE_LOCATION and start again"
+            )
+    return None
+
+
+def as_many_processes_as_launched(facts: list[Facts], timeout: int) -> str | None:
+    """accelerate and the launcher agree on the world size; else gradients are not averaged, silently."""
+    for one in facts:
+        if one.processes != len(facts):
+            return f"rank {one.rank} knows of {one.processes} processes and {len(facts)} were launched"
+    return None
+
+
+def timeout_as_configured(facts: list[Facts], timeout: int) -> str | None:
+    """`training.ddp_timeout` is what the process group has; a group that was made earlier keeps its own."""
+    for one in facts:
+        if one.timeout_seconds is not None and one.timeout_seconds != timeout:
+            return (
+                f"the process group of rank {one.rank} waits {one.timeout_seconds:.0f} s and training.ddp_timeout is "
+                f"{timeout} s: something made the group before this program could"
+            )
+    return None
+
+
+def no_search_for_unused_parameters_under_reentrant_checkpointing(facts: list[Facts], timeout: int) -> str | None:
+    """DDP then sees parameters twice: "marked as ready twice" (unsloth issue 3713)."""
+    for one in facts:
+        if len(facts) > 1 and one.finds_unused and one.reentrant:
+            return (
+                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; remove the first, "
+                "or set training.gradient_checkpointing: false"
+            )
+    return None
+
+
+def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
+    """A patch is applied on all ranks or on none."""
+    for one in facts:
+        if one.patches != facts[0].patches:
+            return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use one installation for all"
+    return None
+
+
+def one_writer(facts: list[Facts], timeout: int) -> str | None:
+    """Checkpoints and the final model have one writer; several tear each other's files."""
+    writers = [one.rank for one in facts if one.writes]
+    return None if len(writers) == 1 else f"ranks {writers} would write the same files; rank 0 alone may"
+
+
+def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """By the model or by this program, alike on all ranks; a mean of each rank's own mean is another loss
+    (unsloth issue 1952, transformers pull request 39395)."""
+    for one in facts:
+        if one.divisor != facts[0].divisor:
+            return (
+                f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use one "
+                "installation for all"
+            )
+        if not one.averages_tokens:
+            return f"average_tokens_across_devices is off on rank {one.rank}; leave it on"
+    return None
+
+
+def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
+    """World size x rows per device x accumulation is the step that the plan has, so the one of every world size."""
+    for one in facts:
+        rows, passes = one.batch
+        if len(facts) * rows * passes != one.global_batch_size:
+            return (
+                f"{len(facts)} ranks x {rows} rows x {passes} accumulated is not the global batch of "
+                f"{one.global_batch_size}: something changed the trainer's arguments after they were made"
+            )
+    return None
+
+
+Check = Callable[[list[Facts], int], str | None]
+CHECKS: tuple[Check, ...] = (
+    as_many_processes_as_launched,
+    one_device_per_rank,
+    same_trainer_on_all_ranks,
+    same_patches_on_all_ranks,
+    timeout_as_configured,
+    no_search_for_unused_parameters_under_reentrant_checkpointing,
+    one_writer,
+    loss_divided_by_the_label_tokens_of_the_global_batch,
+    ranks_hold_the_global_batch,
+)
+
+
+def check(trainer: Any) -> list[str]:
+    """Run all checks. Returns their names, for run.json.
+
+    Raises:
+        UserError: on every rank, with the name of the first check that fails and what to do.
+    """
+    facts = gather(trainer)
+    for one in CHECKS:
+        wrong = one(facts, trainer.args.ddp_timeout)
+        if wrong is not None:
+            raise UserError(f"{one.__name__.replace('_', ' ')}: {wrong}. Nothing was trained.")
+    return [one.__name__ for one in CHECKS]
+
+
+def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
+    """What this rank holds is what the others hold; called once the data is there, before the model is loaded.
+
+    Raises:
+        UserError: on every rank, naming the first one that differs from rank 0.
+    """
+    everyone = distributed.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        for what, value in other.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"same data and versions on all ranks: rank {rank} differs from rank 0 in {what}: {value!r} "
+                    f"against {everyone[0][what]!r}. All machines need the same files and the same packages; nothing "
+                    "was trained."
+                )
+
+
+def check_gradients(model: Any) -> None:
+    """After the first backward: every weight that is to be trained has a gradient, on every rank.
+
+    Raises:
+        UserError: names the first that have none.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    missing = [name for name, parameter in trained if parameter.grad is None]
+    everyone = distributed.gather_objects(missing[:5])
+    for rank, names in enumerate(everyone):
+        if names:
+            raise UserError(
+                f"every trained weight gets a gradient: on rank {rank} these have none after the first step: "
+                f"{', '.join(names)}. Leave them out of lora.target_modules and lora.modules_to_save, or train them "
+                "with data that reaches them."
+            )

@@ -1,0 +1,165 @@
+"""From a configuration to everything that training needs: the same for a run, a dry run and a comparison of runs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from finetune.config import Batch, Config
+from finetune.data.layout import Layout, lay_out
+from finetune.data.plan import Plan
+from finetune.data.prepare import Data, prepare
+from finetune.engine import invariants
+from finetune.engine.metrics import ModelSize
+from finetune.errors import UserError
+from finetune.runtime import bootstrap, distributed, hardware
+from finetune.runtime.bootstrap import Stack
+from finetune.runtime.hardware import Hardware
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+
+# Rows of like size are drawn in groups of so many: padded ones need little padding, and each of up to eight ranks gets
+# the like of the others' (DDP waits for the slowest). Not the world size, as the steps must not depend on it; not the
+# whole step, whose rows would then be all of a kind.
+GROUP_SIZE = 8
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A model, its data and the plan of its steps, on this rank."""
+
+    config: Config
+    batch: Batch
+    stack: Stack
+    hardware: Hardware
+    tokenizer: Any
+    data: Data
+    layout: Layout
+    eval_layout: Layout | None
+    unpacked_because: str | None  # why rows are padded documents and not packs
+    model: Any
+    size: ModelSize
+    hooks: Hooks = NO_HOOKS
+
+    def plan(self) -> Plan:
+        """The order of the training rows in global steps."""
+        return Plan(
+            costs=self.layout.packs.costs(self.size.hidden),
+            label_tokens=self.layout.label_tokens,
+            global_batch_size=self.batch.global_batch_size,
+            seed=self.config.training.seed,
+            fingerprint=self.data.fingerprint,
+            lengths=self.layout.padded_lengths,
+            group_size=math.gcd(self.batch.global_batch_size, GROUP_SIZE),
+        )
+
+
+def open_job(
+    config: Config,
+    batch: Batch,
+    stack: Stack,
+    on_failure: Any = None,
+    hooks: Hooks = NO_HOOKS,
+    before_loading: Callable[[], None] = lambda: None,
+) -> Job:
+    """Prepare the data, then meet the other ranks, then load the model.
+
+    Args:
+        on_failure: called with a message when another rank has failed, just before this process ends.
+        before_loading: called on every rank once the ranks can communicate, before the model is loaded.
+        hooks: functions of the user's script, for the tokenizer, the data, the model and, later, the trainer.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do.
+    """
+    from finetune.engine import adapter_targets, model
+
+    model.check(config, stack)
+    adapter_targets.check_by_config(config)
+    tokenizer = model.load_tokenizer(config)
+    with bootstrap.quiet_ranks():
+        tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
+    prepared = prepare(config, tokenizer, hooks)
+    check_backend(stack)
+    cpu = stack.device == "cpu"
+    distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
+    check_ranks_agree(prepared)
+    before_loading()
+    pack_length = config.data.row_length if config.data.packing else None
+    loaded = model.load(config, stack, row_length=config.data.row_length)
+    with bootstrap.quiet_ranks():
+        loaded = hooks.replace("model", loaded, tokenizer)
+    check_backend(stack)
+    because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
+    if because is None:
+        model.prepare_for_packs(loaded, stack)
+    else:
+        pack_length = None
+    return Job(
+        config=config,
+        batch=batch,
+        stack=stack,
+        hardware=hardware.probe(),
+        tokenizer=tokenizer,
+        data=prepared,
+        layout=lay_out(prepared.train, pack_length),
+        eval_layout=lay_out(prepared.eval, pack_length) if prepared.eval else None,
+        unpacked_because=because,
+        model=loaded,
+        size=model_size(loaded),
+        hooks=hooks,
+    )
+
+
+def check_backend(stack: Stack) -> None:
+    """A script's functions have not imported Unsloth behind the back of the transformers backend.
+
+    Raises:
+        UserError: they have, and Unsloth has rewritten classes of transformers that are in use.
+    """
+    if stack.backend == "transformers" and "unsloth" in sys.modules:
+        raise UserError(
+            f"The backend is transformers ({stack.reason}) and a function of the script imports unsloth, which "
+            "rewrites transformers. Set model.backend to unsloth, or do without that import: model.chat_template takes "
+            "the name of a chat template or a Jinja file."
+        )
+
+
+def check_ranks_agree(data: Data) -> None:
+    """All ranks hold the same data and the same versions, or the run does not start.
+
+    Raises:
+        UserError: on every rank, naming the first one that differs from rank 0.
+    """
+    invariants.same_data_and_versions_on_all_ranks(
+        {
+            "the data's fingerprint": data.fingerprint,
+            "the number of training rows": len(data.train),
+            "the first and last training row": [data.train[i][0].tolist() for i in (0, -1)],
+            "the versions of the libraries": bootstrap.versions(),
+        }
+    )
+
+
+def model_size(model: Any) -> ModelSize:
+    """Counts that the floating-point operations of a step depend on; 4-bit weights count as what they stand for."""
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied = head is not None and embedding.weight is head.weight
+    total = trainable = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        count = int(np.prod(state.shape)) if state is not None else parameter.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return ModelSize(
+        matmul_parameters=total - (0 if tied else embedding.weight.numel()),
+        trainable_parameters=trainable,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+    )

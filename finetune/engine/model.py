@@ -1,0 +1,410 @@
+"""Base model, adapter and tokenizer: load, generate, save. Knows no trainer.
+
+Imported after `bootstrap.start`, as everything that touches transformers or peft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.engine import adapter_targets, model_files
+from finetune.errors import RunError, UserError
+from finetune.runtime.bootstrap import Stack, quiet_ranks
+from finetune.runtime.hardware import when_full
+
+# The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The model's tokenizer, with a pad token and right padding.
+
+    Raises:
+        UserError: it cannot be found, here or on the hub.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.model.model_name_or_path
+    with _model_not_found(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    return with_padding(tokenizer)
+
+
+def with_padding(tokenizer: Any) -> Any:
+    """The tokenizer, now with a pad token, and padding on the right."""
+    if tokenizer.pad_token is None:
+        # Padding is masked in attention and labels, so any token serves; the end token is always there.
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
+    """`auto`: bfloat16 where the GPU has it, else float16 on a GPU and float32 on a CPU."""
+    if config.model.dtype != "auto":
+        return getattr(torch, config.model.dtype)
+    if stack.device == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def check(config: Config, stack: Stack) -> bool:
+    """Whether the model is an adapter that is to be trained on. Loads nothing, so it can be asked first.
+
+    Raises:
+        UserError: it is an adapter that the configuration does not mean to continue, bitsandbytes is missing, or the
+            configuration has arguments that this backend cannot take.
+    """
+    if stack.backend == "transformers":
+        _check_arguments(config, stack)
+    adapter = model_files.adapter(config)
+    if bits := _quantized(config):
+        _check_bitsandbytes(bits)
+    return adapter is not None
+
+
+def load(config: Config, stack: Stack, *, row_length: int) -> Any:
+    """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`.
+
+    Args:
+        row_length: tokens of the longest training row; sizes Unsloth's rotary cache.
+
+    Raises:
+        UserError: the model is not found, cannot be quantized here, or what `check` raises.
+    """
+    name = str(config.model.model_name_or_path)
+    continued = check(config, stack)
+    load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
+    with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
+        torch.manual_seed(config.training.seed)  # adapters start from random numbers, the same on every rank
+        model = load_with(config, stack, row_length, continue_adapter=continued)
+    bits = _quantized(config)
+    if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
+        raise UserError(
+            f"model.load_in_{bits}bit is set and the backend loaded 16-bit weights: this model or device has no "
+            f"{bits}-bit kernels (backend {stack.backend}, device {stack.device}). Set it to false."
+        )
+    model.config.use_cache = False
+    return model
+
+
+def _quantized(config: Config) -> int | None:
+    """Bits of the frozen weights; None where they are not quantized."""
+    return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None
+
+
+def _adapter_seed(config: Config) -> int:
+    return config.training.seed if config.lora.random_state is None else config.lora.random_state
+
+
+def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+    import unsloth
+
+    loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
+    checkpointing = config.training.gradient_checkpointing
+    model, _ = loader.from_pretrained(
+        model_name=config.model.model_name_or_path,
+        revision=config.model.revision,
+        max_seq_length=row_length,
+        dtype=resolve_dtype(config, stack),
+        load_in_4bit=config.model.load_in_4bit,
+        load_in_8bit=config.model.load_in_8bit,
+        full_finetuning=config.model.full_finetuning,
+        device_map=stack.device_map,
+        use_gradient_checkpointing=checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+        random_state=config.training.seed,
+        **_attention(config),
+        **config.model.loader_kwargs,
+    )
+    if config.model.full_finetuning or continue_adapter:
+        return model
+    lora = config.lora
+    adapter_targets.check(model, config, _targets(config))
+    return loader.get_peft_model(
+        model,
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=_targets(config),
+        modules_to_save=lora.modules_to_save,
+        use_rslora=lora.use_rslora,
+        bias=lora.bias,
+        use_gradient_checkpointing=checkpointing,
+        random_state=_adapter_seed(config),
+        **lora.adapter_kwargs,
+    )
+
+
+def _load_transformers(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    name = str(config.model.model_name_or_path)
+    dtype = resolve_dtype(config, stack)
+    quantization = None
+    if config.model.load_in_4bit:  # NF4 with double quantization: the QLoRA paper, arXiv 2305.14314
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    elif config.model.load_in_8bit:
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
+    model = AutoModelForCausalLM.from_pretrained(
+        base,
+        revision=None if continue_adapter else config.model.revision,
+        dtype=dtype,
+        device_map=stack.device_map,
+        quantization_config=quantization,
+        trust_remote_code=config.model.trust_remote_code,
+        **_attention(config),
+    )
+    if config.model.full_finetuning:
+        return model
+    checkpointing = bool(config.training.gradient_checkpointing)
+    if quantization is not None:
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    elif checkpointing:
+        model.enable_input_require_grads()
+    if continue_adapter:
+        return PeftModel.from_pretrained(model, name, is_trainable=True)
+    lora = config.lora
+    adapter_targets.check(model, config, _targets(config))
+    torch.manual_seed(_adapter_seed(config))
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            lora_dropout=lora.lora_dropout,
+            target_modules=_targets(config),
+            modules_to_save=lora.modules_to_save,
+            use_rslora=lora.use_rslora,
+            bias=lora.bias,
+            task_type="CAUSAL_LM",
+            **lora.adapter_kwargs,
+        ),
+    )
+
+
+def _attention(config: Config) -> dict[str, str]:
+    chosen = config.model.attn_implementation
+    return {} if chosen is None else {"attn_implementation": chosen}
+
+
+def _targets(config: Config) -> Any:
+    chosen = config.lora.target_modules
+    if chosen is None and config.model.loader == "FastModel":
+        return None  # it chooses by its own switches (finetune_language_layers, ...), in models with several towers
+    return list(PROJECTIONS) if chosen is None else chosen
+
+
+def _check_arguments(config: Config, stack: Stack) -> None:
+    """Arguments for Unsloth's classes have no place on the transformers backend."""
+    from peft import LoraConfig
+
+    for key, value in (("loader", config.model.loader), ("loader_kwargs", config.model.loader_kwargs)):
+        if value:
+            raise UserError(
+                f"model.{key} is {value}, which is for Unsloth's classes, and the backend is transformers "
+                f"({stack.reason}). Remove it, or run where Unsloth does."
+            )
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    for name in config.lora.adapter_kwargs:
+        if name not in known:
+            raise UserError(
+                f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not take, and the backend is "
+                f"transformers ({stack.reason}). Remove it, or run where Unsloth does."
+            )
+
+
+def _check_bitsandbytes(bits: int) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:  # its import loads CUDA libraries and can fail in many ways
+        raise UserError(
+            f"model.load_in_{bits}bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: "
+            f"{error}). Install it with `pip install bitsandbytes`, or set model.load_in_{bits}bit to false."
+        ) from None
+
+
+# Attention that keeps documents of one line apart, told by position ids that restart or by the documents' lengths.
+_PACKS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# What Unsloth itself leaves unpacked: soft-capped attention that cannot be compiled so, and attention sinks.
+_UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
+
+
+def why_not_packed(model: Any, stack: Stack) -> str | None:
+    """Why documents cannot share a line in this model without seeing each other; None where they can."""
+    config = model.config
+    text = config.get_text_config()
+    if config is not text:
+        return f"{config.model_type} is a multimodal model, whose positions are more than a count"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    names = {type(module).__name__ for module in model.modules()}
+    recurrent += sorted(
+        name for name in names if any(part in name for part in ("Mamba", "GatedDelta", "Rwkv", "ShortConv"))
+    )
+    if recurrent:
+        return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
+    if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
+        return f"Unsloth does not keep packed documents apart in {text.model_type}"
+    attention = str(text._attn_implementation)
+    if attention not in _PACKS:
+        return f"attention {attention!r} is not known to keep packed documents apart"
+    return None
+
+
+def prepare_for_packs(model: Any, stack: Stack) -> None:
+    """On a GPU, let Unsloth run its variable-length attention over packs, on transformers' own layers too."""
+    if stack.backend != "unsloth" or stack.device != "cuda":
+        return
+    from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
+    from unsloth.utils.packing import mark_allow_overlength
+
+    mark_allow_overlength(model)  # several packs are one line, longer than max_seq_length
+    enable_hf_packed_attention()
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
+) -> list[str]:
+    """Greedy answers to tokenised prompts, as text without special tokens.
+
+    Args:
+        prompts: token ids of each prompt, ending where the assistant speaks.
+        max_new_tokens: per answer; it ends earlier at the model's end token.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_end_tokens(model, tokenizer),
+    )
+    answers: list[str] = []
+    with _inference(model):
+        device = next(model.parameters()).device
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            width = max(len(ids) for ids in batch)
+            padded = [[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in batch]
+            mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]
+            output = model.generate(
+                input_ids=torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=settings,
+            )
+            answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return answers
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
+
+
+@contextlib.contextmanager
+def _inference(model: Any) -> Iterator[None]:
+    """Unsloth's generation mode where the model has one; afterwards the model is as it was."""
+    was_training = model.training
+    if hasattr(model, "for_inference"):
+        model.for_inference()
+    else:
+        model.eval()
+    try:
+        yield
+    finally:
+        if hasattr(model, "for_training"):
+            model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", True))
+        model.train(was_training)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _model_not_found(name: str | None, what: str) -> Iterator[None]:
+    """Say in our words what the hub and transformers say in theirs."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
+        model_files.check_refused(str(name), what, error)
+        if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
+            raise
+        text = str(error)
+        if not isinstance(error, OSError) and not any(
+            sign in text
+            for sign in ("Unrecognized model", "not a local folder", "Couldn't instantiate", "does not appear")
+        ):
+            raise
+        offline = (
+            "HF_HUB_OFFLINE is set, so only local folders and the cache count. " if constants.HF_HUB_OFFLINE else ""
+        )
+        where = (
+            "The folder exists and lacks files that transformers needs. "
+            if Path(str(name)).is_dir()
+            else "No such folder is here, and the hub gave no such model. "
+        )
+        raise UserError(
+            f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
+            f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
+            f"(The library's first words: {text.splitlines()[0][:200]})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _unknown_argument(config: Config) -> Iterator[None]:
+    """Name the key whose argument a library does not know: its classes pass on what they do not know themselves, so the
+    refusal comes from far below."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        keys = {"model.loader_kwargs": config.model.loader_kwargs, "lora.adapter_kwargs": config.lora.adapter_kwargs}
+        key = next((key for key, given in keys.items() if found and found[1] in given), None)
+        if key is None or found is None:
+            raise
+        raise UserError(
+            f"{key} has `{found[1]}`, which nothing takes that loads this model ({error}). Check its spelling, or "
+            "remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _out_of_memory(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise RunError(
+            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
+            f"({when_full(error)})"
+        ) from error

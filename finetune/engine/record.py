@@ -1,0 +1,47 @@
+"""run.json: what a run was, what it did and how it ended. Written whole or not at all, by rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune.redact import redact_tree
+from finetune.runtime import disk, distributed
+from finetune.runtime.files import write_json as write_json
+
+FILE_NAME = "run.json"
+
+
+class RunRecord:
+    """The growing content of run.json. Every rank may call `update`; only rank 0 has a file."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / FILE_NAME
+        self.content: dict[str, Any] = {}
+
+    def update(self, **values: Any) -> None:
+        """Set top-level fields and write the file."""
+        self.content.update(values)
+        if distributed.ranks().is_main:
+            write_json(self.path, redact_tree(self.content))
+
+    def try_update(self, **values: Any) -> None:
+        """`update`, where a disk that cannot take the file must not end the training: a warning, and the next update
+        tries again."""
+        try:
+            self.update(**values)
+        except OSError as error:
+            why = disk.reason(error)
+            if why is None:
+                raise
+            warning = f"{why}: {self.path} was not updated."
+            self.content.setdefault("warnings", []).append(warning)
+            sys.stderr.write(f"warning: {warning}\n")
+
+    def fail(self, message: str) -> None:
+        """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own."""
+        if self.content:
+            with contextlib.suppress(OSError):
+                self.update(status="failed", error=message)

@@ -1,0 +1,488 @@
+"""What a resumed run must share with its checkpoint, compared before anything is written.
+
+Three kinds of settings. Some cannot change: the checkpoint's weights or optimizer state would not fit. Some change the
+result: they need `training.resume_with_changes`, then they apply. All others are free: how often to log, save and
+evaluate, folders, the number of GPUs, micro-batch size, gradient checkpointing, the attention kernel and the backend,
+which compute the same function with other rounding. Data, seed and global batch size are compared by the plan's digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.engine import checkpoints, model_files, record
+from finetune.engine.checkpoints import Found
+from finetune.errors import UserError
+from finetune.runtime import distributed, files
+
+CANNOT_CHANGE = frozenset(
+    {
+        "model.full_finetuning",
+        "lora.r",
+        "lora.target_modules",
+        "lora.modules_to_save",
+        "lora.bias",
+        "training.optim",
+        "base weights",
+        "model config",
+    }
+)
+# Further SFTConfig fields that leave the result as it is. One that is not listed counts as changing it.
+FREE_EXTRA = frozenset(
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
+    " logging_first_step log_level log_level_replica log_on_each_node include_num_input_tokens_seen skip_memory_metrics"
+    " torch_empty_cache_steps ddp_bucket_cap_mb ddp_backend ddp_find_unused_parameters ddp_broadcast_buffers"
+    " gradient_checkpointing_kwargs activation_offloading save_only_model restore_callback_states_from_checkpoint"
+    " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm".split()
+)
+# Keys of a model's config.json that say who wrote it and how, not what it computes.
+_NOT_SHAPE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "unsloth_version")
+LENGTH = "total steps (training.max_steps, training.num_train_epochs)"
+_MISSING = "not recorded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts, and what its checkpoints will say about it.
+
+    found:     the checkpoint, if there is one
+    settings:  what `settings` returned for this configuration
+    changes:   settings that differ from the checkpoint's, by permission: {step, key, was, now} each
+    history:   changes of earlier resumes, then these
+    notes:     sentences about what could not be compared
+    rebuild:   whether optimizer and schedule take their settings from this configuration, not from the checkpoint
+    """
+
+    found: Found = field(default_factory=Found)
+    settings: dict[str, Any] = field(default_factory=dict)
+    changes: tuple[dict[str, Any], ...] = ()
+    history: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    rebuild: bool = False
+
+    def manifest(self, *, steps_per_epoch: int, total_steps: int) -> dict[str, Any]:
+        """What the manifest of each checkpoint of this run holds beside step, plan and files."""
+        return {
+            "settings": self.settings,
+            "steps_per_epoch": steps_per_epoch,
+            "total_steps": total_steps,
+            "resumed_with_changes": list(self.history),
+        }
+
+
+# --- the settings of a run ------------------------------------------------------------------------------------------
+
+
+def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
+    """Everything that decides the result of training beside the data, made of what JSON knows.
+
+    Args:
+        dtype: the resolved one, such as bfloat16.
+    """
+    training, lora, model = config.training, config.lora, config.model
+    found: dict[str, Any] = {
+        "model.full_finetuning": model.full_finetuning,
+        "model.dtype": dtype,
+        "model.load_in_4bit": model.load_in_4bit,
+        "model.load_in_8bit": model.load_in_8bit,
+        "model.loader": model.loader,
+        "model.loader_kwargs": model.loader_kwargs,
+    }
+    if not model.full_finetuning:
+        names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "adapter_kwargs")
+        found |= {f"lora.{name}": getattr(lora, name) for name in names}
+        targets, saved = lora.target_modules, lora.modules_to_save
+        found["lora.target_modules"] = sorted(set(targets)) if isinstance(targets, list) else targets
+        found["lora.modules_to_save"] = sorted(set(saved)) if saved else None
+    found["training.learning_rate"] = scaled_learning_rate(training, batch.global_batch_size)
+    found |= {
+        f"training.{name}": getattr(training, name)
+        for name in ("lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_grad_norm")
+    }
+    found["training"] = {name: value for name, value in training.extra.items() if name not in FREE_EXTRA}
+    return files.plain(found)
+
+
+def base_model(config: Config) -> dict[str, Any]:
+    """{"model config": its config.json, "base weights": their digest}; values are None if they are not on this machine.
+
+    Full fine-tuning has no base weights: all weights are in the checkpoint.
+    """
+    folder = model_files.base_folder(config)
+    try:
+        shape = files.read_json(folder / "config.json") if folder is not None else None
+    except (OSError, ValueError):
+        shape = None
+    if isinstance(shape, dict):
+        shape = {name: value for name, value in shape.items() if name not in _NOT_SHAPE}
+    found: dict[str, Any] = {"model config": files.plain(shape)}
+    if not config.model.full_finetuning:
+        try:
+            found["base weights"] = weights_digest(folder) if folder is not None else None
+        except (OSError, ValueError, LookupError, TypeError, struct.error):
+            found["base weights"] = None  # not readable: loading the model says it better
+    return found
+
+
+SAMPLE_BYTES = 1 << 15
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Digest of a model's weights that reads little of them; None if the folder does not hold them all.
+
+    Of each safetensors tensor it covers the name, type, shape and three samples of 32 KiB: the first, middle and last
+    bytes. So it sees other weights, further training, merging, quantization, and a tensor that was added, removed or
+    replaced; how the tensors are spread over files does not matter. It does not see an edit confined to a part of a
+    tensor between the samples. Of other weight files it covers the size and 16 evenly spaced MiB.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        paths = [folder / name for name in sorted(set(files.read_json(index)["weight_map"].values()))]
+    elif (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    else:
+        paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths or not all(path.is_file() for path in paths):
+        return None
+    pieces: list[Any] = []
+    for path in paths:
+        pieces += _sampled_tensors(path) if path.suffix == ".safetensors" else [_sampled_file(path)]
+    return files.checksum_of_json(sorted(pieces))
+
+
+def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
+    """[name, type, shape, checksum of the samples] of each tensor in a safetensors file."""
+    import xxhash
+
+    with path.open("rb") as file:
+        header, data = _header(file)
+        for name, about in header.items():
+            begin, end = about["data_offsets"]
+            digest = xxhash.xxh3_128()
+            for start in (begin, (begin + end) // 2, max(end - SAMPLE_BYTES, begin)):
+                file.seek(data + start)
+                digest.update(file.read(min(SAMPLE_BYTES, end - start)))
+            yield [name, about["dtype"], about["shape"], digest.hexdigest()]
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The tensors in a safetensors file, and the offset of their data: 8 bytes of length, JSON, data."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > 100_000_000:  # the format's own limit
+        raise ValueError(f"{file.name} is not a safetensors file")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _sampled_file(path: Path) -> list[Any]:
+    import xxhash
+
+    size, digest = path.stat().st_size, xxhash.xxh3_128()
+    with path.open("rb") as file:
+        for part in range(16):
+            file.seek(max(size - 2**20, 0) * part // 15)
+            digest.update(file.read(2**20))
+    return [path.name, "", [size], digest.hexdigest()]
+
+
+# --- before the model is loaded -------------------------------------------------------------------------------------
+
+
+def prepare(config: Config, batch: Batch, dtype: str) -> Start:
+    """Choose the checkpoint, verify its checksums and compare its settings. Every rank calls it, once they can
+    communicate; one process of each machine reads. Writes nothing.
+
+    Raises:
+        UserError: on every rank: there is no such checkpoint, it is damaged, or the settings do not go with it.
+    """
+    output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
+    found: Found = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "another checkpoint")
+    base = _once_per_machine(lambda: base_model(config), "another base model")
+    now = settings(config, batch, dtype) | base
+    start = Start(found=found, settings=now)
+    return compared(config, start) if found.path is not None else start
+
+
+def _once_per_machine(ask: Any, what: str) -> Any:
+    """`ask()` of the first process of each machine, on every rank.
+
+    Raises:
+        UserError: on every rank: one of them has raised it, or their answers differ.
+    """
+    answer, error = None, None
+    if distributed.ranks().is_local_main:
+        try:
+            answer = ask()
+        except UserError as refusal:
+            error = str(refusal)
+    told = distributed.gather_objects((distributed.ranks().is_local_main, answer, error))
+    answers = [(rank, answer, error) for rank, (asked, answer, error) in enumerate(told) if asked]
+    for _, _, error in answers:
+        if error is not None:
+            raise UserError(error)
+    for rank, answer, _ in answers:
+        if answer != answers[0][1]:
+            raise UserError(
+                f"The machine of rank {rank} has {what} than the machine of rank 0. Give all machines the same files, "
+                "on a shared file system or as equal copies."
+            )
+    return answers[0][1]
+
+
+def compared(config: Config, start: Start) -> Start:
+    """`start` with the changes that are allowed, and notes on what could not be compared.
+
+    Raises:
+        UserError: naming every difference that is not allowed, at once.
+    """
+    had = start.found.manifest
+    before, notes = had.get("settings"), []
+    if not isinstance(before, dict) or not isinstance(before.get("training", {}), dict):
+        before = _settings_of_adapter(start.found.path)
+        notes.append(
+            f"{start.found.path} was written by a version that recorded no settings. Not compared: "
+            f"{'' if before else 'adapter, '}base model, optimizer, schedule and length of the run."
+        )
+    steps_per_epoch, total = had.get("steps_per_epoch"), had.get("total_steps")
+    now = dict(start.settings)
+    if isinstance(steps_per_epoch, int) and isinstance(total, int):
+        asked = total_steps(config, steps_per_epoch)
+        check_length(config, start.found, asked)
+        if _depends_on_length(before) or _depends_on_length(now):
+            before, now = before | {LENGTH: total}, now | {LENGTH: asked}
+    differing, unknown = differences(before, now)
+    allowed = config.training.resume_with_changes
+    if differing and (not allowed or any(_root(key) in CANNOT_CHANGE for key, _, _ in differing)):
+        raise UserError(_refusal(start.found.path, differing, allowed))
+    changes = tuple({"step": start.found.step, "key": key, "was": was, "now": now} for key, was, now in differing)
+    earlier = had.get("resumed_with_changes")
+    history = (*(earlier if isinstance(earlier, list) else ()), *changes)
+    if unknown and not notes:
+        notes.append(f"{start.found.path} does not record {', '.join(unknown)}: not compared.")
+    return dataclasses.replace(
+        start,
+        changes=changes,
+        history=history,
+        notes=tuple(notes),
+        rebuild=allowed and bool(changes or notes),  # what is not known to be the same takes effect, too
+    )
+
+
+def _settings_of_adapter(checkpoint: Path | None) -> dict[str, Any]:
+    """What PEFT's own file says about the adapter in a checkpoint; empty in full fine-tuning."""
+    try:
+        said = files.read_json(Path(str(checkpoint), model_files.ADAPTER))
+    except (OSError, ValueError):
+        return {}
+    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")
+    return {f"lora.{name}": said[name] for name in names if name in said} if isinstance(said, dict) else {}
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """(key, was, now) of each setting that differs, mappings key by key; and the keys that one side does not know."""
+    found, unknown = [], []
+    for key in [*was, *(key for key in now if key not in was)]:
+        old, new = was.get(key, _MISSING), now.get(key, _MISSING)
+        if key in ("base weights", "model config") and None in (old, new) or _MISSING in (old, new):
+            if "model.full_finetuning" not in was or was["model.full_finetuning"] == now.get("model.full_finetuning"):
+                unknown.append(key)
+        elif isinstance(old, dict) and isinstance(new, dict):
+            default = _defaults() if key == "training" else {}
+            for name in sorted({*old, *new}):
+                pair = [side.get(name, default.get(name)) for side in (old, new)]
+                if pair[0] != pair[1]:
+                    found.append((f"{key}.{name}", *pair))
+        elif old != new:
+            found.append((key, old, new))
+    return found, unknown
+
+
+def _defaults() -> dict[str, Any]:
+    """Default of each SFTConfig field: a setting that is given as what it is anyway is no difference."""
+    import trl
+
+    return {
+        item.name: files.plain(item.default)
+        for item in dataclasses.fields(trl.SFTConfig)
+        if item.default is not dataclasses.MISSING
+    }
+
+
+def _root(key: str) -> str:
+    return next((name for name in ("model config", "base weights") if key.startswith(name)), key)
+
+
+def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], allowed: bool) -> str:
+    fixed = [one for one in differing if _root(one[0]) in CANNOT_CHANGE]
+    free = [] if allowed else [one for one in differing if one not in fixed]
+
+    def lines(some: list[tuple[str, Any, Any]]) -> str:
+        return "".join(f"\n  - {key}: was {json.dumps(was)}, now {json.dumps(now)}" for key, was, now in some)
+
+    text = f"{checkpoint} was trained with other settings; nothing was started."
+    if fixed:
+        text += "\nThese cannot change in a resumed run. Restore them, or start a new run in another folder:" + lines(
+            fixed
+        )
+    if free:
+        text += "\nThese change the result. Restore them, or apply them with training.resume_with_changes: true:"
+        text += lines(free)
+    return text
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of a whole run."""
+    training = config.training
+    return training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * steps_per_epoch)
+
+
+def _depends_on_length(settings: Mapping[str, Any]) -> bool:
+    """Whether the learning rate of a step depends on how many steps the run has."""
+    name, warmup = settings.get("training.lr_scheduler_type"), settings.get("training.warmup_steps", 0)
+    if any(str(key).startswith("warmup") for key in settings.get("training", {})):
+        return True
+    if name in ("constant", "reduce_lr_on_plateau", "greedy"):
+        return False
+    absolute = isinstance(warmup, int | float) and (warmup == 0 or warmup >= 1)
+    return not (name in ("constant_with_warmup", "inverse_sqrt") and absolute)
+
+
+def check_length(config: Config, found: Found, total: int) -> None:
+    """The checkpoint is not past the end of the run that is asked for.
+
+    Raises:
+        UserError: it is.
+    """
+    if found.path is not None and total < found.step:
+        training = config.training
+        given = (
+            f"training.max_steps is {training.max_steps}"
+            if training.max_steps > 0
+            else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {total} steps"
+        )
+        raise UserError(
+            f"{given}, and {found.path} is at step {found.step} already. Ask for at least {found.step} steps, or give "
+            "an earlier checkpoint as training.resume_from_checkpoint."
+        )
+
+
+# --- once the model is loaded, and still before the first write -----------------------------------------------------
+
+
+def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: int) -> Start:
+    """Compare what is known only now: the plan of steps, the length, the shapes of the weights, and the files of a
+    model that had to be downloaded first. Every rank calls it.
+
+    Raises:
+        UserError: on every rank, with what does not go together.
+    """
+    if None in [start.settings.get(key, "") for key in ("model config", "base weights")]:
+        late = _once_per_machine(lambda: base_model(config), "another base model")
+        start = dataclasses.replace(start, settings=start.settings | late)
+        if start.found.path is not None:
+            start = compared(config, start)
+    if start.found.path is None:
+        return start
+    had = start.found.manifest.get("plan")
+    if had != plan_digest:
+        raise UserError(
+            f"{start.found.path} belongs to another plan of steps ({had} against {plan_digest}): the data, its "
+            "tokenizer or masks, training.seed or training.global_batch_size have changed since. Restore them "
+            "(run.json there has the old configuration), or start a new run in another training.output_dir."
+        )
+    check_length(config, start.found, total)
+    check_shapes(model, start.found.path)
+    return start
+
+
+def check_shapes(model: Any, checkpoint: Path) -> None:
+    """The tensors in a checkpoint fit into the model, by their names and shapes.
+
+    Raises:
+        UserError: naming the first that does not.
+    """
+    stored = {
+        name: tuple(about["shape"])
+        for path in sorted(checkpoint.glob("*model*.safetensors"))
+        for name, about in _read_header(path).items()
+    }
+    adapter = getattr(model, "peft_config", None) is not None
+    if adapter:
+        from peft import get_peft_model_state_dict
+
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    else:
+        expected = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    for name, shape in shapes.items():
+        if name in stored and stored[name] != shape:
+            problem = f"{name} has the shape {list(stored[name])} there and {list(shape)} in this run"
+        elif adapter and name not in stored:
+            problem = f"this run trains {name}, which is not in it"
+        else:
+            continue
+        raise UserError(_misfit(checkpoint, problem))
+    extra = [name for name in stored if "lora_" in name and name not in shapes]
+    if adapter and extra:
+        raise UserError(_misfit(checkpoint, f"it has {extra[0]}, which this run does not train"))
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return _header(file)[0]
+
+
+def _misfit(checkpoint: Path, problem: str) -> str:
+    return (
+        f"{checkpoint} does not fit the model: {problem}. Restore the `model:` and `lora:` settings it was trained "
+        "with (run.json beside it has them), or start a new run in another training.output_dir."
+    )
+
+
+def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict[str, Any] | None:
+    """The run.json of a run that has nothing left to do, else None; on every rank what rank 0 reads.
+
+    A run that was killed between its last checkpoint and its end is not finished: it still has to evaluate and save.
+
+    Raises:
+        UserError: there is a finished run without a checkpoint, and another one is asked for.
+    """
+    training, found = config.training, start.found
+    if not training.resume_from_checkpoint:
+        return None
+    output_dir = Path(training.output_dir)
+    done: dict[str, Any] | None = distributed.gather_objects(_record_of_done_run(output_dir))[0]
+    if done is None:
+        return None
+    if found.path is not None:
+        stopped_early = (done.get("total_steps"), done.get("steps")) == (total, found.step)
+        return done if found.step >= total or stopped_early else None
+    had = done.get("settings")
+    same = not isinstance(had, dict) or not differences(had, start.settings)[0]
+    if same and (done.get("plan"), done.get("steps")) == (plan_digest, total):
+        return done
+    raise UserError(
+        f"training.output_dir is {output_dir}, which holds a finished run of {done.get('steps')} steps with other "
+        "settings or data, and no whole checkpoint to go on from. Give another folder, or replace that run with "
+        "training.overwrite_output_dir: true in place of training.resume_from_checkpoint."
+    )
+
+
+def _record_of_done_run(output_dir: Path) -> dict[str, Any] | None:
+    """The run.json of a run that reached its end and whose final model is there."""
+    if not any((output_dir / name).is_file() for name in checkpoints.FINAL_WEIGHTS):
+        return None
+    try:
+        content = files.read_json(output_dir / record.FILE_NAME)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("status") == "done" else None

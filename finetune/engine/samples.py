@@ -1,0 +1,69 @@
+"""The model's own answers to held-out prompts, next to the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from finetune.data.store import Rows
+from finetune.engine.model import generate
+from finetune.runtime import distributed
+
+MOST_NEW_TOKENS = 256
+SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A held-out prompt, up to where the assistant speaks for the last time, and what it should say."""
+
+    prompt: list[int]
+    reference: str
+    answer_tokens: int
+
+
+def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
+    """The first `count` rows that end in a learnt answer to a prompt; rows learnt from their start have none."""
+    found: list[Question] = []
+    for index in range(len(rows)):
+        if len(found) == count:
+            break
+        ids, labels = rows[index]
+        learnt = np.flatnonzero(labels != -100)
+        breaks = np.flatnonzero(np.diff(learnt) > 1)
+        start = int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+        if start > 1:
+            end = int(learnt[-1]) + 1
+            reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+            found.append(Question(prompt=ids[:start].tolist(), reference=reference, answer_tokens=end - start))
+    return found
+
+
+def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
+    """Greedy answers, in order, on every rank; each rank generates its share."""
+    me = distributed.ranks()
+    longest = max(question.answer_tokens for question in asked)
+    own = [question.prompt for question in asked[me.rank :: me.world_size]]
+    parts = distributed.gather_objects(
+        generate(model, tokenizer, own, max_new_tokens=min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)) if own else []
+    )
+    return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
+
+
+def table(
+    tokenizer: Any, asked: Sequence[Question], before: Sequence[str], after: Sequence[str], count: int = 3
+) -> Table:
+    """The first few questions with the model's answers before and after training."""
+    shown = Table(title="The model's own answers to held-out prompts", title_justify="left", show_lines=True)
+    for column in ("prompt", "right answer", "before training", "after training"):
+        shown.add_column(column, overflow="fold")
+    for question, early, late in list(zip(asked, before, after, strict=True))[:count]:
+        prompt = tokenizer.decode(question.prompt, skip_special_tokens=True).strip()
+        shown.add_row(
+            *(text if len(text) < 400 else text[:400] + " ..." for text in (prompt, question.reference, early, late))
+        )
+    return shown

@@ -1,0 +1,1 @@
+"""Measuring a job on one device, and predicting it on several."""

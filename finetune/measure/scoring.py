@@ -1,0 +1,105 @@
+"""After a run: how right was the prediction? For run.json and TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from finetune.measure import measurements
+from finetune.measure.measurements import slowest_rank_seconds
+from finetune.measure.predict import Curve, Prediction, predict
+from finetune.runtime import distributed
+
+if TYPE_CHECKING:
+    from finetune.engine.job import Job
+    from finetune.measure.measurements import Measurement
+
+FIELDS = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
+
+
+def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
+    """The `prediction` of run.json: {source, step_seconds, peak_memory_gib, tokens_per_second_per_gpu}, each of the
+    three as {predicted, measured, error}, where error is (predicted - measured) / measured. Without a measurement of
+    this very job the three are null and `reason` says what is missing.
+
+    Args:
+        results: `callbacks.Record.results()`: the step time is the median over all steps but the first, the memory
+            that of the fullest rank.
+    """
+    world = distributed.ranks().world_size
+    measured, source = measurements.find(measurements.facts(job))
+    if measured is None:
+        return _unknown(source)
+    curve = None
+    if world > 1:
+        backend = "nccl" if job.stack.device == "cuda" else "gloo"
+        curve, where = measurements.find_comm(world, backend, job.hardware.name, os.environ)
+        if curve is None:
+            return _unknown(where)
+        source = f"{source} and {where}"
+    return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve), results)}
+
+
+def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -> tuple[Prediction, Prediction]:
+    """What is predicted for the run's own steps at this world size: for its median step, and for its mean one. The
+    first step is left out, as it is in what they are compared with: it compiles."""
+    plan, layout = job.plan(), job.layout
+    line = measured.seconds_per_micro_batch, measured.seconds_per_token
+    seconds = slowest_rank_seconds(
+        plan,
+        layout,
+        world_size=world,
+        per_device=job.batch.per_device,
+        line=line,
+        residuals=measured.residual_seconds,
+    )
+    tokens = [float(layout.tokens[plan.step_rows(0, step)].sum()) for step in range(plan.steps_per_epoch)]
+    count = job.config.training.max_steps
+    ran = slice(min(1, len(seconds) - 1), count if count > 1 else None)
+    work = measured.work(world, float(median(seconds[ran])))
+    typical = predict(work, measured.gradients, world, curve)
+    mean = replace(work, compute_seconds=fmean(seconds[ran]), tokens=fmean(tokens[ran]))
+    return typical, predict(mean, measured.gradients, world, curve)
+
+
+def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Predicted and measured, by the fields of run.json. Pure."""
+    pairs = {
+        "step_seconds": (typical.step_seconds, results["step_seconds_median"]),
+        "peak_memory_gib": (typical.peak_memory_bytes / 2**30, max(results["peak_memory_gib"])),
+        "tokens_per_second_per_gpu": (mean.tokens_per_second_per_gpu, results["tokens_per_second_per_gpu"]),
+    }
+    return {
+        name: {"predicted": predicted, "measured": found, "error": (predicted - found) / found if found else None}
+        for name, (predicted, found) in pairs.items()
+    }
+
+
+def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
+    """Into TensorBoard: the three errors as scalars, all of it as text. `writer` is None on ranks that do not write."""
+    if writer is None:
+        return
+    if prediction["reason"]:
+        writer.add_text("prediction", f"not scored: {prediction['reason']}", step)
+        return
+    lines = ["| | predicted | measured | error |", "|---|---|---|---|"]
+    for name in FIELDS:
+        one = prediction[name]
+        if one["error"] is not None:
+            writer.add_scalar(f"prediction/error of {name} (fraction)", one["error"], step)
+            lines.append(f"| {name} | {one['predicted']:.4g} | {one['measured']:.4g} | {one['error']:+.1%} |")
+    writer.add_text("prediction", "\n".join([*lines, "", f"from {prediction['source']}"]), step)
+
+
+def sentence(prediction: dict[str, Any]) -> str:
+    """For the end of a run."""
+    if prediction["reason"]:
+        return f"The prediction is not scored: {prediction['reason']}."
+    errors = [f"{name} {prediction[name]['error']:+.0%}" for name in FIELDS if prediction[name]["error"] is not None]
+    return f"Prediction against measurement: {', '.join(errors)}." if errors else "Too few steps to score a prediction."
+
+
+def _unknown(reason: str) -> dict[str, Any]:
+    return {"source": None, "reason": reason, **dict.fromkeys(FIELDS)}

@@ -1,0 +1,474 @@
+"""A few real optimizer steps of a job on one device, taken apart: memory, seconds of each part, what else would fit."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from finetune.config import Batch
+from finetune.data.layout import Layout
+from finetune.data.plan import Plan
+from finetune.engine.job import Job
+from finetune.measure import measurements
+from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
+from finetune.measure.predict import line_through
+from finetune.measure.protocol import WARM_UP, without_outliers
+from finetune.measure.rules import MEMORY_MARGIN
+from finetune.runtime.hardware import held_outside
+
+WORST_STEPS = 3  # steps on the longest rows; the first compiles
+TYPICAL_STEPS = 40  # steps on rows as they come, of which at least ENOUGH are taken
+ENOUGH = 6  # the first WARM_UP of them are not counted where as many are left: kernels are still compiled and tuned
+BUDGET_SECONDS = 30.0  # after so many the typical steps end early
+
+
+# --- the steps ------------------------------------------------------------------------------------------------------
+
+
+class InOrder(Plan):
+    """A plan that takes its rows as they stand."""
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.arange(self.n_rows)
+
+
+class TrialJob(Job):
+    """A job of chosen rows in a chosen order."""
+
+    def plan(self) -> Plan:
+        plan = super().plan()
+        return InOrder(
+            costs=plan.costs,
+            label_tokens=plan.label_tokens,
+            global_batch_size=self.batch.global_batch_size,
+            seed=plan.seed,
+            fingerprint=plan.fingerprint,
+            lengths=plan.lengths,
+        )
+
+
+def longest_rows(layout: Layout, count: int) -> np.ndarray:
+    """The `count` longest rows, int64; from the first again where there are fewer."""
+    return np.resize(layout.largest_first(), count)
+
+
+def typical_micro_batches(job: Job, count: int) -> np.ndarray:
+    """Micro-batches of the job's plan, int64 [count, per_device]: of every size, from the smallest to the largest, as
+    often as they come; in a random order. From the first again where there are fewer."""
+    batch = job.batch
+    rows = job.plan().deal_epoch(
+        0, world_size=1, per_device=batch.per_device, accumulation=batch.global_batch_size // batch.per_device
+    )
+    flat = rows.reshape(-1, batch.per_device)
+    whole = flat[(flat >= 0).all(axis=1)]
+    if not len(whole):  # fewer rows than one micro-batch
+        return np.tile(longest_rows(job.layout, batch.per_device), (count, 1))
+    by_size = whole[np.argsort(micro_batch_tokens(whole, job.layout), kind="stable")]
+    places = (np.arange(count) + 0.5) / count * len(by_size)
+    return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
+
+
+def settled(steps: Sequence[Any]) -> Sequence[Any]:
+    """The typical steps that count: without the first WARM_UP, but at least the last ENOUGH."""
+    return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
+
+
+class Parts(TrainerCallback):
+    """Seconds of each part of each step, told apart by marks: CUDA events on a GPU, which make nobody wait, and the
+    clock on a CPU. `other` is what stands before the data of a step, `data` the wait for it."""
+
+    def __init__(self, device: str, stop_after: int, budget_seconds: float = BUDGET_SECONDS) -> None:
+        """
+        Args:
+            stop_after: steps after which the training may end when `budget_seconds` are over.
+        """
+        self._cuda = device == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self._stop_after, self._budget, self._began = stop_after, budget_seconds, time.monotonic()
+
+    def watch(self, trainer: Any) -> None:
+        """Mark the ends of the parts of this trainer's steps."""
+        fetch, loss, backward = trainer.get_batch_samples, trainer.compute_loss, trainer.accelerator.backward
+
+        def fetched(*args: Any, **kwargs: Any) -> Any:
+            self._mark("other")
+            found = fetch(*args, **kwargs)
+            self._mark("data")
+            return found
+
+        def marked(name: str, function: Callable) -> Callable:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                if torch.is_grad_enabled():  # not in an evaluation
+                    self._mark(name)
+                return result
+
+            return call
+
+        trainer.get_batch_samples = fetched
+        trainer.compute_loss = marked("forward", loss)
+        trainer.accelerator.backward = marked("backward", backward)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._mark("begin")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._mark("optimizer")
+        if state.global_step >= self._stop_after and time.monotonic() - self._began > self._budget:
+            control.should_training_stop = control.should_log = True
+
+    def _mark(self, name: str) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def steps(self) -> list[dict[str, list[float]]]:
+        """Of each whole step the seconds of its parts, those of forward and backward by micro-batch. Waits for the
+        device."""
+        if self._cuda and self._marks:
+            self._marks[-1][1].synchronize()
+        found: list[dict[str, list[float]]] = []
+        step: dict[str, list[float]] = {}
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            seconds = before.elapsed_time(after) / 1e3 if self._cuda else after - before
+            step.setdefault(name, []).append(seconds)
+            if name == "optimizer":
+                found.append(step)
+                step = {}
+        return found
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Memory(Protocol):
+    """How full the device is."""
+
+    limit_bytes: float | None  # that a job may use; None where none is known
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        ...
+
+    def peak_bytes(self) -> float:
+        """The most that this process has held since the last `reset`."""
+        ...
+
+
+class CudaMemory:
+    """torch's allocator, and what it cannot see: the CUDA context and other processes on the same GPU."""
+
+    def __init__(self) -> None:
+        self.outside_bytes, self.total_bytes = held_outside()
+        self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> float:
+        return float(torch.cuda.max_memory_allocated())
+
+
+class HostMemory:
+    """The resident memory of a CPU run. It has no limit of its own, and its peak cannot be forgotten."""
+
+    limit_bytes: float | None = None
+
+    def reset(self) -> None: ...
+
+    def peak_bytes(self) -> float:
+        from finetune.engine.callbacks import peak_memory_gib
+
+        return peak_memory_gib() * 2**30
+
+
+def memory_of(device: str) -> Memory:
+    """The reader of this rank's device."""
+    return CudaMemory() if device == "cuda" else HostMemory()
+
+
+# --- the largest micro-batch ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One micro-batch size, tried on the longest rows. `peak_bytes` is None where the device was full before."""
+
+    per_device: int
+    fits: bool
+    peak_bytes: float | None
+    tokens_per_second: float | None
+
+
+def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) -> list[Attempt]:
+    """Find the largest of `sizes` that fits: double from `start` until one does not (or halve until one does), then
+    bisect between the last two. Pure but for `attempt`; every size is tried at most once.
+
+    Args:
+        sizes: allowed sizes, `start` among them.
+
+    Returns:
+        All attempts, by size.
+    """
+    ordered = sorted(set(sizes))
+    tried: dict[int, Attempt] = {}
+
+    def fits(place: int) -> bool:
+        size = ordered[place]
+        if size not in tried:
+            tried[size] = attempt(size)
+        return tried[size].fits
+
+    good, bad = -1, len(ordered)
+    place = ordered.index(start)
+    while good < place < bad:
+        if fits(place):
+            good = place
+            doubled = [i for i in range(good + 1, bad) if ordered[i] <= 2 * ordered[good]]
+            place = doubled[-1] if doubled else good + 1
+            if bad < len(ordered):
+                break
+        else:
+            bad = place
+            halved = [i for i in range(good + 1, bad) if 2 * ordered[i] <= ordered[bad]]
+            place = halved[-1] if halved else bad - 1
+            if good >= 0:
+                break
+    while bad - good > 1 and good >= 0:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return [tried[size] for size in ordered if size in tried]
+
+
+def recommended(attempts: Sequence[Attempt]) -> Attempt | None:
+    """The largest size that fits, unless a smaller one was measured as more than 3 % faster; None where none fits."""
+    fitting = [one for one in attempts if one.fits]
+    if not fitting:
+        return None
+    largest = max(fitting, key=lambda one: one.per_device)
+    fastest = max(fitting, key=lambda one: one.tokens_per_second or 0.0)
+    faster = (fastest.tokens_per_second or 0.0) > 1.03 * (largest.tokens_per_second or 0.0)
+    return fastest if faster else largest
+
+
+def allowed_sizes(job: Job, world_size: int) -> list[int]:
+    """Micro-batch sizes that cut a rank's share of the global batch exactly, and are not more rows than there are. Only
+    the present one where the accumulation is fixed too."""
+    training = job.config.training
+    if training.gradient_accumulation_steps is not None:
+        return [job.batch.per_device]
+    share = job.batch.global_batch_size // world_size
+    return [size for size in range(1, share + 1) if share % size == 0 and size <= max(len(job.layout), 1)]
+
+
+def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
+    """Forward and backward on the longest rows, three times: the second with the first's gradients held, as under
+    accumulation, the third for its speed. Afterwards the gradients are gone, also when the device was full."""
+    rows = longest_rows(layout, per_device)
+    batch = trainer._collate(layout.__getitems__(rows.tolist()))
+    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
+    _empty(trainer)
+    memory.reset()
+    seconds: list[float] = []
+    full = False
+    try:
+        for _ in range(3):
+            _synchronize(trainer)
+            began = time.perf_counter()
+            trainer.training_step(trainer.model_wrapped, dict(batch), count)
+            _synchronize(trainer)
+            seconds.append(time.perf_counter() - began)
+    except torch.OutOfMemoryError:
+        full = True
+    peak = memory.peak_bytes()
+    _empty(trainer)
+    if full:
+        return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
+    fits = memory.limit_bytes is None or peak <= memory.limit_bytes
+    speed = int(layout.tokens[rows].sum()) / seconds[-1]
+    return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
+
+
+def holds_its_state(trainer: Any) -> bool:
+    """Whether the device holds weights, gradients and the optimizer's state together, without any row. It holds them
+    all but the gradients afterwards, as in training: the device may have been full before the first step was done.
+
+    The weights are not changed: gradients are zero, and so is the learning rate.
+    """
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    try:
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        # Not by accelerate's wrapper, which waits for the last micro-batch of a step.
+        getattr(trainer.optimizer, "optimizer", trainer.optimizer).step()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        _empty(trainer)
+
+
+def _empty(trainer: Any) -> None:
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.step_losses.clear()
+    trainer._step_loss = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _synchronize(trainer: Any) -> None:
+    if trainer.args.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- the whole trial ------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """A trainer of the trial's rows, ready to `train()`, and what watches it."""
+
+    job: Job
+    trainer: Any
+    telling: Any
+    parts: Parts
+    memory: Memory
+    tokens: np.ndarray  # with padding, int64 [steps, accumulation], of the micro-batches
+
+    def measure(self, started: float) -> Measurement:
+        """Turn the steps that were taken into a measurement of the job.
+
+        Args:
+            started: when the process began, in seconds since the epoch.
+        """
+        steps = self.parts.steps()
+        typical = settled(list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:])
+        pairs = [
+            (float(size), forward + backward)
+            for sizes, step in typical
+            for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
+        ]
+        line = line_through(pairs)
+        residuals = without_outliers([seconds - line[0] - line[1] * size for size, seconds in pairs])
+        residuals = [float(one) for one in np.array(residuals) - np.mean(residuals)]
+        forwards = [seconds for _, step in typical for seconds in step["forward"]]
+        backwards = [seconds for _, step in typical for seconds in step["backward"]]
+        accumulation = self.tokens.shape[1]
+        job, plan = self.job, self.job.plan()
+        batch = job.batch
+        held = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
+        cap, first = measurements.bucket_limits(job.config.training.extra)
+        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        epochs, planned = job.config.training.num_train_epochs, job.config.training.max_steps
+        return Measurement(
+            facts=measurements.facts(job),
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            per_device=batch.per_device,
+            global_batch_size=batch.global_batch_size,
+            seconds_per_micro_batch=line[0],
+            seconds_per_token=line[1],
+            residual_seconds=residuals,
+            backward_share=median(b / (f + b) for f, b in zip(forwards, backwards, strict=True)),
+            data_seconds=median(step["data"][0] for _, step in typical) / accumulation,
+            optimizer_seconds=median(step["optimizer"][0] for _, step in typical),
+            other_seconds=median(step["other"][0] for _, step in typical),
+            start_up_seconds=self.telling.first_step_at - started,
+            compute_seconds={
+                str(world): float(
+                    slowest_rank_seconds(
+                        plan,
+                        job.layout,
+                        world_size=world,
+                        per_device=batch.per_device,
+                        line=line,
+                        residuals=residuals,
+                    ).mean()
+                )
+                for world in held
+            },
+            tokens_per_step=float(job.layout.tokens.sum()) / plan.steps_per_epoch,
+            steps=float(planned if planned > 0 else plan.steps_per_epoch * epochs),
+            peak_memory_bytes=self.memory.peak_bytes(),
+            memory_bytes=None if job.hardware.memory_gib is None else job.hardware.memory_gib * 2**30,
+            parameters=_parameter_count(job),
+            trainable_parameters=job.size.trainable_parameters,
+            gradient_bytes=[p.numel() * p.element_size() for p in trained],
+            gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+            # The trainer has DDP keep the gradients inside its buckets where every weight is trained. In the first step
+            # it makes them twice; the optimizer's state, which comes later, takes as much or more, but for a few.
+            as_bucket_view=job.config.model.full_finetuning
+            and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
+            gradients_in_peak=accumulation > 1,
+            bucket_cap_bytes=cap,
+            first_bucket_bytes=first,
+        )
+
+
+def _state_bytes(trainer: Any) -> int:
+    """What the optimizer holds beside the weights and their gradients."""
+    values = (value for state in trainer.optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if torch.is_tensor(value))
+
+
+def _parameter_count(job: Job) -> int:
+    """All parameters of the model, 4-bit weights counted as what they stand for."""
+    embedding, head = job.model.get_input_embeddings(), job.model.get_output_embeddings()
+    tied = head is not None and embedding.weight is head.weight
+    return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
+
+
+def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
+    """The real trainer on the longest rows, then on rows as they come."""
+    from finetune.train import build_trainer
+
+    accumulation = min(2, job.batch.accumulation)  # two: gradients are then held while the next ones are computed
+    per_device = job.batch.per_device
+    worst = np.tile(longest_rows(job.layout, per_device), (WORST_STEPS * accumulation, 1))
+    micro_batches = np.concatenate([worst, typical_micro_batches(job, TYPICAL_STEPS * accumulation)])
+    tokens = micro_batch_tokens(micro_batches, job.layout).reshape(-1, accumulation)
+    training = replace(
+        job.config.training,
+        output_dir=str(folder),
+        max_steps=len(tokens),
+        save_steps=0,
+        eval_steps=0,
+        resume_from_checkpoint=False,
+    )
+    # Losses are looked at once, at the end: a record waits for the device, and most steps of a real run have none.
+    logging = replace(job.config.logging, logging_steps=len(tokens), profile_steps=0)
+    given: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    given |= dict(
+        config=replace(job.config, training=training, logging=logging),
+        batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
+        layout=job.layout.take(micro_batches.reshape(-1)),
+    )
+    trial = TrialJob(**given)
+    trainer, telling, _ = build_trainer(trial, folder)
+    parts = Parts(job.stack.device, WORST_STEPS + ENOUGH)
+    parts.watch(trainer)
+    # A micro-batch's place in its step is the plan's, which sorts by size; the sizes follow it.
+    order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
+    return Trial(
+        job=job,
+        trainer=trainer,
+        telling=telling,
+        parts=parts,
+        memory=memory or memory_of(job.stack.device),
+        tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
+    )

@@ -1,0 +1,1 @@
+"""`python -m finetune.parity`: the same steps at several world sizes, compared."""

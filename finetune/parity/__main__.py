@@ -1,0 +1,3 @@
+from finetune.parity.command import main
+
+raise SystemExit(main())

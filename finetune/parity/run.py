@@ -1,0 +1,48 @@
+"""One of the runs that `finetune parity` compares: a short training that also writes its gradients and weights.
+
+Started by `finetune.parity` on as many ranks as it compares; OUT/ gets run.json, gradient.safetensors (of the first
+step, summed over ranks, before clipping) and weights.safetensors (after the last).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from finetune.config import Config, load
+from finetune.runtime.command import guarded
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+
+
+def main(hooks: Hooks = NO_HOOKS) -> int:
+    """`python -m finetune.parity.run OUT STEPS WITHOUT [configuration ...]`; WITHOUT names patches, comma-separated."""
+    out, steps, without, *arguments = sys.argv[1:]
+    left_out = [name for name in without.split(",") if name]
+    return guarded(lambda: run(load(arguments), Path(out), int(steps), left_out, hooks))
+
+
+def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:
+    """Train `steps` optimizer steps of the configuration, with nothing that would hide a wrong gradient."""
+    from finetune import train
+
+    training = replace(
+        config.training,
+        output_dir=str(out),
+        max_steps=steps,
+        save_steps=0,
+        eval_steps=0,
+        resume_from_checkpoint=False,
+        strategy=None,  # the ranks that are compared are launched already
+        overwrite_output_dir=False,
+        max_grad_norm=0.0,  # clipping would turn a gradient of any size into the same one
+        warmup_steps=0.0,
+        lr_scheduler_type="constant",
+    )
+    logging = replace(config.logging, logging_steps=1, generate_samples=0, profile_steps=0)
+    short = replace(config, training=training, logging=logging)
+    return train.run(short, witness=out, without=without, hooks=hooks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What every part of a run stands on: ranks, devices, files, processes, signals."""

@@ -1,0 +1,369 @@
+"""Ranks, and what they do together. The only reader of RANK, LOCAL_RANK and WORLD_SIZE; the only caller of collectives.
+
+Importing this file does not import torch: the configuration is checked before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.runtime import interrupt, launcher
+
+FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
+# A launcher ends all ranks as soon as one has failed, so a rank with nothing to say must not be the first to go.
+QUIET_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Where this process stands in the launch."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """One process of the whole run: it writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """One process of each machine: it prepares the data there."""
+        return self.local_rank == 0
+
+
+@functools.cache
+def ranks() -> Ranks:
+    """Read the launcher's environment; one rank where there is no launcher.
+
+    Raises:
+        UserError: the variables contradict each other, or the launcher was asked for more processes than it started.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = {name: os.environ.get(name) for name in names}
+    if given["WORLD_SIZE"] is None:
+        asked = _launcher_profile().get("num_processes", 1)
+        if asked > 1:
+            raise UserError(
+                f"accelerate launch was asked for {asked} processes and started one. `distributed_type: MULTI_CPU` "
+                "does that silently. Use one of accelerate_configs/ (cpu_2.yaml for two CPU ranks), or "
+                "`distributed_type: MULTI_GPU` with `use_cpu: true`."
+            )
+        return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    try:
+        rank, local_rank, world_size = (int(given[name] or "missing") for name in names)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError:
+        raise UserError(
+            f"The launcher's variables are incomplete: {given}. All three must be whole numbers; start the run with "
+            "`accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
+        ) from None
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+        raise UserError(
+            f"The launcher's variables contradict each other: {given}, LOCAL_WORLD_SIZE={local_world_size}."
+        )
+    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
+
+
+@functools.cache
+def _launcher_profile() -> dict[str, Any]:
+    """num_processes and use_cpu of the `accelerate launch` that started this process; empty for other launchers.
+
+    accelerate does not tell its children how many processes it was asked for, nor, in a distributed launch, that they
+    are to stay on the CPU. So the question goes to the parent's command line and the profile named there.
+    """
+    argv = launcher.accelerate_arguments()
+    if argv is None:
+        return {}
+    import yaml
+
+    own = argv[: argv.index("-m")] if "-m" in argv else argv  # what follows -m belongs to the script
+    options = dict(zip(own, own[1:], strict=False))
+    options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    file = Path(options.get("--config_file", home / "accelerate" / "default_config.yaml"))
+    profile = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+    if "--num_processes" in options:
+        profile["num_processes"] = int(options["--num_processes"])
+    if "--cpu" in own or "--use_cpu" in own:
+        profile["use_cpu"] = True
+    return profile
+
+
+def wants_cpu() -> bool:
+    """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
+    return bool(_launcher_profile().get("use_cpu"))
+
+
+# --- the process group -----------------------------------------------------------------------------------------------
+
+_host_group: Any = None  # gloo: for objects and flags, so that neither touches the GPU
+
+
+def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] | None = None) -> None:
+    """Create the process group with the configured timeout, before anything else can create one with another.
+
+    `on_failure(message)` is called on this rank when another rank has failed, just before this process exits.
+
+    Raises:
+        UserError: the group that exists is not the one the launcher asked for.
+    """
+    global _host_group
+    me = ranks()
+    if me.world_size == 1:
+        return
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    timeout = timedelta(seconds=timeout_seconds)
+    state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
+    if state.num_processes != me.world_size:
+        raise UserError(
+            f"The launcher asked for {me.world_size} processes and the process group has {state.num_processes}. "
+            "Something replaced accelerate's set-up before this program could start; launch it with one of "
+            "accelerate_configs/."
+        )
+    _host_group = dist.new_group(backend="gloo", timeout=timeout)
+    here = gather_objects((socket.gethostname(), os.getpid()))
+    peers = {rank: pid for rank, (host, pid) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
+    threading.Thread(target=_watch_for_failures, args=(on_failure, peers), daemon=True).start()
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` when a launcher has started its ranks again; else none.
+
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store over a restart, and in it the
+    addresses of ranks that have ended, to which the new ones would try to connect.
+    """
+    if not launcher.restarts() or not _launcher_hosts_store():
+        return {}
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, ranks().world_size, is_master=False, timeout=timeout)
+    own = PrefixStore(f"restart-{launcher.restarts()}", store)
+    return {"store": own, "rank": ranks().rank, "world_size": ranks().world_size}
+
+
+def _launcher_hosts_store() -> bool:
+    """Whether the store of the process group lives in torch's launcher, and not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def group_timeout_seconds() -> float | None:
+    """How long collectives of the default process group wait for the other ranks; None for one rank."""
+    if _host_group is None:
+        return None
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return _get_default_group()._get_backend(device).options._timeout.total_seconds()
+
+
+def finish() -> None:
+    """Leave the process group. All ranks call it, once, at the end of a run that succeeded."""
+    global _host_group
+    if _host_group is not None:
+        import torch.distributed as dist
+
+        barrier()
+        _watching.set()
+        dist.destroy_process_group()
+        _host_group = None
+
+
+# --- collectives, by name; each does nothing but return its argument where there is one rank ------------------------
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _host_group is not None:
+        import torch.distributed as dist
+
+        dist.barrier(group=_host_group)
+
+
+def put_collectives_away() -> None:
+    """Wait until NCCL's process group has seen the end of all collectives so far; what they held is free at the next.
+
+    Its watchdog looks ten times a second. Of a collective whose work nobody waits for, as DDP's, it hands the tensors
+    over, and the next collective lets go of them (torch's ProcessGroupNCCL.cpp, `shelvesToUnstash_`). On other backends
+    there is nothing to wait for.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        group = dist.distributed_c10d._get_default_group()
+        if hasattr(group, "_wait_for_pending_works"):  # private: a release without it needs more memory, no more
+            group._wait_for_pending_works()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronisation."""
+    if _host_group is None:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * ranks().world_size
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise sum of float64 `values` over all ranks, on the host."""
+    if _host_group is None:
+        return list(values)
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, group=_host_group)
+    return tensor.tolist()
+
+
+class DelayedFlag:
+    """ "Has any rank raised its flag?", asked every step and answered one step later, so that no step waits.
+
+    All ranks get the same answer at the same step: `ask(flag)` starts the reduction of this step's flags on the host
+    and returns the result of the previous one.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Any, Any] | None = None
+
+    def ask(self, flag: bool) -> bool:
+        """True on all ranks at the first step after one where any rank's `flag` was true."""
+        if _host_group is None:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        answer = self.settle()
+        tensor = torch.tensor([int(flag)])
+        self._pending = (dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_host_group, async_op=True), tensor)
+        return answer
+
+    def settle(self) -> bool:
+        """Wait for the reduction under way, if any, and return its answer."""
+        if self._pending is None:
+            return False
+        work, tensor = self._pending
+        work.wait()
+        self._pending = None
+        return bool(tensor.item())
+
+
+# --- stopping together ----------------------------------------------------------------------------------------------
+
+_FAILURE = "finetune/failure"
+_watching = threading.Event()  # set = no longer
+
+
+def claim_failure(message: str) -> bool:
+    """Tell the other ranks that this one has failed. True when it is the first to say so: its error is the one to show.
+
+    Without a process group there is nobody to tell; each machine's first rank speaks for it, as all of them read the
+    same configuration and the same files.
+    """
+    _watching.set()
+    if _host_group is None:
+        return ranks().is_local_main
+    return first_failure(message) == message
+
+
+def let_others_speak() -> bool:
+    """Wait for the launcher to end this process, as it does once the rank whose error is shown has ended.
+
+    Returns:
+        Whether nobody else can be expected to have spoken: there was no process group to agree in, and nothing ended
+        this process. Then the error belongs to this rank alone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Event().wait(QUIET_SECONDS)
+    return _host_group is None
+
+
+def first_failure(message: str) -> str:
+    """`message`, or that of the rank that failed before this one: it says why all ranks end."""
+    _watching.set()
+    if _host_group is None:
+        return message
+    own = json.dumps([ranks().rank, message])
+    try:
+        found = _store().compare_set(_FAILURE, "", own).decode()
+    except Exception:  # the store went away with the rank that hosted it: that rank failed first
+        return "rank 0: it has gone, and the store with it"
+    rank, first = json.loads(found)
+    return message if found == own else f"rank {rank}: {first}"
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping[int, int]) -> None:
+    """End this process soon after another rank has failed, whatever collective the main thread is waiting in.
+
+    Args:
+        on_failure: called with a message just before.
+        peers: process ids of the other ranks of this machine, by rank.
+    """
+    store = _store()
+    while not _watching.wait(FAILURE_POLL_SECONDS):
+        try:
+            if not store.check([_FAILURE]):
+                continue
+            rank, message = json.loads(store.get(_FAILURE))
+        except Exception:
+            if _watching.is_set():
+                return
+            if _launcher_hosts_store():
+                interrupt.request("the end of the launcher that hosts the ranks' store")
+                rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had"
+            else:
+                rank, message = 0, "the rank that hosts the store has gone"
+            if _watching.is_set():
+                return
+        if on_failure is not None:
+            on_failure(f"rank {rank}: {message}")
+        threading.Event().wait(FAILURE_POLL_SECONDS)  # the rank that failed is writing its error
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
+
+
+def _wait_for_lost_peer(peers: Mapping[int, int]) -> int:
+    """Wait until the main thread ends the run, or until a rank of this machine has ended before it could: its number.
+
+    Ranks are connected to each other without the store, so they can still save a checkpoint together.
+    """
+    import psutil
+
+    def ended(pid: int) -> bool:
+        try:  # nobody may be left to collect a process that has ended
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    while True:
+        lost = [rank for rank, pid in peers.items() if ended(pid)]
+        if _watching.wait(FAILURE_POLL_SECONDS) or lost:  # the wait: a rank that ends with the run ends first
+            return lost[0] if lost else ranks().rank
