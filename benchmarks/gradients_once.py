@@ -24,18 +24,20 @@ SHAPE = "llama-190m"
 SCRIPT = """
 import os, sys
 from finetune import train
+from finetune.engine import session
 
-build = train.build_trainer
+build = session.build_trainer
 
 
 def build_as_torch_does(*arguments):
-    trainer, telling, stop = build(*arguments)
+    built = build(*arguments)
+    trainer = built.trainer
     if os.environ["ONCE"] == "0":
         trainer._keep_gradients_in_buckets = lambda model: None
-    return trainer, telling, stop
+    return built
 
 
-train.build_trainer = build_as_torch_does
+session.build_trainer = build_as_torch_does
 sys.exit(train.main())
 """
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.engine import checkpoints, resume
-from finetune.engine.record import write_json
+from finetune.engine import checkpoints, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import strategy
 from finetune.runtime import bootstrap, distributed, subprocesses
-from finetune.runtime.command import DONE, FAILED, console
+from finetune.runtime.command import DONE, FAILED, console, print_line
+from finetune.runtime.files import write_json
 from finetune.runtime.hardware import OUTSIDE_NOTED
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import without_json
@@ -55,30 +55,23 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
             f"--dry-run tries one device and was launched on {distributed.ranks().world_size} processes. Start it with "
             "`python -m finetune.train --dry-run ...`; it prints the launch line for the real run."
         )
-    from finetune.train import check_space, introduce, with_demo
-
-    config, demo = with_demo(config)
+    config, demo = session.with_demo(config)
     world, real = intended_batch(config)
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
     checkpoints.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
     together = smoke(strategy.visible_gpus())  # while all GPUs are still in sight, and empty
-    stack = bootstrap.start(config.model.backend, config.logging.log_level)
-
-    from finetune.engine.job import open_job
-    from finetune.measure import trial
-
-    if demo:
-        demo.materialise(bootstrap.cache_folder())
     try:
         if together is not None and not together["ok"]:
             raise RunError(
                 f"the {together['world_size']} GPUs cannot talk to each other: {together['message']}. One alone "
                 "can be tried with CUDA_VISIBLE_DEVICES=0."
             )
-        job = open_job(config, real, stack, hooks=hooks)
-        introduce(job, resume.Start())
-        check_space(config, job.model)
+        job = session.open_session(config, real, demo=demo, hooks=hooks)
+        from finetune.measure import trial
+
+        report.print_introduction(job, resume.Start())
+        session.check_space(config, job.model)
         show_example(job)
         # Beside the real output folder, so that the real disk is tried.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
@@ -87,7 +80,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         full = is_out_of_memory(error)  # while the model was loaded: no row had come
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
     outcome.measured["collectives"] = together
-    report(config, outcome, launch_line(world))
+    print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
 
@@ -100,16 +93,15 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     """
     from finetune.measure import measurements
     from finetune.measure.trial import holds_its_state
-    from finetune.train import out_of_memory
 
-    trainer, telling = trial.trainer, trial.telling
+    trainer, logger = trial.trainer, trial.logger
     full = None
     try:
         trial.memory.reset()
-        with out_of_memory(trial.job):
+        with session.out_of_memory(trial.job):
             trainer.train()
-        measured, results = trial.measure(process_start()), telling.results()
-        with out_of_memory(trial.job):
+        measured, results = trial.measure(process_start()), logger.results()
+        with session.out_of_memory(trial.job):
             if trial.job.data.eval:
                 trainer.evaluate()
     except RunError as error:
@@ -117,7 +109,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
             raise
         full = str(error)  # and not the error itself: its frames hold what filled the memory
     finally:
-        telling.close()
+        logger.close()
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (
@@ -307,22 +299,22 @@ def show_example(job: Any) -> None:
     ids, labels = job.data.train[0]
     console().print("One training row; what is learnt is marked:", highlight=False)
     example = Encoded(input_ids=ids, labels=labels)
-    console().print(preview(example, job.tokenizer, color=console().is_terminal), soft_wrap=True)
+    print_line(preview(example, job.tokenizer, color=console().is_terminal))
 
 
 # --- what is said ---------------------------------------------------------------------------------------------------
 
 
-def report(config: Config, outcome: Outcome, line: str) -> None:
+def print_report(config: Config, outcome: Outcome, line: str) -> None:
     """Say go or no-go, with what was measured and the launch line for the real run."""
     if outcome.go:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):
-            console().print(note, highlight=False, soft_wrap=True, markup=False)
+            print_line(note)
         console().print("GO. Nothing was kept but the measurement. Start the real run with:", style="green")
-        console().print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+        print_line(f"  {line}")
     else:
-        console().print(f"NO-GO: {outcome.reason}", style="red", soft_wrap=True, highlight=False, markup=False)
+        print_line(f"NO-GO: {outcome.reason}", style="red")
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, verdict)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 from finetune.config import Config
-from finetune.runtime.command import DONE, console, run_verb
+from finetune.runtime.command import DONE, console, print_line, run_command
 
 PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print what became of the rows."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Fill the data cache of a configuration. Returns the exit code."""
-    return run_verb("prepare", argv, run, PURPOSE)
+    return run_command("prepare", argv, run, PURPOSE)
 
 
 def run(config: Config) -> int:
@@ -26,9 +26,9 @@ def run(config: Config) -> int:
     from finetune.data.prepare import prepare
     from finetune.data.template import Encoded, preview
     from finetune.engine import model
-    from finetune.engine.record import write_json
     from finetune.errors import UserError
     from finetune.runtime import bootstrap
+    from finetune.runtime.files import write_json
 
     if config.demo:
         raise UserError(
@@ -43,16 +43,15 @@ def run(config: Config) -> int:
     layouts = {name: lay_out(rows, pack_length) for name, rows in splits.items()}
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}
 
-    say = console().print
-    say(f"Row format: {data.format}", highlight=False, soft_wrap=True, markup=False)
-    say(ledger.table(data.ledgers, shapes))
+    print_line(f"Row format: {data.format}")
+    print_line(ledger.table(data.ledgers, shapes))
     for sentence in ledger.examples(data.ledgers):
-        say(sentence, highlight=False, soft_wrap=True, markup=False)
-    say("The first row; supervised tokens are marked:")
+        print_line(sentence)
+    print_line("The first row; supervised tokens are marked:")
     ids, labels = data.train[0]
-    say(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal), soft_wrap=True)
+    print_line(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal))
     seconds = time.perf_counter() - started
-    say(f"{'Found in' if data.cached else 'Written to'} the cache: {data.folder} ({seconds:.1f} s)", soft_wrap=True)
+    print_line(f"{'Found in' if data.cached else 'Written to'} the cache: {data.folder} ({seconds:.1f} s)")
     if config.json:
         ledgers = {name: data.ledgers[name] | {"layout": shapes[name]} for name in splits}
         write_json(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from finetune.config import Batch, Config, dump_yaml, resolve_batch, scaled_learning_rate
-from finetune.engine import checkpoints, invariants, metrics, model_files, optimizers, restart, resume
-from finetune.engine.record import RunRecord, write_json
-from finetune.errors import RunError, UserError, describe
-from finetune.measure import strategy
-from finetune.runtime import distributed, interrupt, launcher, runlock
-from finetune.runtime.command import DONE, INTERRUPTED, console, run_verb
-from finetune.runtime.hardware import when_full
+from finetune.config import Batch, Config, resolve_batch
+from finetune.engine import checkpoints, invariants, metrics, report, restart, resume, session
+from finetune.engine.record import RunRecord
+from finetune.errors import describe
+from finetune.measure import scoring, strategy
+from finetune.runtime import distributed, interrupt, runlock
+from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
+from finetune.runtime.files import write_json
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
@@ -30,90 +30,81 @@ STARTED = time.time()
 
 def main(argv: list[str] | None = None) -> int:
     """Train, or with --dry-run find out whether training would work. Returns the exit code."""
-    return run_verb("train", argv, run)
+    return run_command("train", argv, run)
 
 
-def run(config: Config, witness: Path | None = None, without: Collection[str] = (), hooks: Hooks = NO_HOOKS) -> int:
-    """Everything after the configuration is known to be sound: check, load, train, save.
+def run(config: Config, parity_dump: Path | None = None, without: Collection[str] = (), hooks: Hooks = NO_HOOKS) -> int:
+    """Everything after the configuration has been checked: look for files, load, train, save.
 
     Args:
-        witness: folder for the first gradients and the last weights, for `finetune parity`.
+        parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
         without: names of patches to leave out, needed or not.
         hooks: functions of the user's script.
     """
-    if not config.demo:
-        check_present(config)
-    if not config.dry_run:
-        strategy.apply(config)
-    else:
+    session.check_present(config)
+    if config.dry_run:
         from finetune import dryrun
 
         return dryrun.run(config, hooks)
-    config, demo = with_demo(config)
+    strategy.apply(config)
+    config, demo = session.with_demo(config)
     with runlock.held(Path(config.training.output_dir)):
-        return run_alone(config, demo, witness, without, hooks)
+        return run_locked(restart.continued(config), demo, parity_dump, without, hooks)
 
 
-def run_alone(
-    config: Config, demo: ModuleType | None, witness: Path | None, without: Collection[str], hooks: Hooks
+def run_locked(
+    config: Config, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
 ) -> int:
-    """`run`, as the only one that writes to the output folder."""
-    config = restart.continued(config)
+    """`run`, while no other process writes to the output folder."""
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
-    output_dir = Path(config.training.output_dir)
-    asked = config.training.resume_from_checkpoint
-    checkpoints.check_output(output_dir, resuming=bool(asked), overwrite=config.training.overwrite_output_dir)
-    checkpoints.find(output_dir, asked, verify=False)  # a path that is wrong is refused before anything is loaded
-
-    from finetune.runtime import bootstrap
-
-    stack = bootstrap.start(config.model.backend, config.logging.log_level, without)
-    if demo:
-        console().print(demo.introduction(), highlight=False, soft_wrap=True)
-        demo.materialise(bootstrap.cache_folder())
+    output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
+    overwrite = config.training.overwrite_output_dir
+    checkpoints.check_output(output_dir, resuming=bool(asked), overwrite=overwrite)
+    checkpoints.find(output_dir, asked, verify=False)  # a wrong path is refused before anything is loaded
+    if demo is not None:
+        print_line(demo.introduction())
     record = RunRecord(output_dir)
-    job, start = open_checked(config, batch, stack, record, hooks)
+    job, start = open_and_compare(config, batch, demo, record, without, hooks)
     if (done := resume.finished(config, start, job.plan().digest(), total_steps(job))) is not None:
-        say_finished(config, done)
+        report.print_finished(config.training.output_dir, done)
+        write_result(config, done)
         distributed.finish()
         return DONE
-    check_space(config, job.model)
-    take_over(output_dir, overwrite=config.training.overwrite_output_dir)
-    introduce(job, start)
-    with recorded(record, job, start):
-        stopped = train(job, record, start, witness)
-    if config.json and distributed.ranks().is_main:
-        write_json(config.json, record.content)
+    session.check_space(config, job.model)
+    take_over(output_dir, overwrite=overwrite)
+    report.print_introduction(job, start)
+    with session.recorded(record, job, start):
+        stopped = train(job, record, start, parity_dump)
+    write_result(config, record.content)
     distributed.finish()  # nothing is left for a launcher to cut short when a rank returns another code than 0
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
         export(job, record)
     return INTERRUPTED if stopped else DONE
 
 
-def open_checked(
-    config: Config, batch: Batch, stack: Stack, record: RunRecord, hooks: Hooks
+def open_and_compare(
+    config: Config,
+    batch: Batch,
+    demo: ModuleType | None,
+    record: RunRecord,
+    without: Collection[str],
+    hooks: Hooks,
 ) -> tuple[Job, resume.Start]:
-    """The job and where it starts: everything that must agree with a checkpoint is compared before the first write.
+    """The job and where it starts. All that must agree with a checkpoint is compared before the first write.
 
     Raises:
-        UserError, RunError: with what is wrong and what to do; the output folder is as it was.
+        UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
     """
-    from finetune.engine.job import open_job
-    from finetune.engine.model import resolve_dtype
-
     start = resume.Start()
 
-    def choose_start() -> None:
+    def choose_start(stack: Stack) -> None:
+        from finetune.engine.model import resolve_dtype
+
         nonlocal start
         start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
 
-    job = open_job(
-        config,
-        batch,
-        stack,
-        on_failure=lambda message: record.fail(message),
-        hooks=hooks,
-        before_loading=choose_start,
+    job = session.open_session(
+        config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
     )
     return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
 
@@ -132,38 +123,19 @@ def take_over(output_dir: Path, *, overwrite: bool) -> None:
     distributed.barrier()
 
 
-def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
-    """The configuration and, where no model is named, the demo that fills it in."""
-    if not config.demo:
-        return config, None
-    from finetune.engine import demo
-    from finetune.runtime.bootstrap import cache_folder
-
-    return demo.configure(config, cache_folder(), distributed.ranks().world_size), demo
+def write_result(config: Config, result: dict) -> None:
+    """The content of run.json to the file of --json."""
+    if config.json and distributed.ranks().is_main:
+        write_json(config.json, result)
 
 
-def check_present(config: Config) -> None:
-    """The model's files, the data files and the optimiser's package are there: known before anything heavy is imported.
-
-    Raises:
-        UserError: one is missing, or is nothing that can be read or trained.
-    """
-    from finetune.data import sources
-
-    optimizers.check(config.training.optim)
-    model_files.check(config)
-    for given in (config.data.train_file, config.data.eval_file):
-        if given is not None:
-            sources.expand([given] if isinstance(given, str) else given)
-
-
-def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None = None) -> bool:
+def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
     from finetune.engine import samples
-    from finetune.measure import scoring
 
     output_dir = Path(job.config.training.output_dir)
-    trainer, telling, stop = build_trainer(job, output_dir, witness)
+    built = session.build_trainer(job, output_dir, parity_dump)
+    trainer, logger = built.trainer, built.logger
     checkpoint = str(start.found.path) if start.found.path else None
     trainer.manifest = start.manifest(steps_per_epoch=trainer.plan.steps_per_epoch, total_steps=trainer.total_steps)
     trainer.retention = checkpoints.Retention(
@@ -181,21 +153,21 @@ def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None
     held_out, count = job.data.eval, job.config.logging.generate_samples
     asked = samples.questions(held_out, job.tokenizer, count) if held_out else []
 
-    with contextlib.closing(telling), out_of_memory(job):
+    with contextlib.closing(logger), session.out_of_memory(job):
         before, answers_before = measure(job, trainer, asked)
         with interrupt.deferred():
             trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
-        first_step = telling.first_step_at - STARTED if telling.first_step_at else None
-        results = telling.results()
+        first_step = logger.first_step_at - STARTED if logger.first_step_at else None
+        results = logger.results()
         prediction = scoring.score(job, results)
-        scoring.write(telling.writer, prediction, trainer.state.global_step)
+        scoring.write(logger.writer, prediction, trainer.state.global_step)
         # The model is saved below even if the disk has no room for run.json.
         record.try_update(
             steps=trainer.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
         )
-        if stop.stopped:
+        if built.stop.stopped:
             record.update(status="interrupted", interrupted_by=interrupt.reason())
-            say_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
+            report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
             return True
         with interrupt.finishing():
             save(trainer, output_dir)
@@ -205,81 +177,18 @@ def train(job: Job, record: RunRecord, start: resume.Start, witness: Path | None
     record.update(status="done", **scores)
     if asked:
         console().print(samples.table(job.tokenizer, asked, answers_before, answers_after))
-    conclude(record.content, output_dir)
+    report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
     return False
 
 
 def measure(job: Job, trainer: SFTTrainer, asked: list[Question]) -> tuple[dict[str, float | None], list[str]]:
-    """The model as it is now on the held-out rows: loss, exact match, and its answers to `asked`."""
+    """Loss and exact match of the current model on the held-out rows, and its answers to `asked`."""
     from finetune.engine import samples
 
     loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
     answers = samples.answers(job.model, job.tokenizer, asked) if asked else []
     right = metrics.exact_match(answers, [question.reference for question in asked]) if asked else None
     return {"eval_loss": loss, "exact_match": right}, answers
-
-
-def build_trainer(job: Job, output_dir: Path, witness: Path | None = None) -> tuple[SFTTrainer, Any, Any]:
-    """The trainer with its callbacks: (trainer, what it records, what stops it)."""
-    from finetune.engine import callbacks
-    from finetune.engine.trainer import SFTTrainer, arguments
-    from finetune.runtime import bootstrap
-
-    config, layout = job.config, job.layout
-    plan = job.plan()
-    args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
-    total = resume.total_steps(config, plan.steps_per_epoch)
-    is_main = distributed.ranks().is_main
-    telling = callbacks.Record(
-        folder=output_dir / "runs" if is_main else None,
-        plan=plan,
-        layout=layout,
-        hardware=job.hardware,
-        size=job.size,
-        texts={"configuration": dump_yaml(config), "data": str(job.data.ledgers)},
-        progress=callbacks.ProgressLines(console(), total) if is_main else None,
-    )
-    stop = callbacks.StopOnRequest()
-    steps = config.logging.profile_steps
-    watching = [callbacks.Witness(witness)] if witness else []
-    profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
-    trainer = SFTTrainer(
-        model=job.model,
-        args=args,
-        tokenizer=job.tokenizer,
-        stack=job.stack,
-        plan=plan,
-        layout=layout,
-        eval_layout=job.eval_layout,
-        callbacks=[telling, stop, callbacks.FirstGradients(), *profile, *watching],
-    )
-    telling.trainer = trainer
-    with bootstrap.quiet_ranks():
-        job.hooks.call("trainer", trainer)
-    complete_early_stopping(trainer)
-    return trainer, telling, stop
-
-
-def complete_early_stopping(trainer: SFTTrainer) -> None:
-    """Let an EarlyStoppingCallback of the script's watch the held-out loss if the script names no other metric.
-
-    Raises:
-        UserError: the run does not evaluate while it trains.
-    """
-    from transformers import EarlyStoppingCallback
-
-    args = trainer.args
-    if not any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
-        return
-    if str(args.eval_strategy.value) == "no":
-        raise UserError(
-            "EarlyStoppingCallback needs evaluations while the run trains: there are none. Set data.eval_file or "
-            "data.eval_fraction, and training.eval_steps."
-        )
-    if args.metric_for_best_model is None:
-        args.metric_for_best_model = "eval_loss"
-    if args.greater_is_better is None:
-        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
 
 
 def save(trainer: SFTTrainer, output_dir: Path) -> None:
@@ -291,7 +200,7 @@ def save(trainer: SFTTrainer, output_dir: Path) -> None:
 
 
 def export(job: Job, record: RunRecord) -> None:
-    """The script's own exports. The other ranks have gone, so that none waits in a collective however long they take.
+    """The exports of the user's script. The other ranks have ended, so none waits in a collective meanwhile.
 
     Raises:
         RunError: the script's function failed. The final model is saved already.
@@ -301,189 +210,6 @@ def export(job: Job, record: RunRecord) -> None:
     except BaseException as error:
         record.fail(describe(error))
         raise
-
-
-def check_space(config: Config, model: Any) -> None:
-    """Room for the final weights and, where there are checkpoints, for one (weights, and two float32 moments of each).
-
-    Raises:
-        UserError: the disk has less.
-    """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    needed, what = sum(parameter.numel() * parameter.element_size() for parameter in trainable), "the final model"
-    if config.training.save_steps:
-        needed, what = 2 * needed + 8 * sum(parameter.numel() for parameter in trainable), f"a checkpoint and {what}"
-    checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
-
-
-# --- what is said and recorded --------------------------------------------------------------------------------------
-
-
-def introduce(job: Job, start: resume.Start) -> None:
-    """Say what is about to run."""
-    from finetune.data import ledger
-
-    say = console().print
-    for sentence in (*start.found.skipped, *start.notes):
-        say(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True, markup=False)
-    for change in start.changes:
-        text = f"changed since {start.found.path}: {change['key']} was {change['was']}, now {change['now']}"
-        say(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
-    if job.config.training.resume_from_checkpoint and start.found.path is None:
-        say("warning: there is no checkpoint to resume from; the run starts at step 0", style="yellow", soft_wrap=True)
-    world = distributed.ranks().world_size
-    kind = (
-        "full fine-tuning"
-        if job.config.model.full_finetuning
-        else ("QLoRA" if job.config.model.load_in_4bit else "8-bit LoRA" if job.config.model.load_in_8bit else "LoRA")
-    )
-    say(
-        f"{kind} of {job.config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} x "
-        f"{job.hardware.name}: {job.size.trainable_parameters:,} trainable parameters",
-        highlight=False,
-        soft_wrap=True,
-    )
-    batch = job.batch
-    rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
-    say(
-        f"A step is {batch.global_batch_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
-        "accumulated",
-        highlight=False,
-        soft_wrap=True,
-    )
-    training = job.config.training
-    if training.learning_rate_rule != "none":
-        say(
-            f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
-            f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if job.unpacked_because:
-        warned = job.config.data.packing  # asked for, and not what happens
-        say(
-            ("warning: " if warned else "") + f"Rows are padded documents, not packs: {job.unpacked_because}",
-            style="yellow" if warned else None,
-            highlight=False,
-            soft_wrap=True,
-        )
-    for verdict in job.stack.patches:
-        if verdict.applied:
-            say(f"patched: {verdict.name} ({verdict.reason})", soft_wrap=True)
-    if job.config.rows_from_script:
-        say(f"Rows: made by {job.config.script}, and kept in {job.data.folder}", highlight=False, soft_wrap=True)
-    say(f"Row format: {job.data.format}", highlight=False, soft_wrap=True, markup=False)
-    say(ledger.table(job.data.ledgers, layouts(job)))
-
-
-def layouts(job: Job) -> dict[str, dict[str, Any]]:
-    """What the rows of each split are made of."""
-    found = {"train": job.layout.to_dict()}
-    return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})
-
-
-def say_finished(config: Config, done: dict[str, Any]) -> None:
-    """Say that there is nothing to do, and write the earlier results where --json asks for them."""
-    if not distributed.ranks().is_main:
-        return
-    steps = done.get("steps")
-    console().print(
-        f"The run in {config.training.output_dir} is already finished: {steps} of {done.get('total_steps', steps)} "
-        "steps. Nothing was changed. A higher training.max_steps (or training.num_train_epochs) continues it.",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-    if config.json:
-        write_json(config.json, done)
-
-
-def say_stopped(checkpoint: Path) -> None:
-    """Say where a run that was interrupted can go on."""
-    console().print(
-        f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Go on with --training.resume_from_checkpoint true.",
-        soft_wrap=True,
-    )
-
-
-def conclude(results: dict[str, Any], output_dir: Path) -> None:
-    """Say how it ended."""
-    from finetune.measure import scoring
-
-    parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
-    for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
-        early, late = results[f"{name}_before"], results[f"{name}_after"]
-        if late is not None:
-            parts.append(f"{label} {early:.4f} -> {late:.4f}")
-    if results["tokens_per_second_per_gpu"]:
-        parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
-    console().print("; ".join(parts) + ".", highlight=False, soft_wrap=True)
-    console().print(scoring.sentence(results["prediction"]), highlight=False, soft_wrap=True)
-    console().print(
-        f"The model, run.json and runs/ (tensorboard --logdir {output_dir}) are in {output_dir}.", soft_wrap=True
-    )
-
-
-@contextlib.contextmanager
-def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
-    """run.json from the first moment, with the error when there is one."""
-    from finetune.engine.model import resolve_dtype
-    from finetune.runtime import bootstrap
-
-    with checkpoints.no_space(record.path.parent, record.path.name):
-        record.update(
-            status="running",
-            launch=launcher.launch_id(),
-            config=job.config.to_dict(),
-            script=str(job.hooks.script) if job.hooks.script else None,
-            versions=bootstrap.versions(),
-            world_size=distributed.ranks().world_size,
-            batch=vars(job.batch),
-            learning_rate=scaled_learning_rate(job.config.training, job.batch.global_batch_size),
-            backend=job.stack.backend,
-            backend_reason=job.stack.reason,
-            dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
-            hardware=job.hardware.to_dict(),
-            patches=[verdict.to_dict() for verdict in job.stack.patches],
-            ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},
-            data_fingerprint=job.data.fingerprint,
-            settings=start.settings,
-            resumed_with_changes=list(start.history),
-        )
-    try:
-        yield
-    except BaseException as error:
-        record.fail(distributed.first_failure(describe(error)))
-        raise
-
-
-@contextlib.contextmanager
-def out_of_memory(job: Job) -> Iterator[None]:
-    """Say what to change when the GPU is full."""
-    import torch
-
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        half = max(job.batch.per_device // 2, 1)
-        less = (
-            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_batch_size}:"
-            " more accumulation, the same result)"
-            if job.batch.per_device > 1
-            else "set data.max_length lower"
-        )
-        model, training = job.config.model, job.config.training
-        others = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
-        if model.full_finetuning:
-            others += ["training.optim: adamw_8bit"] if training.adam_in_full else []
-            others.append("LoRA (model.full_finetuning: false)")
-        elif not model.load_in_4bit:
-            others.append("model.load_in_4bit: true")
-        raise RunError(
-            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
-            f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less, too" if others else "") + ". "
-            f"({when_full(error)})"
-        ) from error
 
 
 if __name__ == "__main__":

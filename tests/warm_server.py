@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def warm(kind: str) -> dict[str, str | None]:
-    """Import the stack in the order of `finetune.runtime.bootstrap`; the variables that this set or, with None, removed."""
+    """Import the stack in the order of `runtime.bootstrap`; the variables that this set or, with None, removed."""
     from finetune.runtime import bootstrap
     from patches import EARLY
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
-from finetune.runtime.command import DONE, FAILED, console, run_with_options
+from finetune.runtime.command import DONE, FAILED, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, path, price
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def meet(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
     given = read_comm(options.comm) if options.comm else {}
     machine = survey()
     for warning in warnings(machine):
-        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+        print_line(f"warning: {warning}", style="yellow")
     return machine, given
 
 
@@ -151,7 +151,7 @@ def on_configuration(
     given: Mapping[int, Curve],
 ) -> tuple[dict[str, Any], LaunchPlan]:
     """Better settings first, then the numbers of devices, then one of them; says all of it."""
-    from finetune.advise import candidates, launch, verdict, words
+    from finetune.advise import candidates, launch, report, verdict
     from finetune.advise.machine import devices_here
 
     assert base.measured is not None
@@ -175,19 +175,19 @@ def on_configuration(
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
         "improvements": [improved(one, faster) for one in better],
-        "study2025": words.ruling(one.parameters, one.global_batch_size, rows, machine),
-        "notes": [words.gradients(one), words.learning_rate(config, one.global_batch_size)],
+        "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
+        "notes": [report.gradients(one), report.learning_rate(config, one.global_batch_size)],
         "start_up_of_ranks_seconds": meeting,
     }
-    words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
+    report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice, plan
 
 
 def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     """A dense model of the study in place of a configuration: nothing is launched, so there is no launch line."""
-    from finetune.advise import dense, verdict, words
+    from finetune.advise import dense, report, verdict
     from finetune.advise.machine import devices_here
-    from finetune.engine.record import write_json
+    from finetune.runtime.files import write_json
 
     if options.rules or options.as_given or options.out:
         raise UserError(
@@ -209,16 +209,16 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
         "launch": None,
         "rows": [row.to_dict() for row in rows],
         "improvements": [],
-        "study2025": words.ruling(job.model.parameters, job.global_batch_size, rows, machine),
+        "study2025": report.ruling(job.model.parameters, job.global_batch_size, rows, machine),
         "notes": [
             f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; tokens "
             f"are samples, and a run is {dense.STEPS:,} steps. Each sends "
             f"{sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
-            *words.short_step(rows, machine),
+            *report.short_step(rows, machine),
         ],
         "start_up_of_ranks_seconds": meeting,
     }
-    words.say(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
+    report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     if options.json:
         write_json(options.json, advice)
     return DONE
@@ -241,7 +241,7 @@ def write(
 ) -> None:
     """Into the cache, for `training.strategy: auto`; into --out and --json."""
     from finetune.advise import launch
-    from finetune.engine.record import write_json
+    from finetune.runtime.files import write_json
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
     write_json(strategy.advice_file(config, machine.count), kept)
@@ -253,8 +253,7 @@ def write(
 
 def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
     """No launch line: what would make it fit instead."""
-    say = console().print
-    say(f"NO: {base.reason}", style="red", highlight=False, soft_wrap=True, markup=False)
+    print_line(f"NO: {base.reason}", style="red")
     if not base.full:
         return FAILED
     from finetune.advise.candidates import make_fit
@@ -273,9 +272,9 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
             text += f"That is above {rules.MEMORY_MARGIN} of the memory; fragmentation may yet end the run. "
         text += "Ask again with these for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
-    say(text, highlight=False, soft_wrap=True, markup=False)
+    print_line(text)
     if options.json:
-        from finetune.engine.record import write_json
+        from finetune.runtime.files import write_json
 
         write_json(options.json, content | {"remedies": text})
     return FAILED
@@ -288,14 +287,13 @@ def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
         count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
     batch = resolve_batch(config.training, 1, config.data).global_batch_size
     ruling = rules.study2025(count, batch, gpus=gpus)
-    say = console().print
     text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."
-    say(text, highlight=False, soft_wrap=True, markup=False)
+    print_line(text)
     if not config.model.full_finetuning:
         text = "It was drawn from models that are trained in full; of this one only adapter gradients would travel."
-        say(text, highlight=False, soft_wrap=True)
+        print_line(text)
     if options.json:
-        from finetune.engine.record import write_json
+        from finetune.runtime.files import write_json
 
         content = {"verdict": ruling.verdict, "reason": ruling.reason, "parameters": count, "global_batch_size": batch}
         write_json(options.json, {"kind": "rules", "rule_set": "study2025", **content, "gpus": gpus})

@@ -57,4 +57,4 @@ def prepare(name: str, size: int) -> tuple[Callable[[], Any], int]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(rank.serve(measure))
+    raise SystemExit(rank.run_rank(measure))

@@ -9,12 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from finetune.bench import comm
-from finetune.bench.command import world_sizes
+from finetune.bench.launch import world_sizes
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
 from finetune.measure.protocol import apart
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import in_words, settings
 
@@ -26,8 +26,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     worlds = world_sizes(options.world_sizes, machine.count, least=2)
     for world in worlds:  # before anything starts
         comm.check_world(world, machine, least=2)
-    console().print(topology_line(machine), highlight=False, soft_wrap=True)
-    console().print(in_words(machine, settings(machine)), highlight=False, soft_wrap=True)
+    print_line(topology_line(machine))
+    print_line(in_words(machine, settings(machine)))
     if sent:
         total = sum(sent)
         console().print(f"gradients of a step: {total:,} bytes in {len(sent)} bucket(s)", highlight=False)
@@ -107,7 +107,7 @@ def show(found: dict[str, Any]) -> None:
     if found["gradient_buckets"]:
         console().print("* a gradient bucket of this job", highlight=False)
     for warning in found["conditions"]["warnings"]:
-        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+        print_line(f"warning: {warning}", style="yellow")
 
 
 def compare(runs: list[dict[str, Any]]) -> None:

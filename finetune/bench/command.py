@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark was named"
         raise UserError(f"{given}. Choose one of {', '.join(WHAT)}.")
     options, rest = parse(argv[0], argv[1:])
-    from finetune.engine.record import write_json
+    from finetune.runtime.files import write_json
 
     for result in _measure(argv[0])(options, rest):
         if options.json:
@@ -102,9 +102,3 @@ def parse(what: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         UserError: an unknown option or an invalid value.
     """
     return own_options(what).split(argv)
-
-
-def world_sizes(given: list[int] | None, gpus: int, *, least: int = 1) -> list[int]:
-    """The world sizes to measure: those given, or `least` and its doubles up to the number of GPUs (two on a CPU)."""
-    most = gpus or 2
-    return given or [world for world in (1, 2, 4, 8) if least <= world <= most] or [least]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from finetune.bench import comm, conditions, launch
 from finetune.measure.protocol import WARM_UP
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 from finetune.runtime.hardware import survey, topology_line
 
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     worlds = options.world_sizes or [1]
     for world in worlds:
         comm.check_world(world, machine)
-    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    print_line(topology_line(machine))
     request = {"runs": options.runs, "steps": options.steps, "warm_up": WARM_UP}
     runs = []
     for world in worlds:
@@ -42,4 +42,4 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(case["name"], *(f"{rate:,.2f} {case['unit']}" for rate in case["rates"]))
     console().print(table)
     for warning in found["conditions"]["warnings"]:
-        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+        print_line(f"warning: {warning}", style="yellow")

@@ -79,4 +79,4 @@ def copy(name: str, size: int, source: torch.device, target: torch.device) -> Ca
 
 
 if __name__ == "__main__":
-    raise SystemExit(rank.serve(measure))
+    raise SystemExit(rank.run_rank(measure))

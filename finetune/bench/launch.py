@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import RunError, UserError
 from finetune.runtime import subprocesses
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 
 REQUEST, RESULT = "request.json", "result.json"
 MARK = "finetune-bench-progress "  # a line of rank 0: MARK, steps done, steps in all
@@ -85,7 +85,7 @@ class _progress:
 
     def __enter__(self) -> Any:
         if not console().is_terminal:
-            console().print(self._about, highlight=False, soft_wrap=True)
+            print_line(self._about)
             return lambda done, total: None
         from rich.progress import Progress
 
@@ -117,3 +117,9 @@ def _failure(code: int, said: str, world_size: int) -> UserError:
         return RunError(f"rank {rank} of {world_size} died ({name}); the others were stopped")
     own = re.split(r"^[EIW]\d{4} [^\n]*torch/distributed/elastic", said, maxsplit=1, flags=re.MULTILINE)[0]
     return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {own[-3000:]}")
+
+
+def world_sizes(given: list[int] | None, gpus: int, *, least: int = 1) -> list[int]:
+    """The world sizes to measure: those given, or `least` and its doubles up to the number of GPUs (two on a CPU)."""
+    most = gpus or 2
+    return given or [world for world in (1, 2, 4, 8) if least <= world <= most] or [least]

@@ -77,7 +77,7 @@ class Phases(TrainerCallback):
         rank.progress(state.global_step, self.total)
 
     def _open_window(self) -> None:
-        rank.meet()
+        rank.barrier()
         if not self.states:
             self.states.append(hardware.gpu_state())
         self._clock.mark()

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from finetune.bench.launch import MARK, REQUEST, RESULT
-from finetune.engine.record import write_json
 from finetune.measure.protocol import Summary, summarise
 from finetune.runtime import distributed, hardware
 from finetune.runtime.command import DONE, guarded
+from finetune.runtime.files import write_json
 
 Request = dict[str, Any]
 
 
-def serve(measure: Callable[[Request], Any]) -> int:
+def run_rank(measure: Callable[[Request], Any]) -> int:
     """The `main` of a rank, started by `launch.ranks`: `measure(request)` on every rank, its result from rank 0."""
-    return guarded(lambda: _serve(Path(sys.argv[1]), measure))
+    return guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
 
 
-def _serve(folder: Path, measure: Callable[[Request], Any]) -> int:
+def _run_rank(folder: Path, measure: Callable[[Request], Any]) -> int:
     request = json.loads((folder / REQUEST).read_text())
     choose_device()
     distributed.start(cpu=not on_gpu(), timeout_seconds=request["timeout_seconds"])
@@ -86,7 +86,7 @@ class Clock:
         return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for this rank's device and for the other ranks: what comes next begins together."""
     if on_gpu():
         import torch
@@ -97,7 +97,7 @@ def meet() -> None:
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of `steps` calls after `warm_up` calls; all ranks begin together."""
-    meet()
+    barrier()
     clock = Clock()
     for number in range(warm_up + steps):
         if number == warm_up:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
-from finetune.bench.command import world_sizes
+from finetune.bench.launch import world_sizes
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import settings
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     worlds = possible(config, world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes))
     for world in worlds:
         comm.check_world(world, machine)
-    console().print(topology_line(machine), highlight=False, soft_wrap=True)
+    print_line(topology_line(machine))
     runs = []
     for world in worlds:
         runs.append(measure(rest, world, options.runs, options.steps, machine=machine))
@@ -44,7 +44,7 @@ def possible(config: Config, worlds: Sequence[int], *, asked: bool) -> list[int]
         except UserError as error:
             if asked:
                 raise
-            console().print(f"{world} ranks are left out: {error}", highlight=False, soft_wrap=True)
+            print_line(f"{world} ranks are left out: {error}")
     if not kept:
         raise UserError("no number of ranks here holds the global batch; give --world-sizes to see why")
     return kept
@@ -113,6 +113,6 @@ def show(run: dict[str, Any]) -> None:
     parts = [f"{run['tokens_per_second_per_gpu']:,.0f} tokens/s per device", f"peak memory {peak:.2f} GiB"]
     if share is not None and run["world_size"] > 1:
         parts.append(f"{share:.1%} of a step is exposed communication")
-    console().print("; ".join(parts), highlight=False, soft_wrap=True)
+    print_line("; ".join(parts))
     for warning in run["conditions"]["warnings"]:
-        console().print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+        print_line(f"warning: {warning}", style="yellow")

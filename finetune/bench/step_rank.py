@@ -11,9 +11,10 @@ from typing import Any
 
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
-from finetune.engine.record import write_json
+from finetune.engine import session
 from finetune.runtime import distributed
 from finetune.runtime.command import DONE, guarded
+from finetune.runtime.files import write_json
 
 
 def main() -> int:
@@ -52,34 +53,28 @@ def short(config: Config, request: dict[str, Any], out: str) -> Config:
 
 def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any]:
     """Build the real trainer, train, and put the ranks' figures side by side."""
-    from finetune.runtime import bootstrap
-    from finetune.train import build_trainer, out_of_memory, with_demo
-
-    config, demo = with_demo(config)
+    config, demo = session.with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
-    stack = bootstrap.start(config.model.backend, config.logging.log_level)
+    job = session.open_session(config, batch, demo=demo)
     from finetune.bench.phases import Phases
     from finetune.engine.callbacks import peak_memory_gib
-    from finetune.engine.job import open_job
 
-    if demo:
-        demo.materialise(bootstrap.cache_folder())
-    job = open_job(config, batch, stack)
-    trainer, telling, _ = build_trainer(job, out)
+    built = session.build_trainer(job, out)
+    trainer, logger = built.trainer, built.logger
     phases = Phases(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
     trainer.args.max_steps = phases.total
-    with out_of_memory(job):
+    with session.out_of_memory(job):
         try:
             trainer.train()
         finally:
-            telling.close()
+            logger.close()
     own = figures(phases) | {"peak_memory_gib": peak_memory_gib(), "states": phases.states, "profile": phases.profile}
     ranks = distributed.gather_objects(own)
     return {
-        "backend": stack.backend,
+        "backend": job.stack.backend,
         "batch": asdict(batch),
         "trainable_parameters": job.size.trainable_parameters,
-        "tokens_per_step": telling.tokens_seen / trainer.state.global_step,
+        "tokens_per_step": logger.tokens_seen / trainer.state.global_step,
         "ranks": ranks,
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
 
 WIDTH = 60  # characters of the longest bar
 COLOURS = {
@@ -46,7 +46,7 @@ def show(bars: Sequence[Bar]) -> None:
     """A row of milliseconds for each bar, hidden communication at its end; then the bars, of letters (d data,
     f forward, b backward, X exposed communication, o optimizer, . other), in colour on a terminal."""
     told = ", ".join(name if LETTERS[name] == name[0] else f"{LETTERS[name]} {name}" for name in COLOURS)
-    console().print(f"milliseconds of a step (medians): {told}", highlight=False, soft_wrap=True)
+    print_line(f"milliseconds of a step (medians): {told}")
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in (*LETTERS.values(), "sum", "hidden"):
@@ -61,7 +61,7 @@ def show(bars: Sequence[Bar]) -> None:
         line = Text(f"{one.label:>{width}} ")
         for name, length in pieces(one, longest):
             line.append(LETTERS[name] * length, style=COLOURS[name])
-        console().print(line, soft_wrap=True)
+        print_line(line)
 
 
 def pieces(one: Bar, longest: float) -> list[tuple[str, int]]:
@@ -117,4 +117,4 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    console().print(f"wrote {path}", highlight=False, soft_wrap=True)
+    print_line(f"wrote {path}")

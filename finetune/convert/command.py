@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.runtime.command import BAD_INPUT, DONE, FAILED, run_with_options
+from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_line, run_with_options
 from finetune.runtime.options import Options, path
 
 REFUSED = 3
@@ -180,22 +181,17 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
 
 
 def _say(outcome: Outcome, files: list[Path]) -> None:
-    from rich.markup import escape
-
-    from finetune.runtime.command import console
 
     if outcome.result == "converted":
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])
-        console().print(
-            f"{escape(outcome.notebook)}: converted, V1 to V6 passed; {kept} of {len(report['statements'])}"
-            " statements kept",
-            soft_wrap=True,
+        print_line(
+            f"{outcome.notebook}: converted, V1 to V6 passed; {kept} of {len(report['statements'])} statements kept",
         )
         for path in files:
-            console().print(f"  {escape(str(path))}", soft_wrap=True, highlight=False)
+            print_line(f"  {str(path)}")
         for note in report["notes"]:
-            console().print(f"  note: {escape(note)}", soft_wrap=True, highlight=False)
+            print_line(f"  note: {note}")
         return
     where = "" if outcome.cell is None else f", cell {outcome.cell}"
     code = f" ({outcome.code}{where})" if outcome.code else ""
@@ -205,8 +201,6 @@ def _say(outcome: Outcome, files: list[Path]) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """The table over a folder: 0 unless a verification failed."""
-    from finetune.convert.check import check_folder
-
     outcomes = check_folder(options.check)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
@@ -214,7 +208,30 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    from finetune.engine.record import write_json
+    from finetune.runtime.files import write_json
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, value)
+
+
+def check_folder(folder: Path) -> list[Outcome]:
+    """Convert each notebook below `folder` in memory, and print a table. Raises UserError where there is none."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not folder.is_dir():
+        raise UserError(f"--check {folder} is no folder; give a folder with notebooks")
+    paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+    if not paths:
+        raise UserError(f"--check {folder}: no .ipynb file is in it")
+    outcomes = [convert(path) for path in paths]
+    table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
+    for outcome in outcomes:
+        cell = "" if outcome.cell is None else f"cell {outcome.cell}: "
+        code = f"{outcome.result} {outcome.code}".strip()
+        name = str(Path(outcome.notebook).relative_to(folder))
+        table.add_row(escape(name), code, escape(cell + outcome.reason), f"{outcome.seconds:.2f}")
+    console().print(table)
+    counts = Counter(f"{outcome.result} {outcome.code}".strip() for outcome in outcomes)
+    console().print(", ".join(f"{number} {what}" for what, number in sorted(counts.items())))
+    return outcomes

@@ -437,7 +437,7 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
     statements = []
     live = {statement.id: place for place, statement in enumerate(plan.program.statements)}
     for statement in notebook.statements:
-        fate = plan.fates[live[statement.id]] if statement.id in live else None
+        fate = plan.dispositions[live[statement.id]] if statement.id in live else None
         if fate is None:
             assert is_dead(statement.node)
             entry = {"outcome": "dropped", "reason": "dead: `if False:`"}
@@ -506,10 +506,10 @@ def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     stop = frozenset(plan.models | set(plan.tokenizers) | plan.trainers)
     chosen: set[int] = set()
     for place in range(plan.key["train"] + 1, len(program.statements)):
-        fate = plan.fates[place]
+        fate = plan.dispositions[place]
         if fate.why == "inference" or ("display" in fate.why and "decode" in program.statements[place].source):
             needed, given = program.slice(effects(program.statements[place].node).all_reads - stop, place, stop)
-            if not given & plan.trainers and not any("trainer" in plan.fates[p].why for p in needed):
+            if not given & plan.trainers and not any("trainer" in plan.dispositions[p].why for p in needed):
                 chosen |= {place} | needed
     places = [p for p in sorted(chosen) if not is_import(program.statements[p].node)]
     names = {n for p in places for n in effects(program.statements[p].node).all_reads}

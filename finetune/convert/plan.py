@@ -30,7 +30,7 @@ HOOKS = ("environment", "module", "tokenizer", "dataset", "model", "trainer", "s
 
 
 @dataclass(kw_only=True)
-class Fate:
+class Disposition:
     """What became of a statement: `kept` in a function, `settings` in the YAML file, `dropped`, or `rewritten`."""
 
     what: str
@@ -43,7 +43,7 @@ class Plan:
     """The decisions about a notebook, and the names that its functions take and give."""
 
     program: Program
-    fates: dict[int, Fate] = field(default_factory=dict)
+    dispositions: dict[int, Disposition] = field(default_factory=dict)
     hooks: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in HOOKS})
     replaced: dict[int, ast.stmt] = field(default_factory=dict)  # statement id -> what is kept of it
     models: set[str] = field(default_factory=set)
@@ -398,7 +398,7 @@ def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
     for place in sorted(set(places) - plan.early_saves):
         if place not in plan.hooks[hook]:
             plan.hooks[hook].append(place)
-        plan.fates[place] = Fate(what="kept", where=hook)
+        plan.dispositions[place] = Disposition(what="kept", where=hook)
     plan.hooks[hook].sort()
 
 
@@ -414,7 +414,9 @@ def _early_saves(plan: Plan) -> None:
         )
         if own or _method(call) == "push_to_hub":
             plan.early_saves.add(place)
-            plan.fates[place] = Fate(what="dropped", why="saved before the training; do it once, apart from the script")
+            plan.dispositions[place] = Disposition(
+                what="dropped", why="saved before the training; do it once, apart from the script"
+            )
             plan.notes.append(
                 f"cell {statement.cell}: `{statement.head[:60]}` is left out: it saves before the training"
             )
@@ -442,12 +444,12 @@ def _environment(plan: Plan, notebook: Notebook) -> None:
                     for line in lines
                 ]
                 plan.environment_comments += lines
-                plan.fates[place] = Fate(
+                plan.dispositions[place] = Disposition(
                     what="dropped", why="installation; what it sets in the environment is a comment of the script"
                 )
             continue
         if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
-            plan.fates[place] = Fate(
+            plan.dispositions[place] = Disposition(
                 what="dropped",
                 why=NO_ENVIRONMENT.get(name, "logging goes to TensorBoard; accounts belong outside of a script"),
             )
@@ -498,9 +500,9 @@ def _tokenizer_hook(plan: Plan) -> None:
         if not touched or place in _key_places(plan) or isinstance(node, ast.Import | ast.ImportFrom):
             continue
         if isinstance(node, ast.Assign) and _is_alias(plan, node.value):
-            plan.fates[place] = Fate(what="settings", why="the package gives the tokenizer itself")
+            plan.dispositions[place] = Disposition(what="settings", why="the package gives the tokenizer itself")
             continue
-        if place in plan.fates or _only_looks(plan, node):
+        if place in plan.dispositions or _only_looks(plan, node):
             continue
         if (e.binds | e.may_bind | e.changes) & plan.models:
             if any(
@@ -580,7 +582,11 @@ def _dataset_hook(plan: Plan) -> None:
             )
     _note_unseeded(plan, places)
     _note_hosted_paths(plan, places)
-    _keep(plan, "dataset", {place for place in places if plan.fates.get(place, Fate(what="")).what != "settings"})
+    _keep(
+        plan,
+        "dataset",
+        {place for place in places if plan.dispositions.get(place, Disposition(what="")).what != "settings"},
+    )
 
 
 def refuse_tokenizer_changed_after_data(plan: Plan) -> None:
@@ -712,34 +718,40 @@ def _model_hook(plan: Plan) -> None:
     own = {
         place
         for place, statement in enumerate(program.statements[: plan.key["train"]])
-        if place not in plan.fates and program.sets_library(statement.node)
+        if place not in plan.dispositions and program.sets_library(statement.node)
     }
     for place in range(plan.key["loader"] + 1, plan.key["train"]):
         statement, e = program.statements[place], program.effects[place]
         node = statement.node
-        if place in plan.fates or place in _key_places(plan) or not (e.binds | e.may_bind | e.changes) & plan.models:
+        if (
+            place in plan.dispositions
+            or place in _key_places(plan)
+            or not (e.binds | e.may_bind | e.changes) & plan.models
+        ):
             continue
         if place in own:
             continue
         if re.search(rf"\.({'|'.join(MODEL_FLAGS)}) = ", ast.unparse(node)):
-            plan.fates[place] = Fate(what="dropped", why="each rank has the whole model on its own device")
+            plan.dispositions[place] = Disposition(
+                what="dropped", why="each rank has the whole model on its own device"
+            )
             continue
         if isinstance(node, ast.Import | ast.ImportFrom) or _only_looks(plan, node):
             continue
         if (why := _by_package(plan, node)) is not None:
-            plan.fates[place] = Fate(what="dropped", why=why)
+            plan.dispositions[place] = Disposition(what="dropped", why=why)
             continue
         if e.binds & plan.models:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in plan.models:
-                plan.fates[place] = Fate(what="settings", why="another name for the model")
+                plan.dispositions[place] = Disposition(what="settings", why="another name for the model")
                 continue
             if not _gives_back_the_model(plan, node):
                 raise _replaced(plan, statement)
         if (reasons := _all_by_package(plan, node)) is not None:
-            plan.fates[place] = Fate(what="dropped", why=reasons)
+            plan.dispositions[place] = Disposition(what="dropped", why=reasons)
             continue
         if attached is not None and _only_freezes(node):
-            plan.fates[place] = Fate(what="dropped", why="PEFT freezes the base model")
+            plan.dispositions[place] = Disposition(what="dropped", why="PEFT freezes the base model")
             continue
         resized = "adapter" not in plan.key and ".resize_token_embeddings(" in ast.unparse(node)  # in either order
         if attached is not None and place < attached and not (resized or _sets_config(plan, node)):
@@ -866,7 +878,7 @@ def _trainer_hook(plan: Plan) -> None:
         statement, e = program.statements[place], program.effects[place]
         node = statement.node
         touched = (e.binds | e.may_bind | e.changes) & plan.trainers
-        if not touched or place in _key_places(plan) or place in plan.fates or _only_looks(plan, node):
+        if not touched or place in _key_places(plan) or place in plan.dispositions or _only_looks(plan, node):
             continue
         text = ast.unparse(node)
         if re.search(r"\.(train_dataset|eval_dataset|data_collator|compute_loss|optimizer|lr_scheduler)\s*=", text):
@@ -879,7 +891,9 @@ def _trainer_hook(plan: Plan) -> None:
                 statement.cell,
             )
         if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
-            plan.fates[place] = Fate(what="dropped", why="evaluation before the training is done by the package")
+            plan.dispositions[place] = Disposition(
+                what="dropped", why="evaluation before the training is done by the package"
+            )
             continue
         kept.add(place)
         kept |= program.slice(free_names_of(node) - stop, place, stop)[0]
@@ -922,7 +936,7 @@ def _save_hook(plan: Plan) -> None:
         if _makes(plan, statement.node, "from_pretrained"):
             again |= program.effects[place].binds & (roles | merged)
         saving = [call for call in calls if root(call.func) in roles | merged and _method(call) in EXPORTS | _ORDINARY]
-        if not saving or place in plan.fates:
+        if not saving or place in plan.dispositions:
             continue
         of_merged = [call for call in saving if root(call.func) in merged]
         folders |= {ast.unparse(call.args[0]) for call in of_merged if call.args}
@@ -932,10 +946,10 @@ def _save_hook(plan: Plan) -> None:
         if any(root(call.func) in again for call in saving):
             again |= program.effects[place].binds
             why = "of what was loaded again after the training; do it apart, with the folder that is saved"
-            plan.fates[place] = Fate(what="dropped", why=why)
+            plan.dispositions[place] = Disposition(what="dropped", why=why)
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it is {why}")
         elif all(_method(call) in _ORDINARY for call in saving) and not whole:
-            plan.fates[place] = Fate(
+            plan.dispositions[place] = Disposition(
                 what="settings",
                 why="the final model and tokenizer are saved into training.output_dir, by the main rank",
             )
@@ -948,7 +962,7 @@ def _save_hook(plan: Plan) -> None:
                     statement.cell,
                 )
             why = "publish the finished folder with `hf upload`"
-            plan.fates[place] = Fate(what="dropped", why=why)
+            plan.dispositions[place] = Disposition(what="dropped", why=why)
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         elif any(
             _PLACEHOLDER.search(str(n.value))
@@ -956,7 +970,7 @@ def _save_hook(plan: Plan) -> None:
             for n in ast.walk(call)
             if isinstance(n, ast.Constant) and isinstance(n.value, str)
         ):
-            plan.fates[place] = Fate(what="dropped", why="its account or token is a placeholder")
+            plan.dispositions[place] = Disposition(what="dropped", why="its account or token is a placeholder")
         else:
             exports.append(place)
     if not exports:
@@ -973,7 +987,7 @@ def _save_hook(plan: Plan) -> None:
     for place in range(plan.key["train"] + 1, max(exports)):  # what changes the model on the way, such as quantize_
         statement, e = program.statements[place], program.effects[place]
         if (
-            place in plan.fates
+            place in plan.dispositions
             or not e.changes & plan.models
             or _only_looks(plan, statement.node)
             or _by_package(plan, statement.node)
@@ -997,9 +1011,11 @@ def _settings(plan: Plan) -> None:
             names = set()
         needed, _ = program.slice(names - stop, place, stop)
         for item in sorted(needed):
-            if item not in plan.fates and not isinstance(program.statements[item].node, ast.Import | ast.ImportFrom):
-                plan.fates[item] = Fate(what="settings", why=f"read for the {name}")
-        plan.fates[place] = Fate(
+            if item not in plan.dispositions and not isinstance(
+                program.statements[item].node, ast.Import | ast.ImportFrom
+            ):
+                plan.dispositions[item] = Disposition(what="settings", why=f"read for the {name}")
+        plan.dispositions[place] = Disposition(
             what="settings",
             why={
                 "loader": "model and data sections",
@@ -1017,7 +1033,7 @@ def _note_defaults(plan: Plan) -> None:
     """Settings are written down: what a variable would have said is not asked again."""
     for item in plan.trace["events"]:
         place = plan.program.position(item["statement"]) if item["kind"] == "asked" else None
-        if place is not None and plan.fates[place].what == "settings":
+        if place is not None and plan.dispositions[place].what == "settings":
             name, default = item["detail"]
             plan.notes.append(
                 f"cell {_cell(plan, item)}: {name} is asked for in the environment; its default {default!r} stands in"
@@ -1263,7 +1279,7 @@ def _dropped(plan: Plan, notebook: Notebook) -> None:
     """Give every other statement its reason, or refuse the notebook."""
     program = plan.program
     for place, statement in enumerate(program.statements):
-        if place in plan.fates:
+        if place in plan.dispositions:
             continue
         after = place > plan.key["train"]
         why = _why_dropped(plan, place, statement)
@@ -1277,7 +1293,7 @@ def _dropped(plan: Plan, notebook: Notebook) -> None:
                 f"it does something before the training that a script cannot take along: {statement.head[:120]}",
                 statement.cell,
             )
-        plan.fates[place] = Fate(what="dropped", why=why)
+        plan.dispositions[place] = Disposition(what="dropped", why=why)
         for call in _calls(statement.node):
             said = None if after else _LEFT_TO_THE_READER.get(program.dotted(call.func))
             if after and _method(call).startswith("upload_"):
@@ -1428,7 +1444,7 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
 
 def _literals(plan: Plan) -> list[str]:
     """Strings in what is kept and in the settings."""
-    places = [place for place, fate in plan.fates.items() if fate.what in ("kept", "settings")]
+    places = [place for place, fate in plan.dispositions.items() if fate.what in ("kept", "settings")]
     return [
         node.value
         for place in places
@@ -1461,7 +1477,7 @@ def _not_run(plan: Plan, traces: list[Trace]) -> None:
     for trace in traces:
         for key, why in trace["failed"].items():
             place = plan.program.position(int(key))
-            fate = plan.fates.get(place)
+            fate = plan.dispositions.get(place)
             statement = plan.program.statements[place]
             before = place < plan.key["train"]
             if why.startswith("endless") and before:

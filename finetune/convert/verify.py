@@ -173,7 +173,7 @@ def statements_are_the_notebooks(notebook: Notebook, plan: Plan, conversion: Con
     ]
     if wrong:
         raise NotVerified("V4", f"`{wrong[0]}` is imported from elsewhere than in the notebook")
-    missing = [s for s in plan.program.statements if plan.program.position(s.id) not in plan.fates]
+    missing = [s for s in plan.program.statements if plan.program.position(s.id) not in plan.dispositions]
     if missing or len(conversion.report["statements"]) != len(notebook.statements):
         raise NotVerified("V4", "a statement of the notebook is neither kept nor in the report")
 
@@ -326,7 +326,7 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
 
 def _in_installation(plan: Plan, item: dict[str, Any]) -> bool:
     """In a branch of the installation: the script has it as a comment."""
-    fate = plan.fates[plan.program.position(item["statement"])]
+    fate = plan.dispositions[plan.program.position(item["statement"])]
     return fate.what == "dropped" and fate.why.startswith("installation")
 
 
@@ -337,7 +337,7 @@ def _left_out(key: Any) -> bool:
 def _is_kept(plan: Plan, item: dict[str, Any], notebook_side: bool) -> bool:
     if not notebook_side:
         return True
-    return plan.fates[plan.program.position(item["statement"])].what == "kept"
+    return plan.dispositions[plan.program.position(item["statement"])].what == "kept"
 
 
 def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> None:

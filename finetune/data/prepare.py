@@ -161,7 +161,7 @@ def _made(tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] 
     name = getattr(hooks.dataset, "__name__", "dataset")
 
     def read(rows: Any) -> Iterator[Item]:
-        with hooks.told("dataset"):
+        with hooks.user_errors("dataset"):
             yield from sources.iter_made(rows, name)
 
     if not isinstance(made, tuple):

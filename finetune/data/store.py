@@ -16,8 +16,8 @@ import pyarrow as pa
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
-from finetune.engine.checkpoints import no_space
 from finetune.errors import UserError
+from finetune.runtime.disk import no_space
 from finetune.runtime.files import checksum, staging, write_json
 
 VERSION = 2  # of the layout and of the code that decides tokens and labels: part of every entry's key

@@ -23,12 +23,12 @@ from typing import Any
 
 from finetune import __version__
 from finetune.config import Config, resolve_batch
-from finetune.engine import checkpoints
-from finetune.engine.record import write_json
+from finetune.engine import checkpoints, session
 from finetune.errors import UserError, describe
 from finetune.redact import redact
 from finetune.runtime import distributed, subprocesses
-from finetune.runtime.command import DONE, FAILED, run_verb
+from finetune.runtime.command import DONE, FAILED, run_command
+from finetune.runtime.files import write_json
 
 PURPOSE = (
     "Report on this machine, its software and what would stop a run: paste it into a bug report. Exit code 0: a run"
@@ -54,7 +54,7 @@ NO_DEVICES: Found = {  # what is known of them where the process that asks dies
 
 def main(argv: list[str] | None = None) -> int:
     """Report on this machine. Returns 0 when a run could start, 1 when something would stop it, 2 for bad input."""
-    return run_verb("doctor", argv, run, PURPOSE)
+    return run_command("doctor", argv, run, PURPOSE)
 
 
 def run(config: Config) -> int:
@@ -496,10 +496,8 @@ def _triton_cache(config: Config, found: Found) -> Verdict:
 def _files(config: Config, found: Found) -> Verdict:
     if config.demo:
         return None
-    from finetune.train import check_present
-
     try:
-        check_present(config)
+        session.check_present(config)
     except UserError as error:
         return "stop", str(error)
     return "ok", "what is to be on this machine is there"

@@ -96,7 +96,7 @@ class FirstGradients(TrainerCallback):
             self._done = True
 
 
-class Witness(TrainerCallback):
+class ParityDump(TrainerCallback):
     """Writes, on rank 0, what `finetune parity` compares: the gradient of the first step, summed over ranks and not yet
     clipped; its norm at every step; and the trained weights after the last."""
 
@@ -225,7 +225,7 @@ def _quiet_event_thread() -> None:
     threading.excepthook = hook
 
 
-class Record(TrainerCallback):
+class RunLogger(TrainerCallback):
     """Measures the run; at logging steps writes TensorBoard (rank 0) and adds to what run.json will hold.
 
     The host waits for the device only here, once per `logging_steps`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -13,8 +12,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from finetune.engine.record import FILE_NAME
-from finetune.errors import RunError, UserError
-from finetune.runtime import files
+from finetune.errors import UserError
+from finetune.runtime import disk, files
 from finetune.runtime.files import remove, remove_whole
 from finetune.runtime.files import staging as staging
 
@@ -267,30 +266,16 @@ def check_space(output_dir: Path, needed: int, what: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def no_space(output_dir: Path, what: str) -> Iterator[None]:
-    """Turn the many ways in which libraries report a full disk into one message.
+def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
+    """`disk.no_space`, with the checkpoint to resume from."""
 
-    Raises:
-        RunError: the disk filled up while `what` was being written.
-    """
-    try:
-        yield
-    except Exception as error:
-        # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and "No space left" not in str(error) and shutil.disk_usage(output_dir).free > 2**20:
-            raise
+    def hint() -> str:
         whole = [path.name for path in whole_checkpoints(output_dir)]
-        raise RunError(
-            f"No space left on the disk of {output_dir} while writing {what}; it was not written. "
-            + (
-                f"The newest whole checkpoint is {whole[-1]}: free some space and set "
-                if whole
-                else "Free some space and "
-            )
-            + ("training.resume_from_checkpoint: true." if whole else "run again.")
-        ) from error
+        if not whole:
+            return ""
+        return f"The newest complete checkpoint is {whole[-1]}: resume with training.resume_from_checkpoint: true."
+
+    return disk.no_space(output_dir, what, hint)
 
 
 # --- the final model, and old checkpoints ---------------------------------------------------------------------------

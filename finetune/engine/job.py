@@ -163,3 +163,9 @@ def model_size(model: Any) -> ModelSize:
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
     )
+
+
+def layouts(job: Job) -> dict[str, dict[str, Any]]:
+    """The composition of the rows of each split."""
+    found = {"train": job.layout.to_dict()}
+    return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})

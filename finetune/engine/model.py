@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.engine import adapter_targets, model_files
+from finetune.engine import adapter_targets, preflight
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import when_full
@@ -68,7 +68,7 @@ def check(config: Config, stack: Stack) -> bool:
     """
     if stack.backend == "transformers":
         _check_arguments(config, stack)
-    adapter = model_files.adapter(config)
+    adapter = preflight.adapter(config)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
     return adapter is not None
@@ -357,7 +357,7 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pickle.UnpicklingError) as error:
-        model_files.check_refused(str(name), what, error)
+        preflight.check_refused(str(name), what, error)
         if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
             raise
         text = str(error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.redact import redact_tree
 from finetune.runtime import disk, distributed
-from finetune.runtime.files import write_json as write_json
+from finetune.runtime.files import write_json
 
 FILE_NAME = "run.json"
 

@@ -10,7 +10,7 @@ from finetune.config import Config
 from finetune.engine import checkpoints
 from finetune.engine.record import FILE_NAME
 from finetune.runtime import launcher
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
 
 
 def continued(config: Config) -> Config:
@@ -31,11 +31,8 @@ def continued(config: Config) -> Config:
     ]
     # Without one it starts as the first attempt did: from the checkpoint that it was given, or over.
     resume = str(own[-1]) if own else training.resume_from_checkpoint or True
-    console().print(
-        f"Restart {launcher.restarts()} by the launcher: {f'resumes from {own[-1]}' if own else 'no checkpoint yet'}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
+    print_line(
+        f"Restart {launcher.restarts()} by the launcher: {f'resumes from {own[-1]}' if own else 'no checkpoint yet'}"
     )
     return replace(config, training=replace(training, resume_from_checkpoint=resume, overwrite_output_dir=False))
 

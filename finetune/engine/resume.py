@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config import Batch, Config, scaled_learning_rate
-from finetune.engine import checkpoints, model_files, record
+from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
 from finetune.errors import UserError
 from finetune.runtime import distributed, files
@@ -116,7 +116,7 @@ def base_model(config: Config) -> dict[str, Any]:
 
     Full fine-tuning has no base weights: all weights are in the checkpoint.
     """
-    folder = model_files.base_folder(config)
+    folder = preflight.base_folder(config)
     try:
         shape = files.read_json(folder / "config.json") if folder is not None else None
     except (OSError, ValueError):
@@ -280,7 +280,7 @@ def compared(config: Config, start: Start) -> Start:
 def _settings_of_adapter(checkpoint: Path | None) -> dict[str, Any]:
     """What PEFT's own file says about the adapter in a checkpoint; empty in full fine-tuning."""
     try:
-        said = files.read_json(Path(str(checkpoint), model_files.ADAPTER))
+        said = files.read_json(Path(str(checkpoint), preflight.ADAPTER))
     except (OSError, ValueError):
         return {}
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")

@@ -300,7 +300,7 @@ class SFTTrainer(trl.SFTTrainer):
         process group would hold them on, as much memory as all gradients. It costs one wait for that micro-batch.
         """
         if not self._first_buckets_freed and getattr(model, "require_backward_grad_sync", False):
-            distributed.put_collectives_away()
+            distributed.drain_nccl_work()
             self._first_buckets_freed = True
 
     def drain_step_losses(self) -> list[float]:

@@ -16,10 +16,10 @@ import numpy as np
 from finetune.data.collate import MULTIPLE
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
-from finetune.engine.record import write_json
 from finetune.errors import UserError
 from finetune.measure.predict import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Curve, Gradients, Work, all_reduce_curve
 from finetune.runtime import bootstrap
+from finetune.runtime.files import write_json
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job

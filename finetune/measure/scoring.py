@@ -25,7 +25,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     this very job the three are null and `reason` says what is missing.
 
     Args:
-        results: `callbacks.Record.results()`: the step time is the median over all steps but the first, the memory
+        results: `callbacks.RunLogger.results()`: the step time is the median over all steps but the first, the memory
             that of the fullest rank.
     """
     world = distributed.ranks().world_size

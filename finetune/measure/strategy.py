@@ -20,7 +20,7 @@ from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.measure import rules
 from finetune.runtime import distributed
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def apply(config: Config) -> None:
         return
     decision = decide(config, visible_gpus()) if strategy == "auto" else everything(config, visible_gpus())
     say = f"training.strategy {strategy}: {devices(decision.world_size)}, because {decision.reason}"
-    console().print(say, highlight=False, soft_wrap=True, markup=False)
+    print_line(say)
     if decision.world_size > 1:
         relaunch(decision)
 
@@ -60,13 +60,10 @@ def apply(config: Config) -> None:
 def check_launch(world: int, decision: Decision) -> None:
     """Say where `auto` would have started another number of ranks than were launched."""
     if decision.world_size != world:
-        console().print(
+        print_line(
             f"warning: training.strategy auto would take {devices(decision.world_size)}, because {decision.reason}. "
             f"{world} ranks were launched, and go on; `python -m finetune.train ...` lets it choose.",
             style="yellow",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
         )
 
 
@@ -139,7 +136,7 @@ def relaunch(decision: Decision) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc_per_node", str(decision.world_size), *target, *arguments),
     ]
-    console().print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True, markup=False)
+    print_line(f"  {shlex.join(command)}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, {**decision.environment, **os.environ})

@@ -19,6 +19,7 @@ from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
+from finetune.engine.session import build_trainer
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.measure.predict import line_through
@@ -346,7 +347,7 @@ class Trial:
 
     job: Job
     trainer: Any
-    telling: Any
+    logger: Any
     parts: Parts
     memory: Memory
     tokens: np.ndarray  # with padding, int64 [steps, accumulation], of the micro-batches
@@ -388,7 +389,7 @@ class Trial:
             data_seconds=median(step["data"][0] for _, step in typical) / accumulation,
             optimizer_seconds=median(step["optimizer"][0] for _, step in typical),
             other_seconds=median(step["other"][0] for _, step in typical),
-            start_up_seconds=self.telling.first_step_at - started,
+            start_up_seconds=self.logger.first_step_at - started,
             compute_seconds={
                 str(world): float(
                     slowest_rank_seconds(
@@ -435,8 +436,6 @@ def _parameter_count(job: Job) -> int:
 
 def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     """The real trainer on the longest rows, then on rows as they come."""
-    from finetune.train import build_trainer
-
     accumulation = min(2, job.batch.accumulation)  # two: gradients are then held while the next ones are computed
     per_device = job.batch.per_device
     worst = np.tile(longest_rows(job.layout, per_device), (WORST_STEPS * accumulation, 1))
@@ -459,7 +458,8 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         layout=job.layout.take(micro_batches.reshape(-1)),
     )
     trial = TrialJob(**given)
-    trainer, telling, _ = build_trainer(trial, folder)
+    built = build_trainer(trial, folder)
+    trainer = built.trainer
     parts = Parts(job.stack.device, WORST_STEPS + ENOUGH)
     parts.watch(trainer)
     # A micro-batch's place in its step is the plan's, which sorts by size; the sizes follow it.
@@ -467,7 +467,7 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     return Trial(
         job=job,
         trainer=trainer,
-        telling=telling,
+        logger=built.logger,
         parts=parts,
         memory=memory or memory_of(job.stack.device),
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),

@@ -23,7 +23,7 @@ from rich.table import Table
 from finetune.config import load, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.runtime import subprocesses
-from finetune.runtime.command import DONE, FAILED, console, run_with_options
+from finetune.runtime.command import DONE, FAILED, console, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts
 
 PURPOSE = (
@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
     say(runs[worlds[0]], found)
     proven = not any(one.failures for one in found)
     if options.json:
-        from finetune.engine.record import write_json
+        from finetune.runtime.files import write_json
 
         stack = {name: runs[worlds[0]][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
         verdict = {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(one) for one in found]}
@@ -272,10 +272,10 @@ def say(reference: dict[str, Any], found: list[Comparison]) -> None:
     console().print(shown)
     for one in found:
         for failure in one.failures:
-            console().print(f"{one.world_size} ranks: {failure}", style="red", highlight=False, soft_wrap=True)
+            print_line(f"{one.world_size} ranks: {failure}", style="red")
         if one.failures:
             for name, ratio, cosine in one.tensors[:WORST_SHOWN]:
-                console().print(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}", highlight=False, soft_wrap=True)
+                print_line(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}")
 
 
 if __name__ == "__main__":

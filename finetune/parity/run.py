@@ -41,7 +41,7 @@ def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks 
     )
     logging = replace(config.logging, logging_steps=1, generate_samples=0, profile_steps=0)
     short = replace(config, training=training, logging=logging)
-    return train.run(short, witness=out, without=without, hooks=hooks)
+    return train.run(short, parity_dump=out, without=without, hooks=hooks)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from finetune.errors import UserError, describe
 from finetune.redact import redact
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from finetune.config import Config
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run_verb(verb: str, argv: list[str] | None, run: Callable[[Config], int], purpose: str = "") -> int:
+def run_command(verb: str, argv: list[str] | None, run: Callable[[Config], int], purpose: str = "") -> int:
     """Load the configuration and run a command with it. Returns the exit code.
 
     Args:
@@ -75,7 +75,7 @@ def _report(error: Exception, text: str) -> None:
         mine = distributed.claim_failure(describe(error))
     except UserError:  # the launcher's variables themselves are wrong
         mine = True
-    if mine or distributed.let_others_speak():
+    if mine or distributed.wait_for_launcher():
         sys.stderr.write(text)
         sys.stderr.flush()
 
@@ -90,9 +90,14 @@ def _rank_name() -> str:
     return f"[rank {me.rank}] " if me.world_size > 1 else ""
 
 
+def print_line(text: RenderableType, style: str | None = None) -> None:
+    """Print a sentence, or a rich object, on rank 0: no markup, no highlighting, wrapped by the terminal alone."""
+    console().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
 @functools.cache
 def console() -> Console:
-    """Where rank 0 speaks; silent on the other ranks."""
+    """The console of rank 0; quiet on the other ranks."""
     from rich.console import Console
 
     from finetune.runtime import distributed

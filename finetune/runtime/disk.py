@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from finetune.errors import RunError
 
@@ -41,3 +45,25 @@ def failure(error: BaseException) -> RunError | None:
     at = f": {file}" if file is not None else ""
     remedy = "Free some space" if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)) else "Check the path"  # pyright: ignore[reportAttributeAccessIssue]
     return RunError(f"{why}{at}. {remedy} or give another folder, then run again.")
+
+
+@contextlib.contextmanager
+def no_space(folder: Path, what: str, hint: Callable[[], str] = str) -> Iterator[None]:
+    """Turn the many ways in which libraries report a full disk into one message.
+
+    Args:
+        what: what is being written.
+        hint: called for a further sentence.
+
+    Raises:
+        RunError: the disk filled up while `what` was being written.
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+        if not full and "No space left" not in str(error) and shutil.disk_usage(folder).free > 2**20:
+            raise
+        text = f"No space left on the disk of {folder} while writing {what}; it was not written."
+        raise RunError(f"{text} Free some space and run again. {hint()}".strip()) from error

@@ -199,7 +199,7 @@ def barrier() -> None:
         dist.barrier(group=_host_group)
 
 
-def put_collectives_away() -> None:
+def drain_nccl_work() -> None:
     """Wait until NCCL's process group has seen the end of all collectives so far; what they held is free at the next.
 
     Its watchdog looks ten times a second. Of a collective whose work nobody waits for, as DDP's, it hands the tensors
@@ -287,7 +287,7 @@ def claim_failure(message: str) -> bool:
     return first_failure(message) == message
 
 
-def let_others_speak() -> bool:
+def wait_for_launcher() -> bool:
     """Wait for the launcher to end this process, as it does once the rank whose error is shown has ended.
 
     Returns:

@@ -43,7 +43,7 @@ class Hooks:
         function = getattr(self, name)
         if function is None:
             return None
-        with self.told(name):
+        with self.user_errors(name):
             return function(*arguments)
 
     def replace(self, name: str, value: Any, *others: Any) -> Any:
@@ -52,7 +52,7 @@ class Hooks:
         return value if made is None else made
 
     @contextlib.contextmanager
-    def told(self, name: str) -> Iterator[None]:
+    def user_errors(self, name: str) -> Iterator[None]:
         """Tell an error of the script's function in the script's own lines, without those of libraries."""
         try:
             yield

@@ -22,7 +22,7 @@ import psutil
 
 from finetune.errors import UserError
 from finetune.runtime import distributed
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
 
 try:
     import fcntl
@@ -176,11 +176,8 @@ def _in_use(output_dir: Path, owner: dict[str, Any] | None, path: Path | None = 
 def _print_taken_over(output_dir: Path, owner: dict[str, Any]) -> None:
     where = "" if owner["host"] == socket.gethostname() else f" on {owner['host']}"
     hours = (time.time() - owner["started"]) / 3600
-    console().print(
+    print_line(
         f"warning: the last run in {output_dir} (process {owner['pid']}{where}, started {hours:.1f} hours ago) ended "
         "without cleaning up; this run takes the folder over",
         style="yellow",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
     )

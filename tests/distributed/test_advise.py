@@ -65,8 +65,8 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
 
 def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     from finetune.config import load
-    from finetune.engine.record import write_json
     from finetune.measure import strategy
+    from finetune.runtime.files import write_json
 
     job = [
         *("--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tiny_data / "train.jsonl")),

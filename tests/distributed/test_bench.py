@@ -58,9 +58,9 @@ from finetune.bench import rank
 def measure(request):
     if distributed.ranks().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    rank.meet()
+    rank.barrier()
 
-raise SystemExit(rank.serve(measure))
+raise SystemExit(rank.run_rank(measure))
 """
 
 

@@ -20,7 +20,8 @@ import sys
 from finetune.runtime import subprocesses, command as verb
 
 def run(argv):
-    return subprocesses.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *argv])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocesses.run([sys.executable, *launcher, *argv])
 
 sys.exit(verb.run_with_options("", sys.argv[1:], run))
 """

@@ -133,12 +133,14 @@ def test_sigterm_saves_in_a_container(tiny_model: Path, tiny_data: Path, tmp_pat
 FAILS_ONCE = """
 import os, sys
 from finetune import train
+from finetune.engine import session
 
-build = train.build_trainer
+build = session.build_trainer
 
 
 def build_faulty(*arguments):
-    trainer, telling, stop = build(*arguments)
+    built = build(*arguments)
+    trainer = built.trainer
     healthy = type(trainer).training_step
 
     def training_step(self, *arguments, **keywords):
@@ -147,10 +149,10 @@ def build_faulty(*arguments):
         return healthy(self, *arguments, **keywords)
 
     type(trainer).training_step = training_step
-    return trainer, telling, stop
+    return built
 
 
-train.build_trainer = build_faulty
+session.build_trainer = build_faulty
 sys.exit(train.main())
 """
 

@@ -31,7 +31,8 @@ from transformers import TrainerCallback
 from finetune.runtime import distributed
 from finetune import train
 
-build, waits = train.build_trainer, []
+from finetune.engine import session
+build, waits = session.build_trainer, []
 
 
 class Watch(TrainerCallback):
@@ -49,12 +50,13 @@ class Watch(TrainerCallback):
 
 
 def build_watched(*arguments):
-    trainer, telling, stop = build(*arguments)
+    built = build(*arguments)
+    trainer = built.trainer
     trainer.add_callback(Watch())
-    return trainer, telling, stop
+    return built
 
 
-train.build_trainer = build_watched
+session.build_trainer = build_watched
 sys.exit(train.main())
 """
 
@@ -88,7 +90,7 @@ for step in range(3):
     optimizer.zero_grad()
     peaks.append(torch.cuda.max_memory_allocated() / 2**20)
     if step == 0 and os.environ["AWAY"] == "1":
-        distributed.put_collectives_away()
+        distributed.drain_nccl_work()
 print(f"RESULT {rank} {peaks[1] - peaks[2]:.1f}\\n", end="", flush=True)
 dist.destroy_process_group()
 """

@@ -39,7 +39,7 @@ def watch(trainer: Any) -> None:
                 torch.save(torch.cat(gradients), FOLDER / f"gradient-{state.global_step}.pt")
 
     trainer.add_callback(Gradients())
-    fetch, away = trainer.get_batch_samples, distributed.put_collectives_away
+    fetch, away = trainer.get_batch_samples, distributed.drain_nccl_work
 
     def get_batch_samples(iterator: Any, count: int, device: Any) -> Any:
         batches, total = fetch(iterator, count, device)
@@ -57,7 +57,7 @@ def watch(trainer: Any) -> None:
         lengths = kwargs.get("packed_seq_lengths")
         assert lengths is None or torch.is_tensor(lengths), lengths
 
-    distributed.put_collectives_away = put_away
+    distributed.drain_nccl_work = put_away
     trainer.get_batch_samples = get_batch_samples
     trainer.model.register_forward_pre_hook(look, with_kwargs=True)
 

@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from finetune import advise
-from finetune.advise import candidates, dense, launch, machine, verdict, words
+from finetune.advise import candidates, dense, launch, machine, report, verdict
 from finetune.advise import command as verb
 from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Candidate, Row
@@ -103,7 +103,7 @@ def test_devices_that_are_not_here_are_shown_and_not_chosen() -> None:
     found = table(FAST, here=2)
     assert [row.here for row in found] == [True, True, False]
     assert verdict.choose(found).world_size == 2
-    assert words.about(found[2]).startswith("4 devices: not here, predicted from measured: ")
+    assert report.describe(found[2]).startswith("4 devices: not here, predicted from measured: ")
 
 
 def test_what_was_not_measured_has_a_reason_and_no_figures() -> None:
@@ -115,16 +115,16 @@ def test_what_was_not_measured_has_a_reason_and_no_figures() -> None:
     assert [row.prediction is None for row in found] == [False, True, True, True]
     assert "died" in found[1].reason and "do not hold" in found[2].reason and "not measured" in found[3].reason
     assert verdict.choose(found, fastest=True).world_size == 1
-    assert words.cells(found[1], False) == ["2", "-", "-", "-", "-", "-"]
+    assert report.cells(found[1], False) == ["2", "-", "-", "-", "-", "-"]
     json.dumps([row.to_dict() for row in found])
 
 
 def test_costs_also_at_a_price_of_zero() -> None:
     found = table(FAST, price=0.0)
     assert [row.cost for row in found] == [0.0, 0.0, 0.0]
-    assert found[1].price_of_an_hour_saved == 0.0 and "costs 0.00" in words.about(found[1])
+    assert found[1].price_of_an_hour_saved == 0.0 and "costs 0.00" in report.describe(found[1])
     assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].run.hours)
-    assert table(FAST, price=None)[1].cost is None and len(words.cells(table(FAST, price=None)[0], False)) == 6
+    assert table(FAST, price=None)[1].cost is None and len(report.cells(table(FAST, price=None)[0], False)) == 6
 
 
 @pytest.mark.parametrize(
@@ -548,6 +548,6 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
     assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]
     short = [replace(rows[0], prediction=replace(rows[0].prediction, step_seconds=0.002)), *rows[1:]]
-    assert words.short_step(rows, host(card(0))) == [] and words.short_step(short, host()) == []
-    (note,) = words.short_step(short, host(card(0)))
+    assert report.short_step(rows, host(card(0))) == [] and report.short_step(short, host()) == []
+    (note,) = report.short_step(short, host(card(0)))
     assert note.startswith("A step of 2.0 ms is the host launching kernels")

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from finetune.bench import comm, comm_report, conditions, launch, timeline
-from finetune.bench.command import main, parse, world_sizes
+from finetune.bench.command import main, parse
+from finetune.bench.launch import world_sizes
 from finetune.bench.phases import split
 from finetune.bench.study import command as study
 from finetune.bench.study import lora as study_lora
@@ -178,7 +179,7 @@ def test_a_run_notes_what_ddp_accounts_for_and_no_more(monkeypatch: pytest.Monke
     from finetune.runtime import distributed
 
     asked: list[int] = []
-    record = object.__new__(callbacks.Record)
+    record = object.__new__(callbacks.RunLogger)
     record._accounted, record._exposed, record.step_seconds = None, [], [0.1, 0.1, 0.2]
     for step in range(1, 303):
         record.trainer = types.SimpleNamespace(model_wrapped=None)

@@ -67,15 +67,15 @@ def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> Non
 
     waited: list[str] = []
     group = SimpleNamespace(_wait_for_pending_works=lambda: waited.append("waited"))
-    distributed.put_collectives_away()  # one process, no group
+    distributed.drain_nccl_work()  # one process, no group
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
     for backend, expected in (("gloo", []), ("nccl", ["waited"])):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        distributed.put_collectives_away()
+        distributed.drain_nccl_work()
         assert waited == expected
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", SimpleNamespace)  # a release without it
-    distributed.put_collectives_away()
+    distributed.drain_nccl_work()
     assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 

@@ -13,10 +13,11 @@ import torch
 
 from finetune import train
 from finetune.config import load
-from finetune.engine import checkpoints
-from finetune.engine.record import RunRecord, write_json
+from finetune.engine import checkpoints, session
+from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
 from finetune.runtime import files
+from finetune.runtime.files import write_json
 
 
 def make_checkpoint(output: Path, step: int) -> Path:
@@ -287,10 +288,10 @@ def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
 ) -> None:
     """Two float32 moments of each of 1,024 weights belong to a checkpoint."""
     asked = []
-    monkeypatch.setattr(train.keeping, "check_space", lambda _, needed, what: asked.append((needed, what)))
+    monkeypatch.setattr(session.checkpoints, "check_space", lambda _, needed, what: asked.append((needed, what)))
     files = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
     config = load([*files, "--training.output_dir", str(tmp_path), "--training.save_steps", str(save_steps)])
-    train.check_space(config, torch.nn.Linear(32, 32, bias=False))
+    session.check_space(config, torch.nn.Linear(32, 32, bias=False))
     moments = 8 * 1024 * (weights - 1)
     (needed, what) = asked[0]
     assert needed == weights * 4 * 1024 + moments + checkpoints.SPARE_BYTES

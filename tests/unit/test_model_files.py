@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from finetune.config import Config, load
-from finetune.engine import model_files
+from finetune.engine import preflight
 from finetune.errors import UserError
 
 
@@ -26,10 +26,10 @@ def adapter(tmp_path: Path) -> Path:
 
 def test_a_folder_of_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a folder with neither config.json nor adapter_config.json"):
-        model_files.check(config(tmp_path))
+        preflight.check_model(config(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    model_files.check(config(tmp_path))
-    assert model_files.adapter(config(tmp_path)) is None
+    preflight.check_model(config(tmp_path))
+    assert preflight.adapter(config(tmp_path)) is None
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,13 +38,13 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the hub"):
         with pytest.raises(UserError, match="nor such a model in the cache, and HF_HUB_OFFLINE is set"):
-            model_files.check(config(name))
+            preflight.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(UserError, match="cannot be reached"):
-        model_files.check(config("some/model"))
-    assert model_files.adapter(config("some/model")) is None
+        preflight.check_model(config("some/model"))
+    assert preflight.adapter(config("some/model")) is None
 
 
 def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text("{}")
-    model_files.check(config("some/model"))
+    preflight.check_model(config("some/model"))
     (snapshot / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
     with pytest.raises(UserError, match="already an adapter of base"):
-        model_files.check(config("some/model"))
+        preflight.check_model(config("some/model"))
 
 
 def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
-    for look in (model_files.check, model_files.adapter):
+    for look in (preflight.check, preflight.adapter):
         with pytest.raises(UserError, match="already an adapter of base.*lora.continue_adapter: true"):
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
@@ -71,5 +71,5 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
         with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration says {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
-    model_files.check(right)
-    assert (model_files.adapter(right) or {})["r"] == 8
+    preflight.check_model(right)
+    assert (preflight.adapter(right) or {})["r"] == 8

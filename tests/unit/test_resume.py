@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune import train
 from finetune.config import load
-from finetune.engine import checkpoints, resume
+from finetune.engine import checkpoints, resume, session
 from finetune.errors import UserError
 from tests import tiny
 
@@ -58,7 +58,7 @@ class Runs:
 
     def watch(self, on_step: Callable[[Any, int], None] | None = None) -> None:
         """From now on note the optimizer's settings at each step; `on_step(trainer, step)` is called after it."""
-        runs, build = self, train.build_trainer
+        runs, build = self, session.build_trainer
 
         class Watch(transformers.TrainerCallback):
             trainer: Any = None
@@ -73,13 +73,14 @@ class Runs:
                     on_step(self.trainer, state.global_step)
 
         def build_watched(*arguments: Any) -> Any:
-            trainer, telling, stop = build(*arguments)
+            built = build(*arguments)
+            trainer = built.trainer
             watch = Watch()
             watch.trainer = trainer
             trainer.add_callback(watch)
-            return trainer, telling, stop
+            return built
 
-        self.monkeypatch.setattr(train, "build_trainer", build_watched)
+        self.monkeypatch.setattr(session, "build_trainer", build_watched)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.config import ConfigError, TrainingConfig, load, scaled_learning_rate
-from finetune.engine.record import write_json
 from finetune.errors import UserError
 from finetune.measure import strategy
 from finetune.measure.strategy import Decision
 from finetune.runtime.distributed import Ranks
+from finetune.runtime.files import write_json
 
 
 class Started(Exception):

@@ -193,7 +193,7 @@ def test_first_buckets_are_freed_after_the_first_micro_batch_that_reduces(
 ) -> None:
     """Before the next one that does, in whose forward DDP makes others: once in a run (D8)."""
     freed: list[int] = []
-    monkeypatch.setattr("finetune.runtime.distributed.put_collectives_away", lambda: freed.append(place))
+    monkeypatch.setattr("finetune.runtime.distributed.drain_nccl_work", lambda: freed.append(place))
     fake = keeper()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:

@@ -13,12 +13,12 @@ import torch
 from finetune.config import load
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.engine.session import out_of_memory
 from finetune.errors import RunError
 from finetune.measure import measurements, scoring, trial
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
 from finetune.measure.predict import MIB
 from finetune.measure.trial import Attempt, recommended, search, try_size
-from finetune.train import out_of_memory
 from tests.unit.test_advise import configuration, measurement
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]  # the divisors of a global batch of 48

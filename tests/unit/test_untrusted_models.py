@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.config import load
-from finetune.engine import model, model_files
+from finetune.engine import model, preflight
 from finetune.errors import UserError
 
 
@@ -35,10 +35,10 @@ def test_code_of_a_model_is_refused_before_anything_is_loaded(folder: Path, tmp_
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     bring_code(folder, "config.json", tmp_path / "ran", auto_map=code, model_type="strange")
     with pytest.raises(UserError, match=r"config.json asks to run .*evil.Config.* model.trust_remote_code: true"):
-        model_files.check(config(folder))
-    model_files.check(config(folder, "--model.trust_remote_code"))  # allowed
+        preflight.check_model(config(folder))
+    preflight.check_model(config(folder, "--model.trust_remote_code"))  # allowed
     bring_code(folder, "config.json", tmp_path / "ran", model_type="llama")  # transformers' own class is taken
-    model_files.check(config(folder))
+    preflight.check_model(config(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -71,9 +71,9 @@ def test_pickled_weights_that_run_code(folder: Path, tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(UserError, match="could run code"):
-        model_files.check_refused(str(folder), "model", pickle.UnpicklingError("x"))
+        preflight.check_refused(str(folder), "model", pickle.UnpicklingError("x"))
 
 
 def test_other_errors_pass(folder: Path) -> None:
     for error in (OSError("no file"), ValueError("Unrecognized model")):
-        model_files.check_refused(str(folder), "model", error)
+        preflight.check_refused(str(folder), "model", error)

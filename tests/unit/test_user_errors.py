@@ -13,7 +13,7 @@ import pytest
 
 from finetune.config import load
 from finetune.data import formats, sources
-from finetune.engine import adapter_targets, checkpoints, model_files, record
+from finetune.engine import adapter_targets, checkpoints, preflight, record
 from finetune.errors import RunError, UserError
 from finetune.runtime import command as verb
 from finetune.runtime import disk
@@ -171,7 +171,7 @@ def test_adapter_targets_that_match(tiny_model: Path) -> None:
 def test_early_stopping_watches_the_held_out_loss() -> None:
     from transformers import EarlyStoppingCallback, TrainingArguments
 
-    from finetune.train import complete_early_stopping
+    from finetune.engine.session import complete_early_stopping
 
     def trainer(**settings: object) -> SimpleNamespace:
         args = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **settings)  # type: ignore[arg-type]
@@ -207,11 +207,11 @@ def test_model_files_that_are_damaged(name: str, tmp_path: Path) -> None:
     file, content, expected = MODEL_FILES[name]
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=expected):
-        model_files.check(config(model=tmp_path))
+        preflight.check_model(config(model=tmp_path))
 
 
 def test_model_files_that_are_whole(tiny_model: Path) -> None:
-    model_files.check(config(model=tiny_model))
+    preflight.check_model(config(model=tiny_model))
 
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +234,10 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
     with pytest.raises(UserError, match=r"no-such/model.*cannot be reached \(no such host\)"):
-        model_files.check(config(model="no-such/model"))
+        preflight.check_model(config(model="no-such/model"))
     assert len(asked) == 2
     monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
-    model_files.check(config(model="no-such/model"))
+    preflight.check_model(config(model="no-such/model"))
 
 
 def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:

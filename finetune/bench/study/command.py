@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.bench import comm, conditions, launch
-from finetune.bench.command import world_sizes
+from finetune.bench.launch import world_sizes
 from finetune.bench.study import lora as study_lora
 from finetune.bench.study import report as study_report
-from finetune.engine.record import write_json
 from finetune.errors import UserError
 from finetune.measure.protocol import WARM_UP
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
+from finetune.runtime.files import write_json
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import in_words, settings
 
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     if 1 not in worlds:
         raise UserError(f"--world-sizes {worlds}: the study compares with one device; add 1")
     models, shapes = chosen(options.models)
-    console().print(topology_line(machine), highlight=False, soft_wrap=True)
-    console().print(in_words(machine, settings(machine)), highlight=False, soft_wrap=True)
+    print_line(topology_line(machine))
+    print_line(in_words(machine, settings(machine)))
     found: dict[str, Any] = {
         "kind": "study",
         "date": time.strftime("%Y-%m-%d"),

@@ -104,7 +104,7 @@ def in_parts(parts: Parts, request: rank.Request) -> dict[str, Any]:
     """
     if isinstance(parts.model, DistributedDataParallel):
         parts.model._set_ddp_runtime_logging_sample_rate(1)
-    rank.meet()
+    rank.barrier()
     clock, account = rank.Clock(), []
     for number in range(request["warm_up"] + request["steps"]):
         if number == request["warm_up"]:
@@ -141,4 +141,4 @@ def memory_gib() -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(rank.serve(measure))
+    raise SystemExit(rank.run_rank(measure))

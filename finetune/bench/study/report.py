@@ -10,14 +10,14 @@ from rich.markdown import Markdown
 
 from finetune.bench import timeline
 from finetune.bench.study import published
-from finetune.engine.record import write_json
-from finetune.runtime.command import console
+from finetune.runtime.command import console, print_line
+from finetune.runtime.files import write_json
 
 
 def show(found: Mapping[str, Any]) -> None:
     """The tables, and the timelines of the batches that the study shows."""
     text = markdown(found)
-    console().print(Markdown(text) if console().is_terminal else text, soft_wrap=True, highlight=False, markup=False)
+    print_line(Markdown(text) if console().is_terminal else text)
     for model, bars in timelines(found).items():
         console().print(f"{model}, batch {published.TIMELINES[model][0]}", highlight=False)
         timeline.show(bars)
@@ -27,7 +27,7 @@ def write(found: Mapping[str, Any], folder: Path) -> None:
     """study.json, study.md and, with matplotlib, study-throughput.png and a timeline of each model."""
     write_json(folder / "study.json", found)
     (folder / "study.md").write_text(markdown(found), encoding="utf-8")
-    console().print(f"wrote {folder / 'study.json'} and study.md", highlight=False, soft_wrap=True)
+    print_line(f"wrote {folder / 'study.json'} and study.md")
     if found["models"] and plot(found, folder / "study-throughput.png"):  # LoRA alone has neither
         for model, bars in timelines(found).items():
             batch = published.TIMELINES[model][0]

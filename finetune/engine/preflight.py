@@ -1,4 +1,4 @@
-"""The files of the model that is to be trained: found and judged before anything heavy is imported."""
+"""Preflight checks: the model's files and the optimizer's package, before any heavy import."""
 
 from __future__ import annotations
 
@@ -12,9 +12,30 @@ from finetune.errors import UserError
 
 ADAPTER = "adapter_config.json"
 SHAPES = ("config.json", ADAPTER)  # one of them says what the other files hold
+# How their names begin (`transformers.training_args.OptimizerNames`), the module, and what pip calls it.
+PACKAGES = (
+    (("adamw_8bit", "adamw_bnb_", "ademamix", "lion_", "paged_", "rmsprop_"), "bitsandbytes", "bitsandbytes"),
+    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("galore_",), "galore_torch", "galore-torch"),
+    (("apollo_",), "apollo_torch", "apollo-torch"),
+    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
+    (("grokadamw",), "grokadamw", "grokadamw"),
+    (("schedule_free_",), "schedulefree", "schedulefree"),
+    (("stable_adamw",), "optimi", "torch-optimi"),
+)
 
 
 def check(config: Config) -> None:
+    """The model and the optimizer of a configuration can be used here.
+
+    Raises:
+        UserError: what is missing, and what to do.
+    """
+    check_optimizer(config.training.optim)
+    check_model(config)
+
+
+def check_model(config: Config) -> None:
     """The folder or the hub's cache holds a model, and one that the configuration means to train. A name that is not
     in the cache is left to those who ask the hub.
 
@@ -264,3 +285,17 @@ def _check_adapter(config: Config, adapter: dict | None) -> None:
             f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration says {wanted}. "
             "Set lora.r and lora.lora_alpha to the adapter's values."
         )
+
+
+def check_optimizer(name: str) -> None:
+    """The package of the optimizer `name` is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    for beginnings, module, package in PACKAGES:
+        if name.startswith(beginnings) and importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"training.optim: {name} is in the package {package}, which is not installed here: "
+                f"`pip install {package}`. Or leave training.optim out, for torch's own AdamW."
+            )

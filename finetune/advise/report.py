@@ -13,7 +13,7 @@ from finetune.config import Config, scaled_learning_rate
 from finetune.dryrun import duration
 from finetune.measure import rules
 from finetune.measure.measurements import Measurement
-from finetune.runtime.command import console
+from finetune.runtime.command import print_line
 from finetune.runtime.hardware import Hardware
 
 
@@ -67,37 +67,33 @@ def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machin
     return {"verdict": said.verdict, "reason": said.reason}
 
 
-def say(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
+def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
     """The advice for people: what one device would gain first, then the numbers of devices, then the decision."""
-    show = console().print
     for one in advice["improvements"]:
         what = "is in the launch line" if one["applied"] else "changes what is computed, so it is for you to decide"
         if one["same_result"] and not one["applied"]:
             what = "is not faster together with the others"
         text = f"On one device {one['name']} is {one['factor']:.2f} times as fast ({' '.join(one['flags'])}); {what}."
-        show(text, highlight=False, soft_wrap=True, markup=False)
+        print_line(text)
     shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
     columns = ["devices", "tokens/s", "whole run", "GiB/rank", "exposed", "efficiency", *(["cost"] if priced else [])]
     for column in columns:
         shown.add_column(column, justify="right")
     for row in found:
         shown.add_row(*cells(row, priced), style="bold" if row is chosen else None)
-    show(shown)
+    print_line(shown)
     for row in found:
         if row.world_size > 1:
-            show(about(row), highlight=False, soft_wrap=True, markup=False)
+            print_line(describe(row))
     for text in advice["notes"]:
-        show(text, highlight=False, soft_wrap=True, markup=False)
+        print_line(text)
     said = advice["study2025"]
-    show(
+    print_line(
         f"The rule set study2025 says: {said['verdict']} ({said['reason']}).",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
     )
-    show(f"ADVICE: {advice['reason']}.", style="green", highlight=False, soft_wrap=True, markup=False)
+    print_line(f"ADVICE: {advice['reason']}.", style="green")
     if advice["launch"]:
-        show(f"  {advice['launch']}", highlight=False, soft_wrap=True, markup=False)
+        print_line(f"  {advice['launch']}")
 
 
 def cells(row: Row, priced: bool) -> list[str]:
@@ -115,7 +111,7 @@ def cells(row: Row, priced: bool) -> list[str]:
     ]
 
 
-def about(row: Row) -> str:
+def describe(row: Row) -> str:
     """Several devices in a sentence: why, or why not, and from which length of a run on."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
     text = f"{row.world_size} devices: {place}{row.reason}"

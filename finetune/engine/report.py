@@ -1,0 +1,96 @@
+"""What a run prints: what is about to happen, and how it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import scaled_learning_rate
+from finetune.data import ledger
+from finetune.engine.job import layouts
+from finetune.runtime import distributed, interrupt
+from finetune.runtime.command import console, print_line
+
+if TYPE_CHECKING:
+    from finetune.engine.job import Job
+    from finetune.engine.resume import Start
+
+
+def print_introduction(job: Job, start: Start) -> None:
+    """Print what is about to run."""
+    for sentence in (*start.found.skipped, *start.notes):
+        print_line(f"warning: {sentence}", style="yellow")
+    for change in start.changes:
+        was = f"changed since {start.found.path}: {change['key']} was {change['was']}, now {change['now']}"
+        print_line(was, style="yellow")
+    config, batch, world = job.config, job.batch, distributed.ranks().world_size
+    if config.training.resume_from_checkpoint and start.found.path is None:
+        print_line("warning: there is no checkpoint to resume from. The run starts at step 0.", style="yellow")
+    print_line(
+        f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
+        f"x {job.hardware.name}: {job.size.trainable_parameters:,} trainable parameters"
+    )
+    rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
+    print_line(
+        f"Each step: {batch.global_batch_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
+        "accumulated"
+    )
+    training = config.training
+    if training.learning_rate_rule != "none":
+        print_line(
+            f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
+            f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}"
+        )
+    if job.unpacked_because:
+        warned = config.data.packing  # asked for, and not what happens
+        prefix = "warning: " if warned else ""
+        text = f"{prefix}Rows are padded documents, not packs: {job.unpacked_because}"
+        print_line(text, style="yellow" if warned else None)
+    for verdict in job.stack.patches:
+        if verdict.applied:
+            print_line(f"patched: {verdict.name} ({verdict.reason})")
+    if config.rows_from_script:
+        print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
+    print_line(f"Row format: {job.data.format}")
+    console().print(ledger.table(job.data.ledgers, layouts(job)))
+
+
+def method(job: Job) -> str:
+    """What is trained, in the field's terms."""
+    model = job.config.model
+    if model.full_finetuning:
+        return "full fine-tuning"
+    return "QLoRA" if model.load_in_4bit else "8-bit LoRA" if model.load_in_8bit else "LoRA"
+
+
+def print_finished(output_dir: str, done: dict[str, Any]) -> None:
+    """Print that there is nothing to do."""
+    steps = done.get("steps")
+    print_line(
+        f"The run in {output_dir} is already finished: {steps} of {done.get('total_steps', steps)} steps. Nothing was "
+        "changed. A higher training.max_steps (or training.num_train_epochs) continues it."
+    )
+
+
+def print_stopped(checkpoint: Path) -> None:
+    """Print how to resume a run that was interrupted."""
+    reason = interrupt.reason()
+    print_line(f"Stopped by {reason}; {checkpoint} is saved. Resume with --training.resume_from_checkpoint true.")
+
+
+def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str) -> None:
+    """Print the results of a finished run.
+
+    Args:
+        prediction: how right the dry run's prediction was, as a sentence.
+    """
+    parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
+    for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
+        before, after = results[f"{name}_before"], results[f"{name}_after"]
+        if after is not None:
+            parts.append(f"{label} {before:.4f} -> {after:.4f}")
+    if results["tokens_per_second_per_gpu"]:
+        parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
+    print_line("; ".join(parts) + ".")
+    print_line(prediction)
+    print_line(f"The model, run.json and runs/ (tensorboard --logdir {output_dir}) are in {output_dir}.")
