@@ -459,6 +459,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             settings=start.settings,
             resumed_with_changes=list(start.history),
         )
+    interrupt.on_stuck(record.fail)
     try:
         yield
     except BaseException as error:

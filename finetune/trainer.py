@@ -18,7 +18,7 @@ import trl
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
-from finetune import distributed, files, keeping, launcher
+from finetune import distributed, files, interrupt, keeping, launcher
 from finetune.bootstrap import Stack
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
@@ -316,6 +316,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
+    @interrupt.busy()
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -350,6 +351,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @interrupt.busy()
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write checkpoint-N under another name, and rename it when every rank's part is there and sealed."""
         output_dir = Path(self.args.output_dir)
