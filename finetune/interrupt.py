@@ -190,7 +190,8 @@ def _watch(signals: socket.socket) -> None:
     launcher_gone, arrived = False, ""
     since: float | None = None
     while True:
-        arrived = _next_signal(signals) or arrived
+        latest = _next_signal(signals)
+        arrived = arrived or latest
         # At the second look: the kernel's signal, which the main thread handles, comes first.
         if launcher_gone and not _launcher_is_gone and not arrived:
             _signal_main_thread()
