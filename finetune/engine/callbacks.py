@@ -36,6 +36,7 @@ class StopOnRequest(TrainerCallback):
         self._flag = distributed.DelayedFlag()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        interrupt.step_ended()
         if self._flag.ask(interrupt.requested()):
             self.stopped = True
             interrupt.drop_closed_output()  # of a launcher or `tee` that the same signal has ended

@@ -14,7 +14,7 @@ from finetune.data import sources
 from finetune.engine import checkpoints, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
-from finetune.runtime import bootstrap, disk, distributed, launcher
+from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
 from finetune.runtime.command import console
 from finetune.runtime.hardware import when_full
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -198,6 +198,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             settings=start.settings,
             resumed_with_changes=list(start.history),
         )
+    interrupt.on_stuck(record.fail)
     try:
         yield
     except BaseException as error:

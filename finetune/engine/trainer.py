@@ -25,7 +25,7 @@ from finetune.data.plan import Plan, RankView
 from finetune.engine import checkpoints
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
-from finetune.runtime import distributed, files, launcher
+from finetune.runtime import distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
 
@@ -317,6 +317,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
+    @interrupt.busy()
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -351,6 +352,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @interrupt.busy()
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write checkpoint-N under another name, and rename it when every rank's part is there and sealed."""
         output_dir = Path(self.args.output_dir)

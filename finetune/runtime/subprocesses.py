@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.runtime import launcher
+from finetune.runtime import interrupt, launcher
 
 STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
 
@@ -60,6 +60,7 @@ def error_of(said: str) -> str | None:
     return None
 
 
+@interrupt.busy()
 def stop(process: subprocess.Popen[str]) -> None:
     """Ask it to end, which torch's launcher passes on to its ranks; insist where it does not."""
     process.terminate()

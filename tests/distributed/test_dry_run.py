@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from finetune.runtime import runlock
 from tests import launch, tiny
 from tests.distributed.test_training import faulty
 
@@ -135,6 +136,25 @@ def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, t
     assert "NO-GO: The loss of step 2 is not finite" in " ".join(done.stdout.split())
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".dry-run*"))
+
+
+def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does_not(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "kept").write_text("")
+    dry = arguments(tiny_model, tiny_data, "--training.output_dir", str(out))
+    with runlock.held(out):
+        before = sorted(out.iterdir())
+        second = launch.run("python", [word for word in dry if word != "--dry-run"], cache=tmp_path)
+        assert second.returncode == 2, second.stdout[-4000:]
+        assert (
+            second.stdout.startswith("error: training.output_dir is in use by another run")
+            and out.name in second.stdout
+        )
+        done = launch.run("python", dry, cache=tmp_path)
+        assert done.returncode == 0 and "GO. Nothing was kept" in " ".join(done.stdout.split()), done.stdout[-4000:]
+        assert sorted(out.iterdir()) == before
 
 
 def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +129,75 @@ def test_sigterm_saves_in_a_container(tiny_model: Path, tiny_data: Path, tmp_pat
         process.kill()
     assert code == (130 if how == "python" else 1), log.read_text()[-5000:]
     assert saved(out)["interrupted_by"] == "SIGTERM"
+
+
+STUCK = """
+import os, signal, sys
+from pathlib import Path
+from finetune import train
+from finetune.runtime import interrupt
+
+interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEPS = 0.1, 1.0, 0
+build = train.build_trainer
+
+
+def build_stuck(*arguments):
+    trainer, telling, stop = build(*arguments)
+    trained, saved = trainer.training_step, trainer.save_model
+
+    def training_step(*arguments, **keywords):
+        if os.environ["RANK"] == "1" and trainer.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return trained(*arguments, **keywords)
+
+    def save_model(*arguments, **keywords):
+        Path("busy.txt").write_text(str(interrupt._busy))
+        return saved(*arguments, **keywords)
+
+    trainer.training_step, trainer.save_model = training_step, save_model
+    return trainer, telling, stop
+
+
+train.build_trainer = build_stuck
+sys.exit(train.main())
+"""
+
+
+def test_a_rank_that_waits_for_a_stopped_one_ends_after_sigterm(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Rank 1 never gets on. Without a launcher, which would then kill it, as torch's does after 30 s."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    out, logs = tmp_path / "out", [tmp_path / "log0", tmp_path / "log1"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = settings(tiny_model, tiny_data, out, "--training.max_steps", "100000", "--training.save_steps", "2")
+    ranks = []
+    for rank in ("0", "1"):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with logs[int(rank)].open("wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(tmp_path / "stuck.py"), *words],
+                    stdout=log, stderr=subprocess.STDOUT, env=launch.environment(tmp_path, **own), cwd=tmp_path,
+                )
+            )  # fmt: skip
+    try:
+        wait_until(lambda: in_training(logs[0]), logs[0])
+        wait_until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED, logs[1])
+        ranks[0].send_signal(signal.SIGTERM)
+        code = ranks[0].wait(60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    said = logs[0].read_text()
+    assert code == 1 and "stopped by SIGTERM, but" in said, said[-5000:]
+    record = launch.read(out)
+    assert record["status"] == "failed" and "another rank may be stuck" in record["error"]
+    assert keeping.damage(out / "checkpoint-2") is None
+    assert (tmp_path / "busy.txt").read_text() == "1"
 
 
 FAILS_ONCE = """

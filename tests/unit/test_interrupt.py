@@ -24,6 +24,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (launcher.PARENT, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     state = {"_deferred": 0, "_requested_at": None, "_reason": "", "_launcher": None, "_launcher_is_gone": False}
+    state |= {"_busy": 0, "_steps": 0, "_longest_step": 0.0, "_progress_at": 0.0}
     for name, value in state.items():
         monkeypatch.setattr(interrupt, name, value)
     monkeypatch.setattr(interrupt, "drop_closed_output", lambda: None)
@@ -127,6 +128,83 @@ def test_output_whose_reader_has_ended_goes_nowhere(monkeypatch: pytest.MonkeyPa
             assert os.read(reader, 6) == b"step 1"
 
 
+def test_steps_and_saving_take_their_time_after_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(interrupt, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def ends_after() -> int:
+        """How many seconds from now a process that was asked to stop now is ended."""
+        nonlocal now
+        began = now
+        while interrupt._idle_beyond_limit(began) is None:
+            now += 1
+        seconds, now = int(now - began), began
+        return seconds
+
+    assert ends_after() == interrupt.STUCK_SECONDS == 25
+    with interrupt.deferred():
+        assert ends_after() == interrupt.FIRST_STEP_SECONDS == 180
+        now += 100
+        interrupt.step_ended()
+        assert ends_after() == 300
+        now += 20
+        interrupt.step_ended()
+        assert ends_after() == 60  # the first step, which compiled, is no measure
+        with interrupt.busy():
+            now += 1000
+            assert interrupt._idle_beyond_limit(now - 1000) is None
+        assert interrupt._idle_beyond_limit(now - 1000) is None  # it has just got on
+        now += 3
+        interrupt.step_ended()
+        assert ends_after() == 60  # saving is no part of a step
+    assert ends_after() == 25
+    with interrupt.finishing():
+        now += 1000
+        assert interrupt._idle_beyond_limit(now - 1000) is None
+
+
+# The main thread never returns to the interpreter, as in a collective that waits for a rank that is stuck.
+BLOCKED = """
+import ctypes
+from finetune.runtime import interrupt
+interrupt.POLL_SECONDS = interrupt.STUCK_SECONDS = 0.05
+interrupt.install()
+interrupt.on_stuck(lambda message: print("recorded:", message, flush=True))
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+lock(mutex)
+with interrupt.deferred():
+    interrupt.step_ended()
+    {before}
+    print("ready", flush=True)
+    lock(mutex)
+"""
+FORKED = """if interrupt.os.fork() == 0:
+        interrupt.os.kill(interrupt.os.getpid(), 15)
+        interrupt.os._exit(0)
+    interrupt.os.wait()"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a deadlock in C")
+@pytest.mark.parametrize("how", ["signal", "request", "signal to a forked child"])
+def test_a_process_whose_main_thread_is_stuck_in_c_ends(tmp_path: Path, how: str) -> None:
+    before = {"signal": "pass", "request": "interrupt.request('a test')", "signal to a forked child": FORKED}[how]
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(before=before)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=launch.environment(tmp_path),
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        if how != "request":
+            process.send_signal(signal.SIGINT)
+        try:
+            said, error = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    reason = "a test" if how == "request" else "SIGINT"
+    assert f"stopped by {reason}, but" in error and "another rank may be stuck" in error
+    assert said == error.replace("error: ", "recorded: ")
+
+
 # A command of this project that starts a rank; the rank says that it is there and computes.
 COMMAND = """
 import sys
@@ -150,7 +228,7 @@ POLLED = "launcher.signal_at_end_of = lambda parent: None; launcher._libc.prctl(
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal")
 @pytest.mark.parametrize(
     ("before", "work"),
-    [("", STOPS), (POLLED, STOPS), ("interrupt.END_SECONDS = 0.0", STUCK)],
+    [("", STOPS), (POLLED, STOPS), ("interrupt.STUCK_SECONDS = 0.0", STUCK)],
     ids=["signal", "polling", "stuck"],
 )
 def test_a_rank_ends_with_the_command_that_started_it(tmp_path: Path, before: str, work: str) -> None:
