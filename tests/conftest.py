@@ -4,6 +4,7 @@ through `tests.launch`."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def a_console_of_its_own() -> None:
     """The console keeps what the terminal was like when it was first asked for."""
     verb.console.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def environment_afterwards() -> Iterator[None]:
+    """A run inside this process sets variables for the libraries that it imports."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,10 @@ import pytest
 from finetune.engine import checkpoints
 from tests import launch
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, adopts orphans")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, adopts orphans"),
+]
 PATIENCE = 240  # seconds; what has not happened by then does not happen
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -138,11 +141,13 @@ from finetune import train
 from finetune.runtime import interrupt
 
 interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEPS = 0.1, 1.0, 0
-build = train.build_trainer
+from finetune.engine import session
+build = session.build_trainer
 
 
 def build_stuck(*arguments):
-    trainer, telling, stop = build(*arguments)
+    built = build(*arguments)
+    trainer = built.trainer
     trained, saved = trainer.training_step, trainer.save_model
 
     def training_step(*arguments, **keywords):
@@ -155,10 +160,10 @@ def build_stuck(*arguments):
         return saved(*arguments, **keywords)
 
     trainer.training_step, trainer.save_model = training_step, save_model
-    return trainer, telling, stop
+    return built
 
 
-train.build_trainer = build_stuck
+session.build_trainer = build_stuck
 sys.exit(train.main())
 """
 
@@ -196,7 +201,7 @@ def test_a_rank_that_waits_for_a_stopped_one_ends_after_sigterm(
     assert code == 1 and "stopped by SIGTERM, but" in said, said[-5000:]
     record = launch.read(out)
     assert record["status"] == "failed" and "another rank may be stuck" in record["error"]
-    assert keeping.damage(out / "checkpoint-2") is None
+    assert checkpoints.damage(out / "checkpoint-2") is None
     assert (tmp_path / "busy.txt").read_text() == "1"
 
 

@@ -417,5 +417,5 @@ def test_markers_found_are_told_and_count_for_the_cache(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="there is none"):
         prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")
-    with pytest.raises(UserError, match="give both, or auto alone"):
+    with pytest.raises(UserError, match="Set both markers, or auto alone"):
         prepared(tmp_path, tokenizer, rows, *given[2:], "--data.response_part", "auto")

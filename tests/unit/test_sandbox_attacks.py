@@ -13,6 +13,8 @@ from finetune.convert import sandbox, trace
 from finetune.convert.command import convert
 from finetune.convert.read import Refusal
 
+pytestmark = pytest.mark.process
+
 ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
 NEEDED = 60
 
