@@ -78,10 +78,10 @@ def test_any_file_on_a_disk_that_fails(
 ) -> None:
     code, expected = DISKS[name]
 
-    def fail(*arguments: object, **more: object) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     words = ends(capsys, lambda: record.write_json(tmp_path / "result.json", {}) or 0, 1)
     assert expected in words and "result.json" in words
     assert not list(tmp_path.iterdir())
