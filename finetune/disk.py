@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 
 from finetune.errors import RunError
 
@@ -30,6 +32,19 @@ def reason(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno is None:
         return None
     return _DISK.get(error.errno) or (_PATH.get(error.errno) if error.filename is not None else None)
+
+
+def reason_in_text(error: BaseException) -> str | None:
+    """Why a file could not be written, from an error that a library made of the system's: safetensors and torch keep
+    its text or number only, and torch not always that. None if it does not say so."""
+    text = str(error)
+    if number := re.search(r"\(os error (\d+)\)", text):  # as Rust writes it
+        return _DISK.get(int(number[1]))
+    for code, why in _DISK.items():
+        if os.strerror(code) in text:
+            return why
+    lost = "PytorchStreamWriter failed" in text or "inline_container.cc" in text or "iostream error" in text
+    return "A file could not be written" if lost else None
 
 
 def failure(error: BaseException) -> RunError | None:

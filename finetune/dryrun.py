@@ -22,6 +22,7 @@ from finetune.errors import RunError, UserError
 from finetune.hardware import OUTSIDE_NOTED
 from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import write_json
+from finetune.redact import redact_arguments, redact_tree
 from finetune.verb import DONE, FAILED, console
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ def report(config: Config, outcome: Outcome, line: str) -> None:
         console().print(f"NO-GO: {outcome.reason}", style="red", soft_wrap=True, highlight=False, markup=False)
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
-        write_json(config.json, verdict)
+        write_json(config.json, redact_tree(verdict))
 
 
 def table(measured: dict[str, Any]) -> Table:
@@ -403,7 +404,7 @@ def launch_line(world: int) -> str:
     devices = [*(["--multi_gpu"] if world > 1 else []), "--num_processes", str(world)]
     if not torch.cuda.is_available():
         devices.insert(0, "--cpu")
-    return shlex.join(["accelerate", "launch", *devices, *target, *given])
+    return shlex.join(["accelerate", "launch", *devices, *target, *redact_arguments(given)])
 
 
 def _existing(folder: Path) -> Path:

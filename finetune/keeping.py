@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from finetune import files
+from finetune import disk, files
 from finetune.errors import RunError, UserError
 from finetune.files import remove, remove_whole
 from finetune.files import staging as staging
@@ -269,28 +269,35 @@ def check_space(output_dir: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def no_space(output_dir: Path, what: str) -> Iterator[None]:
-    """Turn the many ways in which libraries report a full disk into one message.
+    """Turn the many ways in which libraries report a full or failing disk into one message.
 
     Raises:
-        RunError: the disk filled up while `what` was being written.
+        RunError: the disk filled up, or a library could not write, while `what` was being written.
     """
     try:
         yield
     except Exception as error:
         # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and "No space left" not in str(error) and shutil.disk_usage(output_dir).free > 2**20:
+        why = (
+            disk.reason(error)
+            if _is_full(error)
+            else None
+            if isinstance(error, OSError)
+            else disk.reason_in_text(error)
+        )
+        if shutil.disk_usage(output_dir).free < 2**20:
+            why = "No space left on the disk"
+        if why is None:  # another error, or one of a file that has a name, which the command reports
             raise
         whole = [path.name for path in whole_checkpoints(output_dir)]
-        raise RunError(
-            f"No space left on the disk of {output_dir} while writing {what}; it was not written. "
-            + (
-                f"The newest whole checkpoint is {whole[-1]}: free some space and set "
-                if whole
-                else "Free some space and "
-            )
-            + ("training.resume_from_checkpoint: true." if whole else "run again.")
-        ) from error
+        remedy = "free some space" if "space" in why or "quota" in why else "check the disk"
+        after = f"The newest whole checkpoint is {whole[-1]}: {remedy}" if whole else remedy.capitalize()
+        then = "set training.resume_from_checkpoint: true" if whole else "run again"
+        raise RunError(f"{why}: {what} in {output_dir} was not written. {after} and {then}.") from error
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 
 
 # --- the final model, and old checkpoints ---------------------------------------------------------------------------

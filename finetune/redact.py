@@ -7,7 +7,7 @@ shapes are prefixes that services give their tokens. A secret without a shape is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +221,22 @@ def redact(text: str, mask: str = MASK) -> str:
         parts += [text[last : item.start], mask]
         last = item.end
     return "".join([*parts, text[last:]])
+
+
+def redact_arguments(arguments: Iterable[str]) -> list[str]:
+    """The words of a command line, with secrets and the values of options with secret names masked."""
+    shown: list[str] = []
+    option = ""  # the one that the next word belongs to
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if option and is_secret_name(option) and not word.startswith("--"):
+            shown.append(MASK)
+        elif equals and name.startswith("-") and is_secret_name(name):
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(redact(word))
+        option = word if word.startswith("-") and not equals else ""
+    return shown
 
 
 def redact_tree(value: Any) -> Any:

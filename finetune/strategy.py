@@ -19,6 +19,7 @@ from typing import Any
 from finetune import distributed, rules
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
+from finetune.redact import redact_arguments
 from finetune.verb import console
 
 
@@ -138,7 +139,7 @@ def relaunch(decision: Decision) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc_per_node", str(decision.world_size), *target, *arguments),
     ]
-    console().print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True, markup=False)
+    console().print(f"  {shlex.join(redact_arguments(command))}", highlight=False, soft_wrap=True, markup=False)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, {**decision.environment, **os.environ})

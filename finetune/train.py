@@ -28,6 +28,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.hardware import when_full
 from finetune.hooks import NO_HOOKS, Hooks
 from finetune.record import RunRecord, write_json
+from finetune.redact import redact_tree
 from finetune.verb import DONE, INTERRUPTED, console, run_verb
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def run_alone(
     with recorded(record, job, start):
         stopped = train(job, record, start, witness)
     if config.json and distributed.ranks().is_main:
-        write_json(config.json, record.content)
+        write_json(config.json, redact_tree(record.content))
     distributed.finish()  # nothing is left for a launcher to cut short when a rank returns another code than 0
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
         export(job, record)
