@@ -278,16 +278,12 @@ def no_space(output_dir: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
-        why = (
-            disk.reason(error)
-            if _is_full(error)
-            else None
-            if isinstance(error, OSError)
-            else disk.reason_in_text(error)
-        )
+        why = disk.reason(error) or disk.reason_in_text(error)
+        if isinstance(error, OSError) and not _is_full(error):  # of a file that has a name: the command reports it
+            why = None
         if shutil.disk_usage(output_dir).free < 2**20:
             why = "No space left on the disk"
-        if why is None:  # another error, or one of a file that has a name, which the command reports
+        if why is None:
             raise
         whole = [path.name for path in whole_checkpoints(output_dir)]
         remedy = "free some space" if "space" in why or "quota" in why else "check the disk"

@@ -164,6 +164,7 @@ def check_present(config: Config) -> None:
 
     optimizers.check(config.training.optim)
     model_files.check(config)
+    model_files.check_data(config)
     for given in (config.data.train_file, config.data.eval_file):
         if given is not None:
             sources.expand([given] if isinstance(given, str) else given)

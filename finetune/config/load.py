@@ -175,7 +175,7 @@ def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> 
         **{section: _build(section, values) for section in SECTIONS},
         config_file=config_file,
         dry_run="dry_run" in options,
-        json=Path(options["json"]) if "json" in options else None,
+        json=_json_path(options, problems),
         script=script,
         given=frozenset(origin),
     )
@@ -195,6 +195,18 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
         on_command_line = mine in origin and origin[mine].raw is not None
         if on_command_line and values[mine] != -1 and other in origin and origin[other].raw is None:
             del values[other], origin[other]
+
+
+def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
+    """The file for the results. That it cannot be one is known now, not when the run ends."""
+    if not options.get("json"):
+        return None
+    path = Path(options["json"])
+    if path.is_dir():
+        problems.add(f"{_COMMAND_LINE}: `--json {path}`: is a folder; give the name of a file", *_OWN)
+    elif path.parent.exists() and not path.parent.is_dir():
+        problems.add(f"{_COMMAND_LINE}: `--json {path}`: {path.parent} is a file; give a path in a folder", *_OWN)
+    return path
 
 
 def _build(section: str, values: dict[str, Any]) -> Any:
