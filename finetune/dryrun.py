@@ -20,6 +20,7 @@ from finetune.config import Batch, Config, resolve_batch
 from finetune.engine import checkpoints, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import strategy
+from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import bootstrap, distributed, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
@@ -317,7 +318,7 @@ def print_report(config: Config, outcome: Outcome, line: str) -> None:
         print_line(f"NO-GO: {outcome.reason}", style="red")
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
-        write_json(config.json, verdict)
+        write_json(config.json, redact_tree(verdict))
 
 
 def table(measured: dict[str, Any]) -> Table:
@@ -394,7 +395,7 @@ def launch_line(world: int) -> str:
     devices = [*(["--multi_gpu"] if world > 1 else []), "--num_processes", str(world)]
     if not torch.cuda.is_available():
         devices.insert(0, "--cpu")
-    return shlex.join(["accelerate", "launch", *devices, *target, *given])
+    return shlex.join(["accelerate", "launch", *devices, *target, *redact_arguments(given)])
 
 
 def _existing(folder: Path) -> Path:

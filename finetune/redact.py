@@ -7,7 +7,7 @@ shapes are prefixes that services give their tokens. A secret without a shape is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,8 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"hv[sbr]\.[A-Za-z0-9_-]{20,}", "VAULT_TOKEN"),
     (r"(?:[sr]k_(?:live|test|prod)|whsec)_[A-Za-z0-9]{14,}|sk_[A-Za-z0-9]{32,}", "STRIPE_API_KEY"),
     (r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}", "SENDGRID_API_KEY"),
-    (r"sq0(?:atp|csp)-[A-Za-z0-9_-]{20,}", "SQUARE_TOKEN"),
+    (r"sq0(?:atp|csp)-[A-Za-z0-9_-]{20,}|EAAA[A-Za-z0-9_-]{56,}", "SQUARE_TOKEN"),
+    (r"LS0tLS1CRUdJTi[A-Za-z0-9+/=_-]{40,}", "PRIVATE_KEY"),  # `-----BEGIN` in base64, as Kubernetes keeps keys
     (r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{20,}", "SHOPIFY_TOKEN"),
     (r"glsa_[A-Za-z0-9_]{32,}|glc_[A-Za-z0-9+/=]{32,}", "GRAFANA_TOKEN"),
     (r"pul-[0-9a-f]{40}", "PULUMI_ACCESS_TOKEN"),
@@ -66,7 +67,8 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}", "AIRTABLE_TOKEN"),
     (r"pcsk_[A-Za-z0-9_]{20,}", "PINECONE_API_KEY"),
     (r"ATATT3[A-Za-z0-9_=-]{60,}", "ATLASSIAN_TOKEN"),
-    (r"NRAK-[A-Z0-9]{20,}", "NEW_RELIC_API_KEY"),
+    (r"NR(?:AK|AA|II|IQ|RA|BR|JS)-[A-Za-z0-9_-]{19,}", "NEW_RELIC_API_KEY"),
+    (r"(?:eu01xx)?[0-9a-fA-F]{30,36}NRAL(?![A-Za-z0-9])", "NEW_RELIC_LICENSE_KEY"),
     (r"(?:sntry[su])_[A-Za-z0-9+/=_]{20,}", "SENTRY_AUTH_TOKEN"),
     (r"tfp_[A-Za-z0-9_]{20,}|[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9_=-]{50,}", "TFE_TOKEN"),
     (r"[0-9]{8,10}:AA[A-Za-z0-9_-]{32,33}(?![A-Za-z0-9_-])", "TELEGRAM_TOKEN"),
@@ -92,10 +94,12 @@ _ACCOUNT_KEY = re.compile(r"(?:AccountKey|SharedAccessKey|SharedAccessSignature)
 _HEADER = re.compile(r"\b(?:bearer|basic|token|bot)\s+(?=[\w./+=~-]*[0-9A-Z])([\w./+=~-]{12,})", re.I)
 _WANDB = re.compile(r"(?:wandb|weights\W{1,3}biases)[^\n]{0,60}?(?<![0-9a-fA-F])([0-9a-f]{40})(?![0-9a-fA-F])", re.I)
 # A name, in quotes or as an option, then its value: `api_key = "..."`, `'token': ...`, `--password ...`, `-u me:...`.
+# The quotes may be escaped, as in JSON within a text.
 _NAMED = re.compile(
     r"(?:(?P<option>(?<!\S)--?[A-Za-z][\w.-]{0,80})\s+"
-    r"|(?P<name>[A-Za-z_][\w.-]{0,80})['\"]?\]?\s{0,9}(?:(?::\s{0,9}[\w.\[\], |]{1,30}?)?=(?!=)|:(?![:/]))\s{0,9})"
-    r"(?:(?P<quote>['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)(?P=quote)|(?P<bare>[^\s'\",;(){}\[\]<>`]+))"
+    r"|(?P<name>[A-Za-z_][\w.-]{0,80})\\{0,3}['\"]?\]?\s{0,9}"
+    r"(?:(?::\s{0,9}[\w.\[\], |]{1,30}?)?=(?!=)|:(?![:/]))\s{0,9})"
+    r"(?:(?P<quote>\\{0,3}['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)(?P=quote)|(?P<bare>[^\s'\",;(){}\[\]<>`]+))"
 )
 _CURL_USER = re.compile(r"\bcurl\b[^\n]{0,300}?\s(?:-u|--user)\s*['\"]?[^\s:'\"]{1,100}:([^\s'\"]+)")
 
@@ -108,6 +112,7 @@ _STRONG = re.compile(
     r"|azure|read|write|my|user|personal|pat|login|secret|api|auth|access|use_auth)_?(?:token|key|secret|pat))$",
     re.IGNORECASE,
 )
+_PASSWORD = re.compile(r"(?:pass|pass_?phrase|passwd|pwd|password)$", re.IGNORECASE)
 _TOKENIZER_WORDS = frozenset(
     "pad eos bos unk sep cls mask special end start stop eot eom eod begin first last next new image img audio video"
     " vision user assistant system tool think prompt per max min num added extra additional decoder forced prefix"
@@ -198,6 +203,8 @@ def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
         return False
     if not quoted:
         is_expression = re.search(r"^\$|environ|getenv|\.get\b|os\.|input\(|userdata", value)
+        if _PASSWORD.search(name) and re.fullmatch(r"[A-Za-z]+(?:-[A-Za-z]+){2,}", value):  # correct-horse-battery
+            return True
         return len(value) >= 6 and not is_expression and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
     is_weak = not _STRONG.search(name) and not re.search("token$", name, re.IGNORECASE)  # LABEL_KEY = "answer"
     return not is_weak or bool(re.search(r"\d", value)) or len(value) >= 20
@@ -221,6 +228,22 @@ def redact(text: str, mask: str = MASK) -> str:
         parts += [text[last : item.start], mask]
         last = item.end
     return "".join([*parts, text[last:]])
+
+
+def redact_arguments(arguments: Iterable[str]) -> list[str]:
+    """The words of a command line, with secrets and the values of options with secret names masked."""
+    shown: list[str] = []
+    option = ""  # the one that the next word belongs to
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if option and is_secret_name(option) and not word.startswith("--"):
+            shown.append(MASK)
+        elif equals and name.startswith("-") and is_secret_name(name):
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(redact(word))
+        option = word if word.startswith("-") and not equals else ""
+    return shown
 
 
 def redact_tree(value: Any) -> Any:

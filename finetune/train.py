@@ -14,6 +14,7 @@ from finetune.engine import checkpoints, invariants, metrics, report, restart, r
 from finetune.engine.record import RunRecord
 from finetune.errors import describe
 from finetune.measure import scoring, strategy
+from finetune.redact import redact_tree
 from finetune.runtime import distributed, interrupt, runlock
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
 from finetune.runtime.files import write_json
@@ -126,7 +127,7 @@ def take_over(output_dir: Path, *, overwrite: bool) -> None:
 def write_result(config: Config, result: dict) -> None:
     """The content of run.json to the file of --json."""
     if config.json and distributed.ranks().is_main:
-        write_json(config.json, result)
+        write_json(config.json, redact_tree(result))
 
 
 def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.redact import redact_arguments
 from finetune.runtime import nccl
 from finetune.runtime.hardware import Hardware
 
@@ -25,7 +26,10 @@ class LaunchPlan:
 
 
 def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | None) -> LaunchPlan:
-    """The accelerate profile, the environment and the launch line of `world` ranks on this machine."""
+    """The accelerate profile, the environment and the launch line of `world` ranks on this machine.
+
+    Secrets among the arguments are masked: the line is printed and written to files.
+    """
     chosen = nccl.settings(machine) if world > 1 else ()
     on_cpu = machine.device == "cpu"
     profile = (
@@ -53,7 +57,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
         how = ["accelerate", "launch", "--config_file", str(out / PROFILE)]
     environment = {one.name: one.value for one in chosen}
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    target = shlex.join(["-m", "finetune.train", *arguments])
+    target = shlex.join(["-m", "finetune.train", *redact_arguments(arguments)])
     return LaunchPlan(
         profile=profile,
         environment=environment,

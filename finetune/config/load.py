@@ -171,7 +171,7 @@ def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> 
         **{section: _build(section, values) for section in SECTIONS},
         config_file=config_file,
         dry_run="dry_run" in plain,
-        json=Path(plain["json"]) if "json" in plain else None,
+        json=_json_path(plain, problems),
         script=script,
         given=frozenset(origin),
     )
@@ -191,6 +191,20 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
         on_command_line = mine in origin and origin[mine].raw is not None
         if on_command_line and values[mine] != -1 and other in origin and origin[other].raw is None:
             del values[other], origin[other]
+
+
+def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
+    """The file for the results. That it cannot be one is known now, not when the run ends."""
+    if not options.get("json"):
+        return None
+    path = Path(options["json"])
+    if path.is_dir():
+        problems.add(
+            f"{_COMMAND_LINE}: `--json {path}`: expected a file, got a folder. Give the name of a file.", *KEYS
+        )
+    elif path.parent.exists() and not path.parent.is_dir():
+        problems.add(f"{_COMMAND_LINE}: `--json {path}`: {path.parent} is a file. Give another path.", *KEYS)
+    return path
 
 
 def _build(section: str, values: dict[str, Any]) -> Any:

@@ -312,6 +312,7 @@ def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 _WIDE = frozenset("batch center indent round slice tojson truncate wordwrap".split())  # take a number of columns
+_LOOKS = frozenset("count first length".split())  # walk through nothing, however large it is
 _SLOW = frozenset("pprint striptags title urlize wordcount wordwrap xmlattr".split())
 
 
@@ -322,6 +323,8 @@ def _bounded_filter(environment: BoundedEnvironment, name: str, original: Callab
     @functools.wraps(original)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget.step()
+        if name in _LOOKS:  # `messages|length` for each message would count a long conversation thousands of times
+            return original(*args, **kwargs)
         value, given = args[place], (*args[place + 1 :], *kwargs.values())
         if name == "join" and not hasattr(value, "__len__"):
             value = list(value)

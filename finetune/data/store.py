@@ -53,6 +53,10 @@ class Rows:
         start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
         return ids[start:end], labels[start:end]
 
+    def largest_id(self) -> int:
+        """The largest token id in the file of these documents; -1 if it is empty. Reads all of it."""
+        return max((int(ids.max()) for _, ids, _ in self._batches if len(ids)), default=-1)
+
     def take(self, indices: np.ndarray) -> Rows:
         """These documents alone, renumbered in this order; tokens stay where they are."""
         return replace(

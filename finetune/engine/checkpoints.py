@@ -268,14 +268,9 @@ def check_space(output_dir: Path, needed: int, what: str) -> None:
 
 def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
     """`disk.no_space`, with the checkpoint to resume from."""
-
-    def hint() -> str:
-        whole = [path.name for path in whole_checkpoints(output_dir)]
-        if not whole:
-            return ""
-        return f"The newest complete checkpoint is {whole[-1]}: resume with training.resume_from_checkpoint: true."
-
-    return disk.no_space(output_dir, what, hint)
+    return disk.no_space(
+        output_dir, what, lambda: next((path.name for path in reversed(whole_checkpoints(output_dir))), None)
+    )
 
 
 # --- the final model, and old checkpoints ---------------------------------------------------------------------------

@@ -94,6 +94,10 @@ def open_job(
     with bootstrap.quiet_ranks():
         loaded = hooks.replace("model", loaded, tokenizer)
     check_backend(stack)
+    if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # some have unused ids beyond it
+        for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
+            if rows is not None:
+                model.check_vocabulary(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
         model.prepare_for_packs(loaded, stack)

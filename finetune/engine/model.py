@@ -356,8 +356,11 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:
         preflight.check_refused(str(name), what, error)
+        _check_files(str(name), what, error)
+        if not isinstance(error, OSError | ValueError | pickle.UnpicklingError):
+            raise
         if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
             raise
         text = str(error)
@@ -379,6 +382,56 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
             f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
             f"(The library's first words: {text.splitlines()[0][:200]})"
         ) from error
+
+
+# What transformers says of files that are there -> what is wrong, and what to do.
+_WRONG_FILES = {
+    "does not recognize this architecture": (
+        "its config.json names an architecture that the installed transformers does not have",
+        "Update transformers, or use another model",
+    ),
+    "Unrecognized configuration class": (
+        "it is not a causal language model",
+        "Use a model that generates text",
+    ),
+    "Validation error for field": ("its config.json is not valid", "Copy or download it again"),
+    "ignore_mismatched_sizes": (
+        "its weights do not have the shapes that its config.json gives",
+        "Copy or download it again",
+    ),
+}
+
+
+def _check_files(name: str, what: str, error: Exception) -> None:
+    """Raise a UserError if loading failed because the files are not those of a model. Other errors pass."""
+    words = " ".join(str(error).split())
+    for sign, (why, remedy) in _WRONG_FILES.items():
+        if sign in words:
+            raise UserError(f"model.model_name_or_path is {name}: {why} ({words[:200]}). {remedy}.") from error
+    if what == "tokenizer" and Path(name).is_dir() and not isinstance(error, OSError | ValueError | ImportError):
+        raise UserError(
+            f"model.model_name_or_path is {name}: its tokenizer files are damaged ({words[:200]}). Copy or download "
+            "them again."
+        ) from error
+
+
+def check_vocabulary(model: Any, rows: Any, split: str) -> None:
+    """Every token id of the rows has a row in the model's embedding. Otherwise CUDA fails with an assertion that names
+    nothing, and a CPU with an IndexError.
+
+    Args:
+        rows: `finetune.data.store.Rows`.
+
+    Raises:
+        UserError: the tokenizer belongs to a larger vocabulary.
+    """
+    count, largest = model.get_input_embeddings().weight.shape[0], rows.largest_id()
+    if largest >= count:
+        raise UserError(
+            f"The tokenizer does not fit the model: the {split} rows have the token id {largest}, and the model's "
+            f"embedding has {count} rows. Use the tokenizer that belongs to the model, or resize the embedding "
+            "(`model.resize_token_embeddings`) and save the model first."
+        )
 
 
 @contextlib.contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
+import sys
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.errors import UserError
 
 ADAPTER = "adapter_config.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHAPES = ("config.json", ADAPTER)  # one of them says what the other files hold
 # How their names begin (`transformers.training_args.OptimizerNames`), the module, and what pip calls it.
 PACKAGES = (
@@ -33,6 +36,7 @@ def check(config: Config) -> None:
     """
     check_optimizer(config.training.optim)
     check_model(config)
+    check_data(config)
 
 
 def check_model(config: Config) -> None:
@@ -54,8 +58,11 @@ def check_model(config: Config) -> None:
             f"model.model_name_or_path is {name}: no such folder is here, nor such a model in the cache, and "
             f"HF_HUB_OFFLINE is set. Check the spelling, download it first with `hf download {name}`, or give a folder."
         )
-    if not folder.is_dir() and not _hub_is_off() and not any(_cached(config, file) for file in SHAPES):
-        check_hub(f"model.model_name_or_path is {name}")
+    if not folder.is_dir() and not _hub_is_off():
+        if any(_cached(config, file) for file in SHAPES):
+            use_cache_without_network()
+        else:
+            check_hub(f"model.model_name_or_path is {name}")
     if folder.is_dir():
         _check_folder(folder)
     _check_adapter(config, _found(config))
@@ -123,6 +130,41 @@ def check_refused(name: str, what: str, error: Exception) -> None:
         ) from None
 
 
+def check_data(config: Config) -> None:
+    """A data set of the hub is in the cache, or the hub can be reached.
+
+    Raises:
+        UserError: there is no connection at all.
+    """
+    from huggingface_hub import constants
+
+    name = config.data.dataset_name
+    if name is None or Path(name).exists() or _hub_is_off():
+        return
+    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+    if folder.is_dir():
+        use_cache_without_network()
+    else:
+        check_hub(f"data.dataset_name is {name}")
+
+
+def use_cache_without_network() -> None:
+    """If the hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would ask for each file several
+    times before they take the one in the cache. To be called before they are imported."""
+    import httpx
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except httpx.ConnectError:  # no route, no name, refused
+        sys.stderr.write(f"warning: {constants.ENDPOINT} cannot be reached; the files in the cache are used.\n")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+    except httpx.HTTPError:  # slow, or an answer that only the real request can judge
+        return
+
+
 def check_hub(given: str) -> None:
     """The hub can be reached. The libraries ask ten times before they give up; this asks twice. A network that is only
     slow passes.
@@ -156,7 +198,7 @@ def check_hub(given: str) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Configuration files that are JSON objects, and weights whose headers and sizes agree."""
-    for name in SHAPES:
+    for name in (*SHAPES, *TOKENIZER):
         if (folder / name).is_file():
             _read_object(folder / name)
     for file in sorted(folder.glob("*.safetensors")):

@@ -5,6 +5,7 @@ Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pickle
@@ -406,6 +407,10 @@ class SFTTrainer(trl.SFTTrainer):
         if checkpoint is None:
             return
         optimizer, schedule = (read_state(Path(checkpoint, name)) for name in ("optimizer.pt", "scheduler.pt"))
+        with usable(Path(checkpoint, "optimizer.pt")):
+            self._take_optimizer_and_schedule(optimizer, schedule)
+
+    def _take_optimizer_and_schedule(self, optimizer: dict[str, Any], schedule: dict[str, Any]) -> None:
         if not self._rebuilds:
             self.optimizer.load_state_dict(optimizer)
             self.lr_scheduler.load_state_dict(schedule)
@@ -417,6 +422,14 @@ class SFTTrainer(trl.SFTTrainer):
         for group, values in zip(self.optimizer.param_groups, fresh, strict=True):
             group.update(values)
         move_schedule(self.lr_scheduler, int(schedule.get("last_epoch", self.resumed_step)))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with usable(Path(str(checkpoint), "the states of the random number generators")):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with usable(Path(str(checkpoint), "scaler.pt")):
+            super()._load_scaler(checkpoint)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it, but how often to log, save and evaluate is what is asked for now, not what the
@@ -442,6 +455,9 @@ class SFTTrainer(trl.SFTTrainer):
             self.resumed_step = 0
             return super().train(**kwargs)
         self.resumed_step = checkpoints.manifest(Path(resume_from_checkpoint))["step"]
+        state = Path(resume_from_checkpoint, "trainer_state.json")
+        with usable(state):
+            transformers.TrainerState.load_from_json(str(state))
         if self.resumed_step < self.total_steps:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         return self._train_no_step(resume_from_checkpoint)
@@ -456,6 +472,20 @@ class SFTTrainer(trl.SFTTrainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+
+@contextlib.contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Raises RunError if a checkpoint's file, whole by its checksum, does not hold what it should."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:  # of the GPU that the file's tensors go to
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise RunError(
+            f"{path} cannot be used: {lines[0][:200]}. Resume from another checkpoint, or start a new run."
+        ) from error
 
 
 def read_state(path: Path) -> dict[str, Any]:

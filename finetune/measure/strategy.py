@@ -19,6 +19,7 @@ from typing import Any
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.measure import rules
+from finetune.redact import redact_arguments
 from finetune.runtime import distributed
 from finetune.runtime.command import print_line
 
@@ -136,7 +137,7 @@ def relaunch(decision: Decision) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc_per_node", str(decision.world_size), *target, *arguments),
     ]
-    print_line(f"  {shlex.join(command)}")
+    print_line(f"  {shlex.join(redact_arguments(command))}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, {**decision.environment, **os.environ})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +38,19 @@ def reason(error: BaseException) -> str | None:
     return _DISK.get(error.errno) or (_PATH.get(error.errno) if error.filename is not None else None)
 
 
+def reason_in_text(error: BaseException) -> str | None:
+    """Why a file could not be written, from an error that a library made of the system's: safetensors and torch keep
+    its text or number only, and torch not always that. None if it does not say so."""
+    text = str(error)
+    if number := re.search(r"\(os error (\d+)\)", text):  # as Rust writes it
+        return _DISK.get(int(number[1]))
+    for code, why in _DISK.items():
+        if os.strerror(code) in text:
+            return why
+    lost = "PytorchStreamWriter failed" in text or "inline_container.cc" in text or "iostream error" in text
+    return "A file could not be written" if lost else None
+
+
 def failure(error: BaseException) -> RunError | None:
     """The sentence for a file that could not be read or written; None if `error` is not about a file or a disk."""
     why = reason(error)
@@ -48,22 +63,30 @@ def failure(error: BaseException) -> RunError | None:
 
 
 @contextlib.contextmanager
-def no_space(folder: Path, what: str, hint: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the many ways in which libraries report a full disk into one message.
+def no_space(folder: Path, what: str, newest: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Turn the many ways in which libraries report a full or failing disk into one message.
 
     Args:
         what: what is being written.
-        hint: called for a further sentence.
+        newest: called for the name of the checkpoint to resume from.
 
     Raises:
-        RunError: the disk filled up while `what` was being written.
+        RunError: the disk filled up, or a library could not write, while `what` was being written.
     """
     try:
         yield
     except Exception as error:
         # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
+        why = reason(error) or reason_in_text(error)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
-        if not full and "No space left" not in str(error) and shutil.disk_usage(folder).free > 2**20:
+        if isinstance(error, OSError) and not full:  # of a file that has a name: the command reports it
+            why = None
+        if shutil.disk_usage(folder).free < 2**20:
+            why = "No space left on the disk"
+        if why is None:
             raise
-        text = f"No space left on the disk of {folder} while writing {what}; it was not written."
-        raise RunError(f"{text} Free some space and run again. {hint()}".strip()) from error
+        remedy = "free some space" if "space" in why or "quota" in why else "check the disk"
+        checkpoint = newest()
+        after = f"The newest whole checkpoint is {checkpoint}: {remedy}" if checkpoint else remedy.capitalize()
+        then = "set training.resume_from_checkpoint: true" if checkpoint else "run again"
+        raise RunError(f"{why}: {what} in {folder} was not written. {after} and {then}.") from error

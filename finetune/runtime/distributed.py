@@ -96,9 +96,19 @@ def _launcher_profile() -> dict[str, Any]:
     options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     file = Path(options.get("--config_file", home / "accelerate" / "default_config.yaml"))
-    profile = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
-    if "--num_processes" in options:
-        profile["num_processes"] = int(options["--num_processes"])
+    try:
+        profile = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"accelerate's profile {file} is not valid YAML: {why}. Repair it or give another.") from None
+    if not isinstance(profile, dict):
+        raise UserError(f"accelerate's profile {file} must be a mapping of settings. Repair it or give another.")
+    asked = options.get("--num_processes", profile.get("num_processes"))
+    if asked in (None, -1):  # as accelerate writes what its command line is to say
+        asked = 1
+    if not str(asked).isdecimal() or int(asked) < 1:
+        raise UserError(f"accelerate's num_processes must be at least 1: {asked}. Give the number of ranks to start.")
+    profile["num_processes"] = int(asked)
     if "--cpu" in own or "--use_cpu" in own:
         profile["use_cpu"] = True
     return profile

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from finetune import advise
+from finetune import advise, dryrun
 from finetune.advise import candidates, dense, launch, machine, report, verdict
 from finetune.advise import command as verb
 from finetune.advise.candidates import Bench, Tried
@@ -22,6 +22,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import MIB, Curve, Gradients, Work
+from finetune.parity import command as parity
 from finetune.runtime.hardware import Gpu, Hardware, Link
 
 FAST = Curve(points=((1024, 1e-5), (1024 * MIB, 0.01)))  # NVLink-like
@@ -519,6 +520,25 @@ def test_launch_lines_without_a_folder() -> None:
     assert launch.plan(2, host(), ["--x", "1"], None).line.startswith("torchrun --standalone --nproc_per_node 2 -m ")
     assert "--multi_gpu --num_processes 2" in launch.plan(2, host(card(0), card(1)), [], None).line
     assert "launch --cpu --num_processes 1" in launch.plan(1, host(), [], None).line
+
+
+def test_secrets_of_the_command_line_stay_out_of_the_launch_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, word = "hf" + "_" + "aB3xK9qZ7mW2" * 3, "correct horse"
+    arguments = ["--training.hub_token", word, f"--x.api_key={word}", "--model.loader_kwargs", f"{{name: {token}}}"]
+    arguments += ["--training.seed", "7"]
+    plan = launch.plan(1, host(), arguments, tmp_path)
+    launch.write(tmp_path, plan, "because")
+    monkeypatch.setattr("sys.argv", ["finetune", "train", "--dry-run", *arguments])
+    for shown in (plan.line, (tmp_path / "launch.sh").read_text(), dryrun.launch_line(2)):
+        assert token not in shown and word not in shown and "--training.seed 7" in shown
+
+    failed = subprocess.CompletedProcess([], 2, stdout="", stderr=f"error: no {token}\n")
+    monkeypatch.setattr(parity.subprocesses, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError) as said:
+        parity.start(1, tmp_path / "run", 1, "", arguments)
+    assert token not in str(said.value) and "***" in str(said.value)
 
 
 # --- the study's dense models ---------------------------------------------------------------------------------------

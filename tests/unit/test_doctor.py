@@ -298,7 +298,8 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     assert verdict("Triton cache", two_gpus | {"devices": []})[0] == "absent"  # nothing compiles with Triton there
 
     (tmp_path / "run.json").write_text("{}")
-    data = ("--model.model_name_or_path", "m", "--data.train_file", str(tmp_path / "*.csv"))
+    (tmp_path / "config.json").write_text("{}")  # the model: a name would be looked for on the hub
+    data = ("--model.model_name_or_path", str(tmp_path), "--data.train_file", str(tmp_path / "*.csv"))
     held = verdict("output folder", two_gpus, *data, "--training.output_dir", str(tmp_path))
     assert held[0] == "stop" and "another run" in held[1]
     missing = verdict("model and data files", two_gpus, *data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from finetune.config import load
 from finetune.engine import checkpoints, session
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
-from finetune.runtime import files
+from finetune.runtime import disk, files
 from finetune.runtime.files import write_json
 
 
@@ -298,19 +299,46 @@ def test_a_run_without_checkpoints_needs_room_for_its_weights_alone(
     assert ("checkpoint" in what) == (save_steps > 0)
 
 
-def test_full_disk_in_every_librarys_words(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 4)
-    for error in (
-        OSError(28, "No space left on device"),
+# An error as a library raises it -> the message.
+WRITES = {
+    "full": (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
+    "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk quota of this user"),
+    "safetensors, full": (
         RuntimeError("I/O error: No space left on device (os error 28)"),
-    ):
-        with (
-            pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4"),
-            checkpoints.no_space(tmp_path, "x"),
-        ):
+        "No space left on the disk",
+    ),
+    "safetensors, quota": (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "disk quota of this user"),
+    "safetensors, broken": (RuntimeError("I/O error: Input/output error (os error 5)"), "input/output error"),
+    "safetensors, read-only": (RuntimeError("I/O error: Read-only file system (os error 30)"), "is read-only"),
+    "torch": (
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        "could not be written",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_failing_disk_in_every_librarys_words(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4)
+    error, expected = WRITES[name]
+    with pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4") as said:
+        with checkpoints.no_space(tmp_path, "checkpoint-6"):
             raise error
-    with pytest.raises(ValueError), checkpoints.no_space(tmp_path, "x"):
-        raise ValueError("something else")
+    assert expected in str(said.value) and "checkpoint-6" in str(said.value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_the_libraries_themselves_on_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="checkpoint-6 in .* was not written"):
+        with checkpoints.no_space(tmp_path, "checkpoint-6"):
+            torch.save({"a": torch.zeros(100_000)}, "/dev/full")
+
+
+def test_other_errors_pass_and_files_with_a_name_are_reported_by_the_command(tmp_path: Path) -> None:
+    for error in (ValueError("something else"), OSError(errno.EIO, "Input/output error", "file")):
+        with pytest.raises(type(error)), checkpoints.no_space(tmp_path, "x"):
+            raise error
+    assert "input/output error: file" in str(disk.failure(error))
 
 
 def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:

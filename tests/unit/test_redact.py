@@ -41,6 +41,10 @@ SHAPES = {
     "sendgrid": "SG" + "." + MIXED * 2 + "." + MIXED * 3,
     "telegram": "123456789" + ":AA" + MIXED * 2 + "aB3xK9qZ",
     "jwt": "eyJ" + MIXED + ".eyJ" + MIXED * 2 + "." + MIXED * 2,
+    "square": "EAAA" + MIXED * 5,
+    "new relic": "NRAK" + "-" + "QWERTYUIOPASDFGHJKLZXCVBNM1",
+    "new relic license": HEX * 2 + "0123" + "NRAL",
+    "private key in base64": "LS0tLS1CRUdJTi" + "BSU0EgUFJJVkFURSBLRVktLS0tLQ" + MIXED * 3,
     "an unknown service": "newco" + "_" + MIXED * 3,
     "private key": "-----BEGIN RSA " + "PRIVATE KEY-----\\n" + MIXED + "\\n-----END RSA " + "PRIVATE KEY-----",
     "address": "https://me:" + MIXED + "@example.org/x",
@@ -64,6 +68,20 @@ def test_values_beside_a_secret_name(name: str) -> None:
     assert redact_tree({name: "x", "n": [{name: "y"}], "k": 1}) == {name: MASK, "n": [{name: MASK}], "k": 1}
 
 
+def test_names_in_escaped_quotes_and_passwords_of_words() -> None:
+    """As JSON within JSON, once and twice, and as people choose passwords."""
+    body = MIXED * 3
+    for escape in ("", "\\", "\\\\\\"):
+        text = "{QAccessKeyIdQ: QidQ, QSecretAccessKeyQ: QBODYQ, QRegionQ: Qeu-1Q}"
+        text = text.replace("Q", escape + '"').replace("BODY", body)
+        shown = redact(text)
+        assert body not in shown and "eu-1" in shown and "Region" in shown, shown
+    for text in ("password: correct-horse-battery", "DB_PASSWORD=correct-horse-battery", "--pwd correct-horse-battery"):
+        assert "horse" not in redact(text)
+    for text in ("key: one-two-three", "password: asked", "bypass: the-usual-way-out"):
+        assert redact(text) == text
+
+
 def test_what_is_no_secret_stays() -> None:
     for text in (
         "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
@@ -81,7 +99,14 @@ def test_what_is_no_secret_stays() -> None:
 
 def test_long_texts_take_linear_time() -> None:
     """Each of these took minutes under a pattern that backtracks: the test then never ends."""
-    for text in ("://" + "a" * 10**5, "curl -u " * 10**4, "a_" * 10**5, "?" + "token" * 10**4, "a" + " " * 10**5):
+    for text in (
+        "://" + "a" * 10**5,
+        "curl -u " * 10**4,
+        "a_" * 10**5,
+        "?" + "token" * 10**4,
+        "a" + " " * 10**5,
+        "a" + "\\" * 10**5,
+    ):
         redact(text)
 
 

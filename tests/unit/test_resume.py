@@ -573,6 +573,30 @@ def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
+WRONG_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "trainer_state.json")
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+@pytest.mark.parametrize("content", [{}, {"state": 1, "param_groups": [{}]}, [1]])
+def test_state_files_that_hold_something_else(
+    runs: Runs, out: Path, name: str, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the right checksum, so nothing is damaged."""
+    if name == "scheduler.pt" and isinstance(content, dict):
+        pytest.skip("a schedule takes any mapping")
+    shutil.rmtree(out / "checkpoint-6")
+    checkpoint = out / "checkpoint-4"
+    if name == "trainer_state.json":
+        (checkpoint / name).write_text(json.dumps(content or [1]))
+    else:
+        torch.save(content, checkpoint / name)
+    manifest = checkpoints.manifest(checkpoint)
+    (checkpoint / checkpoints.MANIFEST).unlink()
+    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key in ("step", "plan")})
+    runs(out, *SIX, *RESUME, code=1)
+    assert "cannot be used" in words(capsys)
+
+
 # --- the digest of base weights -------------------------------------------------------------------------------------
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
 from finetune.engine import adapter_targets, checkpoints, preflight, record
 from finetune.errors import RunError, UserError
 from finetune.runtime import command as verb
-from finetune.runtime import disk
+from finetune.runtime import disk, distributed, launcher
 from tests import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -80,10 +83,10 @@ def test_any_file_on_a_disk_that_fails(
 ) -> None:
     code, expected = DISKS[name]
 
-    def fail(*arguments: object, **more: object) -> None:
+    def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     words = ends(capsys, lambda: record.write_json(tmp_path / "result.json", {}) or 0, 1)
     assert expected in words and "result.json" in words
     assert not list(tmp_path.iterdir())
@@ -210,6 +213,82 @@ def test_model_files_that_are_damaged(name: str, tmp_path: Path) -> None:
         preflight.check_model(config(model=tmp_path))
 
 
+def edit(file: str, **values: object) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | values))
+
+    return write
+
+
+def add_tokens(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(["hill", "green", "falls"])
+    tokenizer.save_pretrained(folder)
+
+
+# what is done to the model's folder, the message of a run
+MODELS = {
+    "unknown architecture": (edit("config.json", model_type="nosuch", architectures=["No"]), "does not have (The"),
+    "images": (edit("config.json", model_type="vit", architectures=["ViTModel"]), "is not a causal language model"),
+    "wrong field": (edit("config.json", hidden_size="x"), "config.json is not valid"),
+    "other shapes": (edit("config.json", hidden_size=128), "not have the shapes that its config.json gives"),
+    "tokenizer cut": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
+    "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
+    "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "tokenizer_config": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "is not valid JSON"),
+    "larger tokenizer": (add_tokens, "The tokenizer does not fit the model: the training rows have the token id"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_trained(
+    name: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    spoil, expected = MODELS[name]
+    spoil(folder)
+    rows = tiny.make_rows(tmp_path / "rows.jsonl", 8)
+    arguments = ["--model.model_name_or_path", str(folder), "--model.backend", "transformers"]
+    arguments += ["--data.train_file", str(rows), "--data.num_proc", "1", "--training.max_steps", "1"]
+    arguments += ["--training.output_dir", str(tmp_path / "out"), "--training.global_batch_size", "2"]
+    assert train.main(arguments) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert expected in shown and "Traceback" not in shown, shown
+
+
+# accelerate's profile, its command line, what is said
+PROFILES = {
+    "no YAML": ("num_processes: [", (), "is not valid YAML"),
+    "a list": ("- 1", (), "must be a mapping"),
+    "none": ("num_processes: 0", (), "num_processes must be at least 1: 0"),
+    "none on the command line": ("{}", ("--num_processes", "0"), "num_processes must be at least 1: 0"),
+    "a word": ("num_processes: two", (), "num_processes must be at least 1: two"),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_of_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, more, expected = PROFILES[name]
+    (tmp_path / "profile.yaml").write_text(content)
+    given = ["--config_file", str(tmp_path / "profile.yaml"), *more]
+    monkeypatch.setattr(launcher, "accelerate_arguments", lambda: given)
+    distributed._launcher_profile.cache_clear()
+    with pytest.raises(UserError, match=expected):
+        distributed.wants_cpu()
+    distributed._launcher_profile.cache_clear()
+
+
+def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, expected in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "is a file")):
+        with pytest.raises(UserError, match=expected):
+            config("--json", str(path))
+
+
 def test_model_files_that_are_whole(tiny_model: Path) -> None:
     preflight.check_model(config(model=tiny_model))
 
@@ -238,6 +317,41 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
     monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
     preflight.check_model(config(model="no-such/model"))
+
+    monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
+    hub_rows = load(["--model.model_name_or_path", "m", "--data.dataset_name", "no-such/rows"])
+    with pytest.raises(UserError, match=r"data.dataset_name is no-such/rows.*cannot be reached"):
+        preflight.check_data(hub_rows)
+
+
+def test_what_is_in_the_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One question, then the libraries do not ask at all."""
+    import httpx
+    from huggingface_hub import constants, utils
+
+    asked = []
+
+    def ask(*arguments: object, **more: object) -> None:
+        asked.append(arguments)
+        raise httpx.ConnectError("no such host")
+
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    (tmp_path / "datasets--org--rows").mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=ask))
+    given = load(["--model.model_name_or_path", "org/name", "--data.dataset_name", "org/rows"])
+    preflight.check_model(given)
+    preflight.check_data(given)
+    assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "the files in the cache are used" in capsys.readouterr().err
 
 
 def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:

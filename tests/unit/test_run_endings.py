@@ -1,0 +1,64 @@
+"""How whole runs end: early, because the script's callback says so, and on a disk that fills up. In this process."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import train
+from finetune.config import load
+from finetune.engine import record
+from finetune.runtime import command as verb
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+from tests import tiny
+from tests.unit.test_resume import in_this_process
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a run of 12 steps that evaluates every second one."""
+    given = ["--model.model_name_or_path", str(tiny_model), "--model.backend", "transformers"]
+    given += ["--data.train_file", str(tiny.make_rows(tmp_path / "train.jsonl", 24)), "--data.num_proc", "1"]
+    given += ["--data.eval_file", str(tiny.make_rows(tmp_path / "eval.jsonl", 4, seed=1))]
+    given += ["--training.output_dir", str(tmp_path / "out"), "--training.global_batch_size", "2"]
+    given += ["--training.max_steps", "12", "--training.eval_steps", "2", "--logging.generate_samples", "0"]
+    with in_this_process(monkeypatch, tmp_path):
+        yield given
+
+
+def run(arguments: list[str], hooks: Hooks = NO_HOOKS) -> int:
+    return verb.guarded(lambda: train.run(load(arguments), hooks=hooks))
+
+
+def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
+    """The held-out loss never falls by 100 nats: of three evaluations two are no better than the first."""
+    from transformers import EarlyStoppingCallback
+
+    def add(trainer: Any) -> None:
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=100.0))
+
+    assert run(arguments, Hooks(trainer=add)) == 0
+    content = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (content["status"], content["steps"], content["total_steps"]) == ("done", 6, 12)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_disk_that_is_full_at_the_very_end(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = record.write_json
+
+    def write_until_done(path: Path, content: Any) -> None:
+        if content.get("status") in ("done", "failed"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(record, "write_json", write_until_done)
+    assert run(arguments) == 1
+    shown = capsys.readouterr().err
+    assert "No space left on the disk" in shown and "run.json" in shown and "Traceback" not in shown
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
