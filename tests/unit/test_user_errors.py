@@ -345,10 +345,21 @@ def test_what_is_in_the_cache_needs_no_network(
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=ask))
     given = load(["--model.model_name_or_path", "org/name", "--data.dataset_name", "org/rows"])
-    model_files.check(given)
-    model_files.check_data(given)
-    assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-    assert "the files in the cache are used" in capsys.readouterr().err
+    for check in (model_files.check, model_files.check_data):
+        asked.clear()
+        constants.HF_HUB_OFFLINE = False
+        check(given)
+        check(given)
+        assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+        assert capsys.readouterr().err.count("the files in the cache are used") == 1
+
+
+def test_a_run_asks_for_its_data_set_first(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    asked = []
+    monkeypatch.setattr(model_files, "check_data", asked.append)
+    given = load(["--model.model_name_or_path", str(tiny_model), "--data.dataset_name", "org/rows"])
+    train.check_present(given)
+    assert asked == [given]
 
 
 def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:
