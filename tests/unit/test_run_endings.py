@@ -35,13 +35,19 @@ def run(arguments: list[str], hooks: Hooks = NO_HOOKS) -> int:
 
 
 def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> None:
-    """The held-out loss never falls by 100 nats: of three evaluations two are no better than the first."""
+    """The held-out loss never falls by 100 nats: of three evaluations two are no better than the first. A secret among
+    the settings is in neither record of the run."""
     from transformers import EarlyStoppingCallback
 
     def add(trainer: Any) -> None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=100.0))
 
+    token = "hf" + "_" + "aB3xK9qZ7mW2" * 3
+    arguments += ["--json", str(tmp_path / "result.json"), "--data.system_prompt", f"Say {token}."]
     assert run(arguments, Hooks(trainer=add)) == 0
+    for name in ("out/run.json", "result.json"):
+        shown = (tmp_path / name).read_text()
+        assert "***" in shown and token not in shown, name
     content = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (content["status"], content["steps"], content["total_steps"]) == ("done", 6, 12)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

@@ -16,7 +16,7 @@ import pytest
 from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
-from finetune.engine import adapter_targets, checkpoints, preflight, record
+from finetune.engine import adapter_targets, checkpoints, preflight, record, session
 from finetune.errors import RunError, UserError
 from finetune.runtime import command as verb
 from finetune.runtime import disk, distributed, launcher
@@ -348,10 +348,21 @@ def test_what_is_in_the_cache_needs_no_network(
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=ask))
     given = load(["--model.model_name_or_path", "org/name", "--data.dataset_name", "org/rows"])
-    preflight.check_model(given)
-    preflight.check_data(given)
-    assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-    assert "the files in the cache are used" in capsys.readouterr().err
+    for check in (preflight.check_model, preflight.check_data):
+        asked.clear()
+        constants.HF_HUB_OFFLINE = False
+        check(given)
+        check(given)
+        assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+        assert capsys.readouterr().err.count("the files in the cache are used") == 1
+
+
+def test_a_run_asks_for_its_data_set_first(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    asked = []
+    monkeypatch.setattr(preflight, "check_data", asked.append)
+    given = load(["--model.model_name_or_path", str(tiny_model), "--data.dataset_name", "org/rows"])
+    session.check_present(given)
+    assert asked == [given]
 
 
 def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:
@@ -372,7 +383,7 @@ def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:
 def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     tiny.make_rows(tmp_path / "file", 1)
-    for folder, expected in ((tmp_path / "link", "symbolic link"), (tmp_path / "file" / "out", "a file")):
+    for folder, expected in ((tmp_path / "link", "symbolic link"), (tmp_path / "file" / "out", "below .*, a file")):
         with pytest.raises(UserError, match=expected) as error:
             checkpoints.check_output(folder, resuming=False, overwrite=False)
         assert not isinstance(error.value, RunError)
