@@ -13,7 +13,7 @@ from finetune.config import Batch, Config, resolve_batch
 from finetune.engine import checkpoints, invariants, metrics, report, restart, resume, session
 from finetune.engine.record import RunRecord
 from finetune.errors import describe
-from finetune.measure import scoring, strategy
+from finetune.measure import strategy
 from finetune.redact import redact_tree
 from finetune.runtime import distributed, interrupt, runlock
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
@@ -133,6 +133,7 @@ def write_result(config: Config, result: dict) -> None:
 def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True when a signal ended it early, after a checkpoint."""
     from finetune.engine import samples
+    from finetune.measure import scoring
 
     output_dir = Path(job.config.training.output_dir)
     built = session.build_trainer(job, output_dir, parity_dump)

@@ -1,4 +1,4 @@
-"""`finetune bench`: what this machine can do, measured by one protocol (finetune/statistics.py)."""
+"""`finetune bench`: what this machine can do, measured by one protocol (measure/protocol.py)."""
 
 from finetune.bench.command import main
 

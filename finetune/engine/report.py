@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import scaled_learning_rate
-from finetune.data import ledger
-from finetune.engine.job import layouts
 from finetune.runtime import distributed, interrupt
 from finetune.runtime.command import console, print_line
 
@@ -18,6 +16,9 @@ if TYPE_CHECKING:
 
 def print_introduction(job: Job, start: Start) -> None:
     """Print what is about to run."""
+    from finetune.data import ledger
+    from finetune.engine.job import layouts
+
     for sentence in (*start.found.skipped, *start.notes):
         print_line(f"warning: {sentence}", style="yellow")
     for change in start.changes:

@@ -556,6 +556,7 @@ def test_a_collection_that_the_training_needs_is_kept(notebook: Callable[..., Pa
 
 
 @pytest.mark.parametrize("folder", ["/etc/x", "../../x", "a/../../x", "~/x"])
+@pytest.mark.process
 def test_an_output_folder_elsewhere_is_kept_with_a_note(
     folder: str, notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_no_statement_keeps_its_secret(name: str, tmp_path: Path) -> None:
     assert not any(secret in note for note in notes for secret in (SERVICE, GROQ, WORD))
 
 
+@pytest.mark.process
 def test_no_output_of_a_whole_notebook_has_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = (
         f'import os\nos.environ["X_SERVICE_KEY"] = "{SERVICE}"\n'

@@ -305,7 +305,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     missing = verdict("model and data files", two_gpus, *data)
     assert missing[0] == "stop" and "csv" in missing[1]
 
-    monkeypatch.setattr(doctor.keeping.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
+    monkeypatch.setattr(doctor.checkpoints.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
     assert verdict("output folder", two_gpus)[0] == "stop"
 
 

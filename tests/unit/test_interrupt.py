@@ -186,6 +186,7 @@ FORKED = """if interrupt.os.fork() == 0:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a deadlock in C")
 @pytest.mark.parametrize("how", ["signal", "request", "signal to a forked child"])
+@pytest.mark.process
 def test_a_process_whose_main_thread_is_stuck_in_c_ends(tmp_path: Path, how: str) -> None:
     before = {"signal": "pass", "request": "interrupt.request('a test')", "signal to a forked child": FORKED}[how]
     with subprocess.Popen(
@@ -231,6 +232,7 @@ POLLED = "launcher.signal_at_end_of = lambda parent: None; launcher._libc.prctl(
     [("", STOPS), (POLLED, STOPS), ("interrupt.STUCK_SECONDS = 0.0", STUCK)],
     ids=["signal", "polling", "stuck"],
 )
+@pytest.mark.process
 def test_a_rank_ends_with_the_command_that_started_it(tmp_path: Path, before: str, work: str) -> None:
     rank = RANK.format(before=before, work=work)
     with subprocess.Popen(
@@ -260,6 +262,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.process
 def test_workers_of_the_data_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(POOL)
     with subprocess.Popen(

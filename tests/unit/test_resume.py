@@ -429,6 +429,7 @@ def test_dropout_by_permission_takes_effect(runs: Runs, out: Path) -> None:
     assert rates == {0.25}
 
 
+@pytest.mark.process
 def test_settings_that_leave_the_result_alone_are_free_and_take_effect(runs: Runs, whole_run: Path, out: Path) -> None:
     """How often to save is that of now, not that in the checkpoint's trainer_state.json."""
     for step in (4, 6):

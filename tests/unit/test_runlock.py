@@ -51,6 +51,7 @@ def owner(**values: object) -> dict[str, object]:
     return own | values
 
 
+@pytest.mark.process
 def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
     tmp_path: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_end_of_a_run_removes_the_lock_and_a_folder_that_it_left_empty(tmp_p
     assert [path.name for path in deep.iterdir()] == ["run.json"]
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     """As a data worker that outlives its run."""
     assert holder.stdin and holder.stdout

@@ -115,6 +115,7 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", str(mount)], check=True)
 
 
+@pytest.mark.process
 def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from finetune.engine.callbacks import EventFile
 
@@ -128,6 +129,7 @@ def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.C
     assert events.warning is not None and "No space left" in events.warning
 
 
+@pytest.mark.process
 def test_run_json_on_a_full_disk_does_not_end_the_training(small_disk: Path, capsys) -> None:
     run = record.RunRecord(small_disk)
     run.update(status="running")
@@ -284,7 +286,7 @@ def test_profiles_of_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_json_that_cannot_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, expected in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "is a file")):
+    for path, expected in ((tmp_path, "got a folder"), (tmp_path / "file" / "x.json", "is a file")):
         with pytest.raises(UserError, match=expected):
             config("--json", str(path))
 
