@@ -11,6 +11,8 @@ import pytest
 
 from tests import launch, tiny
 
+pytestmark = pytest.mark.process
+
 LIMITED = """
 import sys
 import torch
