@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.advise.verdict import LEAST_GAIN, Candidate
+from finetune.advise.verdict import LEAST_GAIN
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.errors import RunError, UserError
@@ -203,7 +203,7 @@ def _settings(found: Sequence[Improvement]) -> set[str]:
 def speed(measured: Measurement | None) -> float:
     """Tokens per second of one device."""
     assert measured is not None
-    return predict(measured.work(1), measured.gradients, 1, None).tokens_per_second
+    return predict(measured.work(1), 1, None).tokens_per_second
 
 
 def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
@@ -309,15 +309,3 @@ def split_size(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
         return None, list(arguments)
     place = list(arguments).index(PER_DEVICE)
     return int(arguments[place + 1]), [*arguments[:place], *arguments[place + 2 :]]
-
-
-def candidate(measured: Measurement, world: int) -> Candidate:
-    """A measurement as one of `world` ranks."""
-    return Candidate(
-        work=measured.work(world),
-        gradients=measured.gradients,
-        per_device=measured.per_device,
-        steps=measured.steps,
-        start_up_seconds=measured.start_up_seconds,
-        memory_bytes=measured.memory_bytes,
-    )

@@ -15,8 +15,8 @@ from finetune.runtime.options import Options, count, counts, path, price
 if TYPE_CHECKING:
     from finetune.advise.candidates import Bench, Improvement, Tried
     from finetune.advise.launch import LaunchPlan
-    from finetune.advise.verdict import Candidate, Row
-    from finetune.measure.predict import Curve
+    from finetune.advise.verdict import Row
+    from finetune.measure.predict import Curve, Work
     from finetune.runtime.hardware import Hardware
 
 PURPOSE = (
@@ -113,7 +113,7 @@ def numbers(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) 
 
 
 def compare(
-    found: Mapping[int, Candidate | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
+    found: Mapping[int, Work | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
 ) -> tuple[list[Row], Row, float]:
     """All numbers of devices, the one to take, and the seconds that several ranks take to meet.
 
@@ -159,7 +159,7 @@ def on_configuration(
     faster = candidates.applied(bench, better)
     worlds = numbers(options, devices_here(machine), given)
     measured = candidates.measured_for(config, bench, base.measured, faster, worlds)
-    found = {w: one if isinstance(one, str) else candidates.candidate(one, w) for w, one in measured.items()}
+    found = {w: one if isinstance(one, str) else one.work(w) for w, one in measured.items()}
     rows, chosen, meeting = compare(found, options, machine, given)
     size, others = candidates.split_size(faster)
     settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]

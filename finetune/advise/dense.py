@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.advise.verdict import Candidate
 from finetune.bench.study import command as study
 from finetune.errors import UserError
 from finetune.measure.predict import Gradients, Work
@@ -47,11 +46,11 @@ def chosen(name: str, global_batch_size: int | None) -> Dense:
     return Dense(model=model, global_batch_size=global_batch_size or max(model.batches))
 
 
-def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Candidate | str]:
+def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Work | str]:
     """One device with each world size's share of the batch, measured; inside DDP where there are several, whose hooks
     are a good part of what the host does in steps as short as these."""
     held = [world for world in worlds if dense.global_batch_size % world == 0]
-    found: dict[int, Candidate | str] = {
+    found: dict[int, Work | str] = {
         world: f"{world} devices do not hold the global batch of {dense.global_batch_size} exactly" for world in worlds
     }
     for ddp in (False, True):
@@ -60,31 +59,29 @@ def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[i
             models = [replace(dense.model, batches=tuple(shares.values()))]
             measured = study.measure(models, 1, {}, EFFORT, machine, ddp=ddp)
             for world, share in shares.items():
-                found[world] = candidate(measured[dense.model.name, share], dense, share, machine, ddp=ddp)
+                found[world] = work(measured[dense.model.name, share], dense, share, machine, ddp=ddp)
     return found
 
 
-def candidate(result: dict[str, Any], dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Candidate:
+def work(result: dict[str, Any], dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Work:
     """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step.
     DDP's buckets are left out of the memory: `predict` adds them."""
     step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]
     medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimizer", "other")}
     scale = step / sum(medians.values())
     compute = medians["forward"] + medians["backward"]
-    return Candidate(
-        work=Work(
-            compute_seconds=scale * compute,
-            accumulation=1,
-            backward_share=medians["backward"] / compute,
-            data_seconds=0.0,
-            optimizer_seconds=scale * medians["optimizer"],
-            other_seconds=scale * medians["other"],
-            tokens=float(dense.global_batch_size),
-            peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30 - ddp * sum(dense.gradients.sizes),
-        ),
-        gradients=dense.gradients,
+    return Work(
         per_device=share,
+        accumulation=1,
+        compute_seconds=scale * compute,
+        backward_share=medians["backward"] / compute,
+        data_seconds=0.0,
+        optimizer_seconds=scale * medians["optimizer"],
+        other_seconds=scale * medians["other"],
+        tokens=float(dense.global_batch_size),
         steps=float(STEPS),
         start_up_seconds=0.0,
+        gradients=dense.gradients,
+        peak_memory_bytes=result["ranks"][0]["memory_gib"] * 2**30 - ddp * sum(dense.gradients.sizes),
         memory_bytes=None if machine.memory_gib is None else machine.memory_gib * 2**30,
     )

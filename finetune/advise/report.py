@@ -98,12 +98,12 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
 
 def cells(row: Row, priced: bool) -> list[str]:
     """One row of the table."""
-    if row.prediction is None or row.run is None:
+    if row.prediction is None:
         return [str(row.world_size), *["-"] * (6 if priced else 5)]
     return [
         str(row.world_size),
         f"{row.prediction.tokens_per_second:,.0f}",
-        duration(3600 * row.run.hours),
+        duration(3600 * row.prediction.hours),
         f"{row.prediction.peak_memory_bytes / 2**30:.2f}",
         f"{row.prediction.exposed_fraction:.1%}",
         f"{row.efficiency:.0%}",
@@ -115,8 +115,9 @@ def describe(row: Row) -> str:
     """Several devices in a sentence: why, or why not, and from which length of a run on."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
     text = f"{row.world_size} devices: {place}{row.reason}"
-    if row.run is not None and row.break_even_steps is not None:
-        text += f". They end first from {math.ceil(row.break_even_steps):,} steps on; this run has {row.run.steps:,.0f}"
+    if row.prediction is not None and row.break_even_steps is not None:
+        first, steps = math.ceil(row.break_even_steps), row.prediction.steps
+        text += f". They finish first in runs of {first:,} steps or more; this run has {steps:,.0f}"
     if row.price_of_an_hour_saved is not None:
         text += f". Each hour that they save costs {row.price_of_an_hour_saved:,.2f}"
     return text + "."

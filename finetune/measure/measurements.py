@@ -110,14 +110,19 @@ class Measurement:
             )
         accumulation = self.global_batch_size // (world_size * self.per_device)
         return Work(
-            compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
+            per_device=self.per_device,
             accumulation=accumulation,
+            compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
             backward_share=self.backward_share,
             data_seconds=self.data_seconds * accumulation,
             optimizer_seconds=self.optimizer_seconds,
             other_seconds=self.other_seconds,
             tokens=self.tokens_per_step,
+            steps=self.steps,
+            start_up_seconds=self.start_up_seconds,
+            gradients=self.gradients,
             peak_memory_bytes=self.peak_memory_bytes,
+            memory_bytes=self.memory_bytes,
         )
 
 

@@ -107,36 +107,13 @@ def exposed_seconds(filled: Sequence[int], backward_seconds: float, curve: Curve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """One optimizer step of one rank, all but the communication; the means over the steps of a run.
-
-    compute_seconds:    forward and backward of its micro-batches, on the slowest rank of each step
-    accumulation:       micro-batches of the step
-    backward_share:     of compute_seconds, 0 to 1
-    data_seconds:       waits for data, over the step
-    optimizer_seconds:  clipping, update, zeroing
-    other_seconds:      what stands between these parts
-    tokens:             real tokens of the whole global step
-    peak_memory_bytes:  of one device without DDP
-    """
-
-    compute_seconds: float
-    accumulation: int
-    backward_share: float
-    data_seconds: float
-    optimizer_seconds: float
-    other_seconds: float
-    tokens: float
-    peak_memory_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What DDP sends: bytes of each trained parameter's gradient, and how it keeps them.
+    """What DDP sends: bytes of each trained parameter's gradient, and how it stores them.
 
-    as_bucket_view: the gradients live inside the buckets and take no more than on one device; otherwise the buckets are
-                    a copy.
-    in_peak:        the one-device peak was measured with gradients held (accumulation of two or more).
+    cap, first:     limits of the buckets in bytes, and of the first of them
+    as_bucket_view: the gradients live inside the buckets and need no more memory than on one device; otherwise the
+                    buckets are a copy
+    in_peak:        the one-device peak was measured with gradients held (accumulation of two or more)
     """
 
     sizes: tuple[int, ...]
@@ -147,15 +124,51 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """One rank's share of a run, without communication. Times are means over the steps of the run.
+
+    per_device:         rows of a micro-batch
+    accumulation:       micro-batches per step
+    compute_seconds:    forward and backward of a step's micro-batches, on the slowest rank of each step
+    backward_share:     of compute_seconds, 0 to 1
+    data_seconds:       waits for data, per step
+    optimizer_seconds:  clipping, update, zeroing, per step
+    other_seconds:      the rest of a step
+    tokens:             real tokens of the global step
+    steps:              optimizer steps of the run
+    start_up_seconds:   from the start of the process to the first step
+    gradients:          what DDP sends in each step
+    peak_memory_bytes:  of one device without DDP
+    memory_bytes:       of the device; None if it has no limit (CPU)
+    """
+
+    per_device: int
+    accumulation: int
+    compute_seconds: float
+    backward_share: float
+    data_seconds: float
+    optimizer_seconds: float
+    other_seconds: float
+    tokens: float
+    steps: float
+    start_up_seconds: float
+    gradients: Gradients
+    peak_memory_bytes: float
+    memory_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One world size."""
+    """A run at one world size: start-up, then `steps` steps."""
 
     world_size: int
     step_seconds: float
-    exposed_seconds: float  # communication that the backward pass does not hide, per step
-    communication_seconds: float  # all of it
+    exposed_seconds: float  # communication not hidden by the backward pass, per step
+    communication_seconds: float  # all communication, per step
     tokens_per_second: float  # of all ranks together
-    peak_memory_bytes: float  # of one rank
+    peak_memory_bytes: float  # per rank
+    steps: float
+    start_up_seconds: float
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -166,27 +179,47 @@ class Prediction:
         """Share of the step in which a rank only waits for communication."""
         return self.exposed_seconds / self.step_seconds if self.step_seconds else 0.0
 
+    @property
+    def hours(self) -> float:
+        return (self.start_up_seconds + self.steps * self.step_seconds) / 3600
+
     def efficiency(self, one: Prediction) -> float:
         """Throughput over `world_size` times that of one device, the ideal (1 = linear speed-up)."""
         return self.tokens_per_second / (self.world_size * one.tokens_per_second)
 
+    def cost(self, price_per_gpu_hour: float) -> float:
+        """Price of the run. Every GPU is paid for from start to end, including start-up."""
+        return self.hours * self.world_size * price_per_gpu_hour
 
-def predict(work: Work, gradients: Gradients, world_size: int, curve: Curve | None) -> Prediction:
-    """One world size from one device's `work` and the all-reduce `curve` of that world size.
+    def break_even_steps(self, one: Prediction) -> float | None:
+        """Steps above which this run ends before `one`; None if it never does."""
+        gained = one.step_seconds - self.step_seconds
+        return max(self.start_up_seconds - one.start_up_seconds, 0.0) / gained if gained > 0 else None
 
-    At world size 1 there is no communication, and the measurement comes back as it is.
+    def price_of_an_hour_saved(self, one: Prediction, price_per_gpu_hour: float) -> float | None:
+        """Extra cost per hour that this run ends before `one`; below zero it saves money as well. None if it does not
+        end earlier."""
+        saved = one.hours - self.hours
+        return (self.cost(price_per_gpu_hour) - one.cost(price_per_gpu_hour)) / saved if saved > 0 else None
+
+
+def predict(work: Work, world_size: int, curve: Curve | None) -> Prediction:
+    """Predict one world size from a rank's `work` and the all-reduce `curve` of that world size.
+
+    At world size 1 there is no communication, and the prediction is the measurement.
 
     Raises:
         ValueError: several ranks without a curve.
     """
-    exposed = all_of_it = memory = 0.0
+    gradients = work.gradients
+    exposed = communication = memory = 0.0
     if world_size > 1:
         if curve is None:
             raise ValueError(f"{world_size} ranks need an all-reduce curve of that world size")
         filled = buckets(gradients.sizes, gradients.cap, gradients.first)
         backward = work.compute_seconds * work.backward_share / work.accumulation  # of the micro-batch that reduces
         exposed = exposed_seconds(filled, backward, curve)
-        all_of_it = sum(curve.seconds(size) for size in filled)
+        communication = sum(curve.seconds(size) for size in filled)
         if not (gradients.as_bucket_view and gradients.in_peak):
             memory = float(sum(gradients.sizes))
     step = work.compute_seconds + work.data_seconds + exposed + work.optimizer_seconds + work.other_seconds
@@ -194,42 +227,12 @@ def predict(work: Work, gradients: Gradients, world_size: int, curve: Curve | No
         world_size=world_size,
         step_seconds=step,
         exposed_seconds=exposed,
-        communication_seconds=all_of_it,
+        communication_seconds=communication,
         tokens_per_second=work.tokens / step if step > 0 else 0.0,
         peak_memory_bytes=work.peak_memory_bytes + memory,
+        steps=work.steps,
+        start_up_seconds=work.start_up_seconds,
     )
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A whole run at one world size: start-up, then `steps` steps."""
-
-    world_size: int
-    step_seconds: float
-    steps: float
-    start_up_seconds: float
-
-    @property
-    def hours(self) -> float:
-        return (self.start_up_seconds + self.steps * self.step_seconds) / 3600
-
-    def cost(self, price_per_gpu_hour: float) -> float:
-        """Every GPU is paid from the start to the end, also while it starts up."""
-        return self.hours * self.world_size * price_per_gpu_hour
-
-    def break_even_steps(self, one: Run) -> float | None:
-        """Steps above which this run ends before `one`; None where it never does."""
-        gained = one.step_seconds - self.step_seconds
-        return max(self.start_up_seconds - one.start_up_seconds, 0.0) / gained if gained > 0 else None
-
-    def price_of_an_hour_saved(self, one: Run, price_per_gpu_hour: float) -> float | None:
-        """What each hour that this run ends before `one` costs in GPU hours; below zero it saves both. None where it
-        ends no earlier."""
-        saved = one.hours - self.hours
-        return (self.cost(price_per_gpu_hour) - one.cost(price_per_gpu_hour)) / saved if saved > 0 else None
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -59,9 +59,9 @@ def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -
     count = job.config.training.max_steps
     ran = slice(min(1, len(seconds) - 1), count if count > 1 else None)
     work = measured.work(world, float(median(seconds[ran])))
-    typical = predict(work, measured.gradients, world, curve)
+    typical = predict(work, world, curve)
     mean = replace(work, compute_seconds=fmean(seconds[ran]), tokens=fmean(tokens[ran]))
-    return typical, predict(mean, measured.gradients, world, curve)
+    return typical, predict(mean, world, curve)
 
 
 def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -16,7 +16,7 @@ from finetune import advise, dryrun
 from finetune.advise import candidates, dense, launch, machine, report, verdict
 from finetune.advise import command as verb
 from finetune.advise.candidates import Bench, Tried
-from finetune.advise.verdict import Candidate, Row
+from finetune.advise.verdict import Row
 from finetune.config import load
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
@@ -30,8 +30,9 @@ SLOW = Curve(points=((1024, 1e-3), (1024 * MIB, 1.0)))
 
 
 def of(world: int, *, step: float = 1.0, steps: float = 1000, memory: float | None = 80e9, peak: float = 20e9, **kw):
-    """A candidate whose compute is shared by `world` ranks."""
-    work = Work(
+    """Work whose compute is shared by `world` ranks."""
+    return Work(
+        per_device=8 // world,
         compute_seconds=0.9 * step / world,
         accumulation=1,
         backward_share=2 / 3,
@@ -39,14 +40,10 @@ def of(world: int, *, step: float = 1.0, steps: float = 1000, memory: float | No
         optimizer_seconds=0.1 * step,
         other_seconds=0.0,
         tokens=1000.0,
-        peak_memory_bytes=peak,
-    )
-    return Candidate(
-        work=work,
-        gradients=Gradients(sizes=(kw.get("gradients", 20 * MIB),)),
-        per_device=8 // world,
         steps=steps,
         start_up_seconds=30.0,
+        gradients=Gradients(sizes=(kw.get("gradients", 20 * MIB),)),
+        peak_memory_bytes=peak,
         memory_bytes=memory,
     )
 
@@ -124,7 +121,7 @@ def test_costs_also_at_a_price_of_zero() -> None:
     found = table(FAST, price=0.0)
     assert [row.cost for row in found] == [0.0, 0.0, 0.0]
     assert found[1].price_of_an_hour_saved == 0.0 and "costs 0.00" in report.describe(found[1])
-    assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].run.hours)
+    assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].prediction.hours)
     assert table(FAST, price=None)[1].cost is None and len(report.cells(table(FAST, price=None)[0], False)) == 6
 
 
@@ -341,7 +338,7 @@ def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pyt
     def refused(*args: Any, **kw: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(args, 2, stdout="", stderr="error: model.load_in_4bit needs bitsandbytes\n")
 
-    monkeypatch.setattr(candidates.children, "run", refused)
+    monkeypatch.setattr(candidates.subprocesses, "run", refused)
     bench = Bench(arguments=[])
     assert bench.try_out(["--model.load_in_4bit", "true"]) == Tried(
         measured=None, reason="a dry run failed: model.load_in_4bit needs bitsandbytes"
@@ -559,11 +556,11 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
     found = dense.candidates(job, [1, 2, 3], host(card(0), card(1)))
     assert isinstance(found[3], str) and "do not hold" in found[3]
     one, two = found[1], found[2]
-    assert isinstance(one, Candidate) and isinstance(two, Candidate)
+    assert isinstance(one, Work) and isinstance(two, Work)
     # The step as a whole counts; the parts, which were measured in another run, share it out.
-    assert one.work.compute_seconds == pytest.approx(2 * 3 / 4) and two.work.compute_seconds == pytest.approx(3 / 4)
-    assert one.work.backward_share == pytest.approx(2 / 3)
-    assert replace(one.work, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
+    assert one.compute_seconds == pytest.approx(2 * 3 / 4) and two.compute_seconds == pytest.approx(3 / 4)
+    assert one.backward_share == pytest.approx(2 / 3)
+    assert replace(one, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
     rows = verdict.rows(found, {2: (SLOW, "slow")}, here=2)
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
     assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]
