@@ -1,12 +1,12 @@
-"""From what one device takes, and what an all-reduce costs, to what N devices would take. Pure arithmetic.
+"""Predict a run on N devices from its measurement on one device and the time of an all-reduce. Pure arithmetic.
 
 The model of a data-parallel optimizer step, on the slowest rank:
 
     step = forward and backward of its micro-batches + data waits + exposed communication + optimizer + other
 
-Only the last micro-batch of a step communicates (`no_sync` holds the others back; torch's "Distributed Data Parallel"
-note), bucket by bucket while its backward runs. What is not modelled: a GPU that computes more slowly while it also
-communicates, and ranks that share a CPU, its caches or its memory bandwidth.
+Only the last micro-batch of a step communicates (the others run under `no_sync`; torch's "Distributed Data Parallel"
+note), bucket by bucket while its backward runs. Not modeled: computation that slows down during communication, and
+ranks that share a CPU, its caches or its memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from dataclasses import dataclass
 from typing import Any
 
 MIB = 2**20
-# torch.nn.parallel.DistributedDataParallel: `bucket_cap_mb` is 25 MiB where it is not given, and the first bucket then
-# 1 MiB (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`), so that communication begins early.
+# torch.nn.parallel.DistributedDataParallel: by default `bucket_cap_mb` is 25 MiB and the first bucket 1 MiB
+# (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`), so that communication begins early.
 BUCKET_BYTES = 25 * MIB
 FIRST_BUCKET_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What a collective of one world size costs by message size.
+    """Time of a collective at one world size, by message size.
 
-    points: (bytes, seconds), at least one; sorted here, and made to rise: a larger message measured as faster is noise.
+    points: (bytes, seconds), at least one; sorted here and made non-decreasing, because a larger message that measured
+            faster is noise
     """
 
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         if not self.points or any(size <= 0 or seconds <= 0 for size, seconds in self.points):
-            raise ValueError(f"a curve needs points of positive bytes and seconds; given: {self.points}")
+            raise ValueError(f"a curve needs points of positive bytes and seconds: {self.points}")
         risen: list[tuple[float, float]] = []
         for size, seconds in sorted(self.points):
             risen.append((float(size), max(float(seconds), risen[-1][1] if risen else 0.0)))
@@ -45,8 +46,8 @@ class Curve:
     def seconds(self, size: float) -> float:
         """Seconds of one call with `size` bytes; 0 for nothing.
 
-        Between two measured sizes a straight line of the logarithms; below the smallest its time, which is latency;
-        above the largest its bandwidth.
+        Interpolated in log-log between two measured sizes. Below the smallest: its time (latency); above the largest:
+        at its bandwidth.
         """
         if size <= 0:
             return 0.0
@@ -62,7 +63,7 @@ class Curve:
 
 
 def all_reduce_curve(measured: dict[str, Any]) -> Curve:
-    """The all-reduce of what `finetune bench comm` writes for one world size, by its medians."""
+    """The all-reduce curve in a result of `finetune bench comm` for one world size, from its medians."""
     return Curve(
         points=tuple((one["bytes"], one["seconds"]["median"]) for one in measured["collectives"]["all_reduce"])
     )
@@ -71,9 +72,9 @@ def all_reduce_curve(measured: dict[str, Any]) -> Curve:
 def buckets(gradients: Sequence[int], cap: int = BUCKET_BYTES, first: int = FIRST_BUCKET_BYTES) -> list[int]:
     """Bytes of each bucket that DDP reduces, in the order in which the backward pass fills them.
 
-    A bucket takes gradients until it holds its limit or more: `compute_bucket_assignment_by_size` in torch's
-    csrc/distributed/c10d/reducer.cpp, as DDP applies it after the first step to the gradients in the order in which
-    they came, about the reverse of the parameters' (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
+    A bucket takes gradients until it reaches its limit: `compute_bucket_assignment_by_size` in torch's
+    csrc/distributed/c10d/reducer.cpp. After the first step DDP applies it to the gradients in the order in which they
+    became ready, about the reverse order of the parameters (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
 
     Args:
         gradients: bytes of each trained parameter's gradient, in the order of `model.parameters()`.
@@ -90,10 +91,10 @@ def buckets(gradients: Sequence[int], cap: int = BUCKET_BYTES, first: int = FIRS
 
 
 def exposed_seconds(filled: Sequence[int], backward_seconds: float, curve: Curve) -> float:
-    """Seconds of communication after the end of the backward pass: what the overlap does not hide.
+    """Exposed communication: seconds after the end of the backward pass, not hidden by the overlap.
 
-    A bucket is ready when the share of the backward that its bytes and those before it are has passed (the work of a
-    linear layer is proportional to its weights); buckets are reduced one after the other, each not before it is ready
+    A bucket is ready once the backward has passed the same fraction as the cumulative bytes up to it (the work of a
+    linear layer is proportional to its weights). Buckets are reduced one after the other, none before it is ready
     (arXiv 2006.15704, figure 6). The last one is ready at the end of the backward, so its time is always exposed.
     """
     total = sum(filled)
@@ -236,16 +237,17 @@ def predict(work: Work, world_size: int, curve: Curve | None) -> Prediction:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(intercept, slope) of seconds over size, neither below zero: the median of all pairs' slopes (Theil 1950, Sen
-    1968), which a stray measurement does not move. A constant where all sizes are one.
+    """(intercept, slope) of seconds over size, neither negative: the median slope of all pairs (Theil 1950, Sen 1968),
+    which is robust to outliers. A constant if all sizes are equal.
 
-    Raises ValueError for no points.
+    Raises:
+        ValueError: no points.
     """
     if not points:
         raise ValueError("a line needs at least one point")
     slopes = [(t1 - t0) / (x1 - x0) for i, (x0, t0) in enumerate(points) for x1, t1 in points[i + 1 :] if x1 != x0]
     slope = max(statistics.median(slopes), 0.0) if slopes else 0.0
     intercept = statistics.median([t - slope * x for x, t in points])
-    if intercept < 0:  # then through the origin
+    if intercept < 0:  # force the line through the origin
         return 0.0, statistics.median([t / x for x, t in points if x > 0])
     return intercept, slope
