@@ -1,4 +1,4 @@
-"""`finetune advise --model dense-258k`: the dense models of the published study, which train without this program."""
+"""`finetune advise --model dense-258k`: the dense models of the published study, which train without this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.measure.predict import Gradients, Work
 from finetune.runtime.hardware import Hardware
 
 NAMES = {f"dense-{model.name.lower()}": model for model in study.MODELS}
-STEPS = 100_000  # assumed for hours and cost: such a model comes without data
+STEPS = 100_000  # assumed for hours and cost, since the model comes without data
 EFFORT = Namespace(runs=5, steps=100)
 
 
@@ -26,7 +26,7 @@ class Dense:
 
     @property
     def gradients(self) -> Gradients:
-        """float32, weights and biases layer by layer; plain DDP."""
+        """float32 weights and biases of each layer, under stock DDP."""
         widths = self.model.widths
         sizes = [
             4 * size for before, after in zip(widths, widths[1:], strict=False) for size in (before * after, after)
@@ -38,7 +38,7 @@ def chosen(name: str, global_batch_size: int | None) -> Dense:
     """The model with this name and global batch size; if none is given, the largest that the study has for it.
 
     Raises:
-        UserError: there is no such model.
+        UserError: unknown model.
     """
     if name.lower() not in NAMES:
         raise UserError(f"--model: unknown dense model: {name}. The study has {', '.join(NAMES)}.")
@@ -47,11 +47,12 @@ def chosen(name: str, global_batch_size: int | None) -> Dense:
 
 
 def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Work | str]:
-    """One device with each world size's share of the batch, measured; inside DDP where there are several, whose hooks
-    are a good part of what the host does in steps as short as these."""
+    """Measure one device with each world size's share of the batch. Shares of several ranks run inside DDP, whose hooks
+    take much of the host's time in steps this short."""
     held = [world for world in worlds if dense.global_batch_size % world == 0]
+    batch = dense.global_batch_size
     found: dict[int, Work | str] = {
-        world: f"{world} devices do not hold the global batch of {dense.global_batch_size} exactly" for world in worlds
+        world: f"the global batch of {batch} does not divide exactly over {world} devices" for world in worlds
     }
     for ddp in (False, True):
         shares = {world: dense.global_batch_size // world for world in held if (world > 1) is ddp}
@@ -64,8 +65,8 @@ def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[i
 
 
 def work(result: dict[str, Any], dense: Dense, share: int, machine: Hardware, *, ddp: bool) -> Work:
-    """A case of the study on one device. The parts come from a run of their own; their shares are taken of the step.
-    DDP's buckets are left out of the memory: `predict` adds them."""
+    """A case of the study on one device. Its phases were timed in a separate run, so they are scaled to the step time.
+    DDP's buckets are subtracted from the memory, because `predict` adds them."""
     step, parts = result["step_seconds"]["median"], result["ranks"][0]["seconds"]
     medians = {name: parts[name]["median"] for name in ("forward", "backward", "optimizer", "other")}
     scale = step / sum(medians.values())

@@ -1,4 +1,4 @@
-"""From predictions of several world sizes to one decision, each with its reason in a sentence. Pure."""
+"""Choose a world size from predictions, with a reason for each in one sentence. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
 
-LEAST_GAIN = 1.03  # of tokens/s, below which a change of settings is not told from noise
+LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of devices.
+    """One world size.
 
-    source:     where its all-reduce comes from; None where it has none
-    here:       whether this machine has so many devices
-    prediction: None where it cannot be predicted; `reason` says why
+    here:       whether this machine has that many devices
+    source:     of its all-reduce; None if it has none
+    reason:     why it is or is not worth it, or why there is no prediction
+    prediction: None if it cannot be predicted
     """
 
     world_size: int
@@ -28,7 +29,7 @@ class Row:
     per_device: int | None = None
     prediction: Prediction | None = None
     efficiency: float | None = None
-    fits: bool | None = None  # None: the device's memory is not known
+    fits: bool | None = None  # None: the device's memory is unknown
     cost: float | None = None
     break_even_steps: float | None = None
     price_of_an_hour_saved: float | None = None
@@ -39,7 +40,7 @@ class Row:
         return self.here and self.prediction is not None and self.fits is not False
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the derived figures."""
+        """The row as JSON, with the derived figures."""
         own = {name: value for name, value in vars(self).items() if name != "prediction"}
         if self.prediction is None:
             return own
@@ -62,7 +63,7 @@ def rows(
     """One row per world size of `by_world_size`, which must include 1, measured.
 
     Args:
-        by_world_size: by world size, a rank's share of the run, or the reason why it could not be measured.
+        by_world_size: one rank's share of the run, or the reason why it could not be measured.
         curves: by world size above 1, its all-reduce and the source of it; or None and the reason.
         here: devices of this machine.
         extra_start_up_seconds: time that several ranks need to connect, on top of the start-up of one.
@@ -97,7 +98,7 @@ def _row(world: int, work: Work, curve: Curve | None, source: str | None, here: 
         per_device=work.per_device,
         prediction=prediction,
         efficiency=1.0,
-        # One device has been tried, so it needs no margin.
+        # One device has been measured, so it needs no margin.
         fits=None if memory is None else (world == 1 or prediction.peak_memory_bytes <= MEMORY_MARGIN * memory),
         cost=None if price is None else prediction.cost(price),
     )
@@ -142,8 +143,8 @@ def _end(row: Row) -> tuple[float, int]:
 
 
 def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
-    """The world size to launch here: the one that ends first, of those with an efficiency of at least 70 % (or of all,
-    with `fastest`). One device is always among the candidates; None where not even that can be launched."""
+    """The world size to launch here: the one whose run ends first, among those with an efficiency of at least 70 % (all
+    if `fastest`). One device is always a candidate; None if not even that can be launched."""
     candidates = [
         row
         for row in found
@@ -153,11 +154,11 @@ def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
 
 
 def in_a_sentence(chosen: Row, found: Sequence[Row]) -> str:
-    """Why this number and no other."""
+    """The decision and its reason."""
     if chosen.world_size > 1:
         return f"{chosen.world_size} devices: {chosen.reason}"
     others = [row for row in found if row.world_size > 1 and row.here]
     if not others:
-        return "one device: there is no second one here"
+        return "one device: there is no second one"
     nearest = max(others, key=lambda row: row.efficiency or 0.0)
     return f"one device: with {nearest.world_size}, {nearest.reason}"

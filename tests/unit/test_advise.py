@@ -134,7 +134,7 @@ def test_costs_also_at_a_price_of_zero() -> None:
         (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
         (["--batch", "8"], "--batch is for --model"),
         (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
-        (["--comm", "missing.json"], "is no result of `finetune bench comm --json`"),
+        (["--comm", "missing.json"], "Not a valid result of `finetune bench comm --json`"),
         (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
         (["--model", "dense-258k", "--rules"], "--model excludes"),
         (["--model", "dense-258k", "--training.max_steps", "3"], "--model replaces the configuration"),
@@ -204,7 +204,7 @@ def test_unlike_gpus_are_not_scaled_over() -> None:
 
 def test_machines_to_be_warned_of() -> None:
     assert "in use by another process (4711)" in machine.warnings(host(card(0, other_processes=(4711,))))[0]
-    assert "NVML cannot be asked (no driver)" in machine.warnings(host(card(0), unknown={"NVML": "no driver"}))[0]
+    assert "NVML is unavailable (no driver)" in machine.warnings(host(card(0), unknown={"NVML": "no driver"}))[0]
     throttled = host(card(0, power_limit_w=72.0), card(1, power_limit_w=60.0))
     assert machine.devices_here(throttled) == 2 and "may wait for the slower" in machine.warnings(throttled)[0]
     assert "there is no GPU" in machine.warnings(host())[0]
@@ -554,7 +554,7 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dense.study, "measure", measure)
     found = dense.candidates(job, [1, 2, 3], host(card(0), card(1)))
-    assert isinstance(found[3], str) and "do not hold" in found[3]
+    assert isinstance(found[3], str) and "does not divide exactly over 3 devices" in found[3]
     one, two = found[1], found[2]
     assert isinstance(one, Work) and isinstance(two, Work)
     # The step as a whole counts; the parts, which were measured in another run, share it out.
