@@ -98,7 +98,7 @@ def tried(report: Mapping[str, Any]) -> Tried:
 
 
 def measure_curves(
-    worlds: Sequence[int], machine: Hardware, sizes: Sequence[int]
+    world_sizes: Sequence[int], machine: Hardware, sizes: Sequence[int]
 ) -> tuple[dict[int, tuple[Curve | None, str]], float]:
     """The all-reduce of each world size above one, and the seconds that several ranks take to connect. The measurements
     are cached, for scoring runs."""
@@ -107,7 +107,7 @@ def measure_curves(
     connecting = 0.0
     # gloo takes seconds for large messages, which this job never sends.
     usual = [size for size in comm.SIZES if machine.device == "cuda" or size <= 4 * max(sizes)]
-    for world in [world for world in worlds if world > 1]:
+    for world in [world for world in world_sizes if world > 1]:
         try:
             if not connecting:
                 began = time.monotonic()
@@ -281,7 +281,7 @@ def per_device_of(config: Config, world: int, most: int | None) -> int:
 
 
 def measured_for(
-    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], worlds: Sequence[int]
+    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], world_sizes: Sequence[int]
 ) -> dict[int, Measurement | str]:
     """One device's measurement with the micro-batch size of each world size; or the reason why there is none.
 
@@ -290,7 +290,7 @@ def measured_for(
     """
     chosen, others = split_size(faster)
     found: dict[int, Measurement | str] = {}
-    for world in worlds:
+    for world in world_sizes:
         try:
             size = per_device_of(config, world, chosen)
         except UserError as error:
@@ -301,7 +301,7 @@ def measured_for(
             found[world] = base
             continue
         result = bench.try_out([*others, PER_DEVICE, str(size)], ranks=world)
-        found[world] = result.measured or f"it cannot be measured: {result.reason}"
+        found[world] = result.measured or f"its dry run failed: {result.reason}"
     return found
 
 

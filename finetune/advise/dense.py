@@ -46,13 +46,13 @@ def chosen(name: str, global_batch_size: int | None) -> Dense:
     return Dense(model=model, global_batch_size=global_batch_size or max(model.batches))
 
 
-def candidates(dense: Dense, worlds: Sequence[int], machine: Hardware) -> dict[int, Work | str]:
+def candidates(dense: Dense, world_sizes: Sequence[int], machine: Hardware) -> dict[int, Work | str]:
     """Measure one device with each world size's share of the batch. Shares of several ranks run inside DDP, whose hooks
     take much of the host's time in steps this short."""
-    held = [world for world in worlds if dense.global_batch_size % world == 0]
+    held = [world for world in world_sizes if dense.global_batch_size % world == 0]
     batch = dense.global_batch_size
     found: dict[int, Work | str] = {
-        world: f"the global batch of {batch} does not divide exactly over {world} devices" for world in worlds
+        world: f"the global batch of {batch} does not divide exactly over {world} devices" for world in world_sizes
     }
     for ddp in (False, True):
         shares = {world: dense.global_batch_size // world for world in held if (world > 1) is ddp}

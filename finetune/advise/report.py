@@ -21,7 +21,7 @@ def gradients(measured: Measurement) -> str:
     """The gradients that DDP sends in each step."""
     total = sum(measured.gradient_bytes)
     size = f"{total / 2**20:,.1f} MiB of {measured.gradient_dtype} gradients"
-    if measured.trainable_parameters == measured.parameters:  # also true for the demo, which has no configuration of it
+    if measured.trainable_parameters == measured.parameters:  # the configuration of the demo does not show it
         return f"Each step sends {size}: every weight is trained."
     share = measured.trainable_parameters / measured.parameters
     return (
