@@ -175,21 +175,15 @@ def micro_batches(trial: Trial) -> list[dict[str, float]]:
 
 def projection(measured: Measurement, world: int) -> dict[str, Any]:
     """The whole run on one device; and how many devices the launch line is for."""
-    from finetune.measure.predict import Run, predict
+    from finetune.measure.predict import predict
 
-    one = predict(measured.work(1), measured.gradients, 1, None)
-    run = Run(
-        world_size=1,
-        step_seconds=one.step_seconds,
-        steps=measured.steps,
-        start_up_seconds=measured.start_up_seconds,
-    )
+    one = predict(measured.work(1), 1, None)
     return {
         "steps": measured.steps,
         "step_seconds": one.step_seconds,
         "tokens_per_second": one.tokens_per_second,
         "start_up_seconds": measured.start_up_seconds,
-        "hours_on_one_device": run.hours,
+        "hours_on_one_device": one.hours,
         "devices_of_the_launch_line": world,
     }
 

@@ -1,7 +1,7 @@
-"""`finetune advise`: how many GPUs, and with which settings? Measured on one device, predicted for several, decided.
+"""`finetune advise`: choose the number of GPUs and the settings, from measurements on one device.
 
-command.py is the command; candidates.py measures, verdict.py decides, machine.py and launch.py know the hardware and
-how to start a run on it, report.py prints.
+command.py is the command line, candidates.py measures, verdict.py decides, machine.py describes the hardware, launch.py
+writes the launch files, report.py prints, dense.py covers the dense models of the study.
 """
 
 from finetune.advise.command import main

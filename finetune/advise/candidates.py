@@ -1,4 +1,4 @@
-"""What `advise` measures: the configuration as given, other settings of one device, and the all-reduce of several."""
+"""What `advise` measures: the given configuration, other settings on one device, and the all-reduce of several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.advise.verdict import LEAST_GAIN, Candidate
+from finetune.advise.verdict import LEAST_GAIN
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
 from finetune.errors import RunError, UserError
@@ -25,25 +25,25 @@ from finetune.runtime.hardware import Hardware
 
 PER_DEVICE = "--training.per_device_train_batch_size"
 OPTIMIZER = "--training.optim"
-EFFORT = {"runs": 3, "steps": 30}  # of the all-reduce: the curve's shape matters, not its confidence interval
+EFFORT = {"runs": 3, "steps": 30}  # for the all-reduce: the shape of the curve matters, not its confidence interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One dry run: a measurement, or why there is none."""
+    """One dry run: a measurement, or the reason why there is none."""
 
     measured: Measurement | None
     reason: str | None = None
-    recommended: int | None = None  # micro-batch size that it found by trying
-    full: bool = False  # the device's memory was too small
-    state_fits: bool = True  # False where it was so without any row: weights, gradients and the optimizer's state
+    recommended: int | None = None  # micro-batch size found by the dry run's search
+    full: bool = False  # the device ran out of memory
+    state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """Measures candidates, each once: dry runs in processes of their own, on the first device.
+    """Measures settings, each once: dry runs in separate processes on the first device.
 
-    cpu_cores: of a CPU run, on which several ranks share the cores; None on GPUs.
+    cpu_cores: of a CPU run, whose ranks share the cores; None on GPUs
     """
 
     arguments: list[str]
@@ -51,11 +51,11 @@ class Bench:
     _done: dict[tuple[tuple[str, ...], int], Tried] = field(default_factory=dict)
 
     def try_out(self, extra: Sequence[str], ranks: int = 1) -> Tried:
-        """A dry run with `extra` arguments, as one of `ranks` ranks would run.
+        """A dry run with `extra` arguments, as one of `ranks` ranks would run it.
 
         Raises:
-            UserError, RunError: the configuration as given cannot be tried at all. With other settings that is only a
-                reason why they are none.
+            UserError: the given configuration is invalid. With `extra` this is only the reason of the result.
+            RunError: the dry run failed for another reason than memory.
         """
         shared = ranks if self.cpu_cores is not None and "OMP_NUM_THREADS" not in os.environ else 1
         key = tuple(extra), shared
@@ -71,8 +71,8 @@ class Bench:
     def _dry_run(self, extra: Sequence[str], sharing: int) -> Tried:
         env = dict(os.environ)
         if sharing > 1:
-            env["OMP_NUM_THREADS"] = "1"  # what torch's launcher gives each of several ranks
-        if self.cpu_cores is None:  # the first GPU alone: the others are measured together
+            env["OMP_NUM_THREADS"] = "1"  # as torchrun sets it for each of several ranks
+        if self.cpu_cores is None:  # the first GPU only
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         with tempfile.TemporaryDirectory(prefix="advise-") as folder:
             report = Path(folder) / "dry.json"
@@ -81,12 +81,12 @@ class Bench:
                 done = subprocesses.run([*command, "--json", str(report)], env=env)
             if not report.is_file():
                 text = subprocesses.error_of(done.stderr) or (done.stdout + done.stderr)[-3000:]
-                raise (UserError if done.returncode == 2 else RunError)(f"a dry run failed: {text}")
+                raise (UserError if done.returncode == 2 else RunError)(f"A dry run failed: {text}")
             return tried(json.loads(report.read_text()))
 
 
 def tried(report: Mapping[str, Any]) -> Tried:
-    """What a dry run's report means here."""
+    """The result of a dry run, from its report."""
     if not report["go"]:
         full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
         return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits)
@@ -98,21 +98,21 @@ def tried(report: Mapping[str, Any]) -> Tried:
 
 
 def measure_curves(
-    worlds: Sequence[int], machine: Hardware, sizes: Sequence[int]
+    world_sizes: Sequence[int], machine: Hardware, sizes: Sequence[int]
 ) -> tuple[dict[int, tuple[Curve | None, str]], float]:
-    """The all-reduce of each world size above one, and the seconds that several ranks take to meet. What was measured
-    is kept for scoring."""
+    """The all-reduce of each world size above one, and the seconds that several ranks take to connect. The measurements
+    are cached, for scoring runs."""
     environment = {one.name: one.value for one in nccl.settings(machine)}
     found: dict[int, tuple[Curve | None, str]] = {}
-    meeting = 0.0
-    # gloo takes seconds for sizes that this job never sends.
+    connecting = 0.0
+    # gloo takes seconds for large messages, which this job never sends.
     usual = [size for size in comm.SIZES if machine.device == "cuda" or size <= 4 * max(sizes)]
-    for world in [world for world in worlds if world > 1]:
+    for world in [world for world in world_sizes if world > 1]:
         try:
-            if not meeting:
+            if not connecting:
                 began = time.monotonic()
                 comm.measure(world, [4], 1, 1, environment, warm_up=0, collectives=("all_reduce",), machine=machine)
-                meeting = time.monotonic() - began
+                connecting = time.monotonic() - began
             measured = comm.measure(
                 world,
                 sorted({*usual, *sizes}),
@@ -126,33 +126,33 @@ def measure_curves(
             continue
         kept = measurements.keep_comm(measured, machine.name)
         found[world] = all_reduce_curve(measured), str(kept)
-    return found, meeting
+    return found, connecting
 
 
-# --- settings of one device -----------------------------------------------------------------------------------------
+# --- settings on one device -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Other settings, and whether the result of the training stays what it was."""
+    """Other settings, and whether they train the same model."""
 
     name: str
     arguments: tuple[str, ...]
     same_result: bool
-    instead_of: str | None = None  # a setting that it makes needless
-    of_rows: bool = False  # it changes what the rows of a micro-batch take, and nothing else
+    instead_of: str | None = None  # a setting that it replaces
+    of_rows: bool = False  # it only reduces the memory of a micro-batch's rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Improvement:
-    """A change that was measured: throughput on one device over that of the settings as given."""
+    """A measured change: its throughput on one device, relative to the given settings."""
 
     change: Change
     factor: float
 
 
 def changes(config: Config, base: Tried) -> list[Change]:
-    """What may be faster on one device."""
+    """Changes that may be faster on one device."""
     found = []
     if not config.data.packing:
         found.append(Change(name="packing", arguments=("--data.packing", "true"), same_result=False))
@@ -170,8 +170,8 @@ def changes(config: Config, base: Tried) -> list[Change]:
 
 
 def other_micro_batches(config: Config, base: Tried) -> list[int]:
-    """What the dry run found by trying, or where it has no limit to search below (a CPU) twice as many rows; and half
-    as many. Those that cut the global batch exactly and are not what was measured."""
+    """The size that the dry run's search recommends, or twice the present size if there is no memory limit (CPU); and
+    half the present size. Only those that divide the global batch exactly and have not been measured."""
     assert base.measured is not None
     now, share = base.measured.per_device, base.measured.global_batch_size
     if config.training.gradient_accumulation_steps is not None:
@@ -192,7 +192,7 @@ def improvements(config: Config, bench: Bench, base: Tried) -> list[Improvement]
         if factor >= LEAST_GAIN:
             found.append(Improvement(change=change, factor=factor))
     found.sort(key=lambda one: -one.factor)
-    # Of two changes of one setting the better.
+    # Of two changes of the same setting, keep the better.
     return [one for place, one in enumerate(found) if one.change.arguments[0] not in _settings(found[:place])]
 
 
@@ -203,11 +203,11 @@ def _settings(found: Sequence[Improvement]) -> set[str]:
 def speed(measured: Measurement | None) -> float:
     """Tokens per second of one device."""
     assert measured is not None
-    return predict(measured.work(1), measured.gradients, 1, None).tokens_per_second
+    return predict(measured.work(1), 1, None).tokens_per_second
 
 
 def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
-    """The settings that are faster and compute the same: together where that is faster still, else the best of them."""
+    """The faster settings that train the same model: all of them if they are fastest together, else the best one."""
     same = [one.change.arguments for one in found if one.change.same_result]
     together = tuple(word for arguments in same for word in arguments)
     if len(same) < 2:
@@ -218,7 +218,7 @@ def applied(bench: Bench, found: Sequence[Improvement]) -> tuple[str, ...]:
 
 
 def remedies(config: Config, on_cpu: bool) -> list[Change]:
-    """What needs less memory, the mildest first; each on top of those before it."""
+    """Changes that need less memory, the mildest first; each is tried in addition to the previous ones."""
     found = []
     if resolve_batch(config.training, 1, config.data).per_device > 1:
         found.append(Change(name="one row at a time", arguments=(PER_DEVICE, "1"), same_result=True, of_rows=True))
@@ -244,10 +244,13 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
 
 
 def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[list[Change], Tried | None]:
-    """Add one remedy after the other until a dry run goes through; (what was added, that dry run or None).
+    """Add one remedy after the other until a dry run succeeds.
 
     Args:
-        base: the dry run that found the device full.
+        base: the dry run that ran out of memory.
+
+    Returns:
+        The remedies, and the dry run that succeeded; None if none did.
     """
     left, taken, last = remedies(config, on_cpu), list[Change](), base
     while useful := [change for change in left if last.state_fits or not change.of_rows]:
@@ -257,21 +260,20 @@ def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[l
         result = bench.try_out([word for one in trying for word in one.arguments])
         if result.measured is not None:
             return trying, result
-        if result.full:  # and not refused for another reason
+        if result.full:  # not refused for another reason
             taken, last = trying, result
     return taken, None
 
 
 def per_device_of(config: Config, world: int, most: int | None) -> int:
-    """The micro-batch of a world size: what the configuration gives, or the largest divisor of a rank's share up to
-    `most`.
+    """The micro-batch size at a world size: the configured one, or the largest divisor of a rank's share up to `most`.
 
     Raises:
-        UserError: the world size does not hold the global batch.
+        UserError: the global batch does not divide exactly, or it would change.
     """
     batch = resolve_batch(config.training, world, config.data)
     if resolve_batch(config.training, 1, config.data).global_batch_size != batch.global_batch_size:
-        raise UserError("its global batch would be another: set training.global_batch_size to keep it")
+        raise UserError("it would change with the number of GPUs; set training.global_batch_size to keep it")
     if most is None or config.training.gradient_accumulation_steps is not None:
         return batch.per_device
     share = batch.global_batch_size // world
@@ -279,45 +281,33 @@ def per_device_of(config: Config, world: int, most: int | None) -> int:
 
 
 def measured_for(
-    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], worlds: Sequence[int]
+    config: Config, bench: Bench, base: Measurement, faster: tuple[str, ...], world_sizes: Sequence[int]
 ) -> dict[int, Measurement | str]:
-    """One device's measurement with the micro-batch of each world size; or why there is none.
+    """One device's measurement with the micro-batch size of each world size; or the reason why there is none.
 
     Args:
         faster: the settings that `applied` chose.
     """
     chosen, others = split_size(faster)
     found: dict[int, Measurement | str] = {}
-    for world in worlds:
+    for world in world_sizes:
         try:
             size = per_device_of(config, world, chosen)
         except UserError as error:
-            found[world] = f"{world} devices do not hold the global batch: {str(error).splitlines()[0]}"
+            found[world] = f"the global batch does not fit {world} devices: {str(error).splitlines()[0]}"
             continue
         same_device = world == 1 or bench.cpu_cores is None  # ranks on a CPU share its cores
         if same_device and not others and size == base.per_device:
             found[world] = base
             continue
         result = bench.try_out([*others, PER_DEVICE, str(size)], ranks=world)
-        found[world] = result.measured or f"it cannot be measured: {result.reason}"
+        found[world] = result.measured or f"its dry run failed: {result.reason}"
     return found
 
 
 def split_size(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The micro-batch size among arguments, None where it is not one of them, and the rest."""
+    """The micro-batch size among the arguments (None if it is not set), and the other arguments."""
     if PER_DEVICE not in arguments:
         return None, list(arguments)
     place = list(arguments).index(PER_DEVICE)
     return int(arguments[place + 1]), [*arguments[:place], *arguments[place + 2 :]]
-
-
-def candidate(measured: Measurement, world: int) -> Candidate:
-    """A measurement as one of `world` ranks."""
-    return Candidate(
-        work=measured.work(world),
-        gradients=measured.gradients,
-        per_device=measured.per_device,
-        steps=measured.steps,
-        start_up_seconds=measured.start_up_seconds,
-        memory_bytes=measured.memory_bytes,
-    )

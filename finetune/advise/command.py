@@ -1,4 +1,4 @@
-"""The command line of `finetune advise`, and its story."""
+"""The command line of `finetune advise` and the sequence of its steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from finetune.runtime.options import Options, count, counts, path, price
 if TYPE_CHECKING:
     from finetune.advise.candidates import Bench, Improvement, Tried
     from finetune.advise.launch import LaunchPlan
-    from finetune.advise.verdict import Candidate, Row
-    from finetune.measure.predict import Curve
+    from finetune.advise.verdict import Row
+    from finetune.measure.predict import Curve, Work
     from finetune.runtime.hardware import Hardware
 
 PURPOSE = (
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def own_options() -> Options:
     """The options of this command."""
     found = Options("advise", PURPOSE, notes=NOTES)
-    default = "default: 1, 2, 4 and 8, up to the GPUs there are; 1,2 on a CPU"
+    default = "default: 1, 2, 4 and 8, up to the number of GPUs; 1,2 on a CPU"
     found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
     found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run; 0 is allowed")
     comm = "result of an earlier `finetune bench comm --json`, instead of measuring; also for GPUs that are not here"
@@ -52,10 +52,10 @@ def own_options() -> Options:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and the arguments that belong to the configuration.
+    """The options of this command, and the arguments of the configuration.
 
     Raises:
-        UserError: invalid values, or options that exclude each other.
+        UserError: invalid values or conflicting options.
     """
     options, rest = own_options().split(argv)
     if options.batch is not None and options.model is None:
@@ -64,15 +64,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.rules and (options.fastest or options.as_given or any(one is not None for one in measuring)):
         raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
     if options.world_sizes is not None:
-        options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one
+        options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one device
     return options, rest
 
 
 def run(argv: list[str]) -> int:
-    """Measure, predict, decide, say, write.
+    """Measure, predict, decide, print, write.
 
     Raises:
-        UserError: bad options, configuration or data.
+        UserError: invalid options, configuration or data.
         RunError: a measurement failed for another reason than memory.
     """
     options, rest = parse(argv)
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
         return by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import Bench
 
-    machine, given = meet(options)
+    machine, given = inspect_machine(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
     bench = Bench(arguments=rest, cpu_cores=cores)
     base = bench.try_out(())
@@ -94,8 +94,8 @@ def run(argv: list[str]) -> int:
     return DONE
 
 
-def meet(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
-    """The machine, with what is to be warned of said; and the all-reduce that `--comm` brings, by world size."""
+def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
+    """The machine, after printing its warnings; and the all-reduce curves of `--comm`, by world size."""
     from finetune.advise.machine import warnings
     from finetune.measure.measurements import read_comm
     from finetune.runtime.hardware import survey
@@ -107,15 +107,15 @@ def meet(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
     return machine, given
 
 
-def numbers(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) -> list[int]:
-    """The numbers of devices to predict."""
+def world_sizes(options: argparse.Namespace, here: int, given: Mapping[int, Curve]) -> list[int]:
+    """The world sizes to predict."""
     return options.world_sizes or [world for world in (1, 2, 4, 8) if world <= here or world in given]
 
 
 def compare(
-    found: Mapping[int, Candidate | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
+    found: Mapping[int, Work | str], options: argparse.Namespace, machine: Hardware, given: Mapping[int, Curve]
 ) -> tuple[list[Row], Row, float]:
-    """All numbers of devices, the one to take, and the seconds that several ranks take to meet.
+    """All world sizes, the chosen one, and the seconds that several ranks take to connect.
 
     Raises:
         RunError: one device could not be measured.
@@ -126,20 +126,20 @@ def compare(
 
     one, here = found[1], devices_here(machine)
     if isinstance(one, str):
-        raise RunError(f"one device cannot be measured with its own settings: {one}")
+        raise RunError(f"One device cannot be measured: {one}")
     sent = buckets(one.gradients.sizes, one.gradients.cap, one.gradients.first)
     missing = [world for world in found if 1 < world <= here and world not in given]
-    curves, meeting = candidates.measure_curves(missing, machine, sent)
+    curves, connecting = candidates.measure_curves(missing, machine, sent)
     rows = verdict.rows(
         found,
         curves | {world: (curve, str(options.comm)) for world, curve in given.items()},
         here=here,
-        extra_start_up_seconds=meeting,
+        extra_start_up_seconds=connecting,
         price_per_gpu_hour=options.price_per_gpu_hour,
     )
     chosen = verdict.choose(rows, fastest=options.fastest)
-    assert chosen is not None  # one device has been tried
-    return rows, chosen, meeting
+    assert chosen is not None  # one device has been measured
+    return rows, chosen, connecting
 
 
 def on_configuration(
@@ -150,17 +150,17 @@ def on_configuration(
     base: Tried,
     given: Mapping[int, Curve],
 ) -> tuple[dict[str, Any], LaunchPlan]:
-    """Better settings first, then the numbers of devices, then one of them; says all of it."""
+    """Find better settings, predict the world sizes, choose one, and print all of it."""
     from finetune.advise import candidates, launch, report, verdict
     from finetune.advise.machine import devices_here
 
     assert base.measured is not None
     better = [] if options.as_given else candidates.improvements(config, bench, base)
     faster = candidates.applied(bench, better)
-    worlds = numbers(options, devices_here(machine), given)
+    worlds = world_sizes(options, devices_here(machine), given)
     measured = candidates.measured_for(config, bench, base.measured, faster, worlds)
-    found = {w: one if isinstance(one, str) else candidates.candidate(one, w) for w, one in measured.items()}
-    rows, chosen, meeting = compare(found, options, machine, given)
+    found = {w: one if isinstance(one, str) else one.work(w) for w, one in measured.items()}
+    rows, chosen, connecting = compare(found, options, machine, given)
     size, others = candidates.split_size(faster)
     settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
     plan = launch.plan(chosen.world_size, machine, [*bench.arguments, *settings], options.out)
@@ -177,28 +177,28 @@ def on_configuration(
         "improvements": [improved(one, faster) for one in better],
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [report.gradients(one), report.learning_rate(config, one.global_batch_size)],
-        "start_up_of_ranks_seconds": meeting,
+        "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     return advice, plan
 
 
 def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
-    """A dense model of the study in place of a configuration: nothing is launched, so there is no launch line."""
+    """Advise on a dense model of the study instead of a configuration. There is no launch line."""
     from finetune.advise import dense, report, verdict
     from finetune.advise.machine import devices_here
     from finetune.runtime.files import write_json
 
     if options.rules or options.as_given or options.out:
         raise UserError(
-            "--model excludes --rules, --as-given and --out: it has nothing to set or to launch. Remove them."
+            "--model excludes --rules, --as-given and --out: there are no settings and no launch. Remove them."
         )
     if rest:
         raise UserError(f"--model replaces the configuration, but one was given: {' '.join(rest)}. Remove one of them.")
     job = dense.chosen(options.model, options.batch)
-    machine, given = meet(options)
-    found = dense.candidates(job, numbers(options, devices_here(machine), given), machine)
-    rows, chosen, meeting = compare(found, options, machine, given)
+    machine, given = inspect_machine(options)
+    found = dense.candidates(job, world_sizes(options, devices_here(machine), given), machine)
+    rows, chosen, connecting = compare(found, options, machine, given)
     advice = {
         "kind": "advice",
         "model": options.model,
@@ -211,12 +211,12 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
         "improvements": [],
         "study2025": report.ruling(job.model.parameters, job.global_batch_size, rows, machine),
         "notes": [
-            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; tokens "
-            f"are samples, and a run is {dense.STEPS:,} steps. Each sends "
+            f"{options.model}: {job.model.parameters:,} parameters, a global batch of {job.global_batch_size}; a token "
+            f"is a sample, and a run has {dense.STEPS:,} steps. Each step sends "
             f"{sum(job.gradients.sizes) / 2**20:,.1f} MiB of gradients.",
             *report.short_step(rows, machine),
         ],
-        "start_up_of_ranks_seconds": meeting,
+        "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)
     if options.json:
@@ -225,7 +225,7 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
-    """One better setting for the report."""
+    """One better setting, for the report."""
     change = one.change
     return {
         "name": change.name,
@@ -239,7 +239,7 @@ def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
 def write(
     config: Config, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
 ) -> None:
-    """Into the cache, for `training.strategy: auto`; into --out and --json."""
+    """Write the advice to the cache (for `training.strategy: auto`), to --out and to --json."""
     from finetune.advise import launch
     from finetune.runtime.files import write_json
 
@@ -252,7 +252,7 @@ def write(
 
 
 def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base: Tried, machine: Hardware) -> int:
-    """No launch line: what would make it fit instead."""
+    """Report what would make the configuration fit. There is no launch line."""
     print_line(f"NO: {base.reason}", style="red")
     if not base.full:
         return FAILED
@@ -263,14 +263,14 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     flags = " ".join(word for change in taken for word in change.arguments)
     content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
     if result is None or result.measured is None:
-        text = f"More GPUs do not help: with DDP each holds the whole model. Tried, and not enough: {names}."
+        text = f"More GPUs do not help: with DDP each holds the whole model. Tried, but not enough: {names}."
     else:
         peak, device = result.measured.peak_memory_bytes / 2**30, result.measured.memory_bytes
         of = "" if device is None else f" of {device / 2**30:.1f}"
-        text = f"It fits with {names} (tried: {peak:.1f}{of} GiB): {flags}. "
+        text = f"It fits with {names} (measured: {peak:.1f}{of} GiB): {flags}. "
         if device is not None and result.measured.peak_memory_bytes > rules.MEMORY_MARGIN * device:
-            text += f"That is above {rules.MEMORY_MARGIN} of the memory; fragmentation may yet end the run. "
-        text += "Ask again with these for the number of GPUs."
+            text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still end the run. "
+        text += "Run advise again with these settings for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     print_line(text)
     if options.json:
@@ -281,7 +281,7 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
 
 
 def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
-    """The rule set alone."""
+    """Apply the rule set only."""
     count = None
     if not config.demo:
         count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
@@ -290,7 +290,7 @@ def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
     text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."
     print_line(text)
     if not config.model.full_finetuning:
-        text = "It was drawn from models that are trained in full; of this one only adapter gradients would travel."
+        text = "It is based on models trained in full; here DDP would send only the gradients of the adapter."
         print_line(text)
     if options.json:
         from finetune.runtime.files import write_json

@@ -1,4 +1,4 @@
-"""How to start what was advised: accelerate's profile, the environment, the launch line."""
+"""How to start the advised run: accelerate's profile, the environment, the launch line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROFILE = "profile.yaml"
 class LaunchPlan:
     """How to start the run."""
 
-    profile: str  # of accelerate, YAML
+    profile: str  # accelerate's YAML
     environment: dict[str, str]
-    reasons: dict[str, str]  # of each variable
+    reasons: dict[str, str]  # for each variable
     target: str  # module and its arguments
     line: str
 
@@ -28,14 +28,14 @@ class LaunchPlan:
 def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | None) -> LaunchPlan:
     """The accelerate profile, the environment and the launch line of `world` ranks on this machine.
 
-    Secrets among the arguments are masked: the line is printed and written to files.
+    Secrets among the arguments are masked, because the line is printed and written to files.
     """
     chosen = nccl.settings(machine) if world > 1 else ()
     on_cpu = machine.device == "cpu"
     profile = (
         f"# {world} rank(s) of one machine, as advised.\n"
         "compute_environment: LOCAL_MACHINE\n"
-        # With MULTI_CPU accelerate starts one process, whatever num_processes says.
+        # With MULTI_CPU accelerate starts one process, regardless of num_processes.
         f"distributed_type: {'MULTI_GPU' if world > 1 else chr(34) + 'NO' + chr(34)}\n"
         "num_machines: 1\n"
         f"num_processes: {world}\n"
@@ -48,7 +48,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
         f"use_cpu: {str(on_cpu).lower()}\n"
         "debug: false\n"
     )
-    if on_cpu and world > 1:  # accelerate has no flags for several ranks on a CPU, but a profile
+    if on_cpu and world > 1:  # accelerate supports several ranks on a CPU only with a profile
         how = ["torchrun", "--standalone", "--nproc_per_node", str(world)]
     else:
         how = ["accelerate", "launch", *(["--multi_gpu"] if world > 1 else []), *(["--cpu"] if on_cpu else [])]
@@ -68,12 +68,12 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
 
 
 def write(out: Path, plan: LaunchPlan, reason: str) -> None:
-    """profile.yaml, environment.sh and launch.sh in a folder."""
+    """Write profile.yaml, environment.sh and launch.sh to a folder."""
     out.mkdir(parents=True, exist_ok=True)
     (out / PROFILE).write_text(plan.profile, encoding="utf-8")
-    lines = ["# What the ranks' communication wants on this machine, each with its reason."]
+    lines = ["# NCCL settings for this machine, each with its reason."]
     if not plan.environment:
-        lines.append("# Nothing: its own choice stands.")
+        lines.append("# None: NCCL's defaults are used.")
     for name, value in plan.environment.items():
         lines += [f"# {plan.reasons[name]}", f"export {name}={shlex.quote(value)}"]
     (out / "environment.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `advise` says."""
+"""The output of `advise` on the terminal."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from finetune.runtime.hardware import Hardware
 
 
 def gradients(measured: Measurement) -> str:
-    """What DDP sends each step."""
+    """The gradients that DDP sends in each step."""
     total = sum(measured.gradient_bytes)
     size = f"{total / 2**20:,.1f} MiB of {measured.gradient_dtype} gradients"
-    if measured.trainable_parameters == measured.parameters:  # the demo's configuration does not say so
+    if measured.trainable_parameters == measured.parameters:  # the configuration of the demo does not show it
         return f"Each step sends {size}: every weight is trained."
     share = measured.trainable_parameters / measured.parameters
     return (
-        f"Each step sends {size}: only those of the adapter travel, {share:.2%} of the model's "
+        f"Each step sends {size}: only those of the adapter, {share:.2%} of the model's "
         f"{measured.parameters / 1e6:,.1f} M parameters."
     )
 
 
 def learning_rate(config: Config, global_batch_size: int) -> str:
-    """What the number of GPUs does to the learning rate."""
+    """How the learning rate depends on the number of GPUs."""
     training = config.training
     rate = scaled_learning_rate(training, global_batch_size)
     if training.learning_rate_rule == "none":
@@ -40,39 +40,40 @@ def learning_rate(config: Config, global_batch_size: int) -> str:
             f" {rate:g}. For a larger batch, see training.learning_rate_rule."
         )
     return (
-        f"The learning rate is {rate:g}: {training.learning_rate:g} was chosen for {training.base_global_batch_size} "
-        f"rows, and the rule {training.learning_rate_rule} carries it to {global_batch_size}, on any number of GPUs."
+        f"The learning rate is {rate:g}: {training.learning_rate:g} was set for {training.base_global_batch_size} "
+        f"rows, and the rule {training.learning_rate_rule} scales it to {global_batch_size}, on any number of GPUs."
     )
 
 
-SHORT_SECONDS = 5e-3  # the study's dense models took 1.6 to 3.5 ms on H200s, the GPU busy for 12 to 27 % of one
+# The study's dense models took 1.6 to 3.5 ms per step on H200s, with the GPU busy 12 to 27 % of the time.
+SHORT_SECONDS = 5e-3
 
 
 def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
-    """A note where a GPU's step is so short that it measures the host; none otherwise."""
+    """A note if a GPU's step is so short that it measures the host; none otherwise."""
     one = found[0].prediction
     if machine.device != "cuda" or one is None or one.step_seconds >= SHORT_SECONDS:
         return []
     return [
-        f"A step of {1e3 * one.step_seconds:.1f} ms is the host launching kernels. In another process, on another host "
-        "of the same kind, such steps differed by 1 to 45 % (H200s, benchmarks/results): trust the verdict more than "
-        "the milliseconds."
+        f"A step of {1e3 * one.step_seconds:.1f} ms is the host launching kernels. In another process or on another "
+        "host of the same kind, such steps differed by 1 to 45 % (H200s, benchmarks/results): trust the verdict more "
+        "than the milliseconds."
     ]
 
 
 def ruling(parameters: int, global_batch_size: int, found: Sequence[Row], machine: Hardware) -> dict[str, str]:
-    """What the rule set study2025 says beside the measurement, with the predicted efficiency of two devices."""
+    """The verdict of the rule set study2025, given the predicted efficiency of two devices."""
     two = next((row.efficiency for row in found if row.world_size == 2), None)
-    said = rules.study2025(parameters, global_batch_size, two, gpus=max(machine.count, 1))
-    return {"verdict": said.verdict, "reason": said.reason}
+    ruled = rules.study2025(parameters, global_batch_size, two, gpus=max(machine.count, 1))
+    return {"verdict": ruled.verdict, "reason": ruled.reason}
 
 
 def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *, priced: bool) -> None:
-    """The advice for people: what one device would gain first, then the numbers of devices, then the decision."""
+    """Print the advice: improvements on one device, the table of world sizes, the decision."""
     for one in advice["improvements"]:
-        what = "is in the launch line" if one["applied"] else "changes what is computed, so it is for you to decide"
+        what = "is in the launch line" if one["applied"] else "trains a different model, so it is your decision"
         if one["same_result"] and not one["applied"]:
-            what = "is not faster together with the others"
+            what = "does not help in addition to the others"
         text = f"On one device {one['name']} is {one['factor']:.2f} times as fast ({' '.join(one['flags'])}); {what}."
         print_line(text)
     shown = Table(title="Predicted from one device and the all-reduce", title_justify="left")
@@ -87,23 +88,21 @@ def print_advice(advice: Mapping[str, Any], found: Sequence[Row], chosen: Row, *
             print_line(describe(row))
     for text in advice["notes"]:
         print_line(text)
-    said = advice["study2025"]
-    print_line(
-        f"The rule set study2025 says: {said['verdict']} ({said['reason']}).",
-    )
+    rule = advice["study2025"]
+    print_line(f"Rule set study2025: {rule['verdict']} ({rule['reason']}).")
     print_line(f"ADVICE: {advice['reason']}.", style="green")
     if advice["launch"]:
         print_line(f"  {advice['launch']}")
 
 
 def cells(row: Row, priced: bool) -> list[str]:
-    """One row of the table."""
-    if row.prediction is None or row.run is None:
+    """The cells of one row of the table."""
+    if row.prediction is None:
         return [str(row.world_size), *["-"] * (6 if priced else 5)]
     return [
         str(row.world_size),
         f"{row.prediction.tokens_per_second:,.0f}",
-        duration(3600 * row.run.hours),
+        duration(3600 * row.prediction.hours),
         f"{row.prediction.peak_memory_bytes / 2**30:.2f}",
         f"{row.prediction.exposed_fraction:.1%}",
         f"{row.efficiency:.0%}",
@@ -112,11 +111,12 @@ def cells(row: Row, priced: bool) -> list[str]:
 
 
 def describe(row: Row) -> str:
-    """Several devices in a sentence: why, or why not, and from which length of a run on."""
+    """One sentence on several devices: why or why not, and from which length of the run."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
     text = f"{row.world_size} devices: {place}{row.reason}"
-    if row.run is not None and row.break_even_steps is not None:
-        text += f". They end first from {math.ceil(row.break_even_steps):,} steps on; this run has {row.run.steps:,.0f}"
+    if row.prediction is not None and row.break_even_steps is not None:
+        first, steps = math.ceil(row.break_even_steps), row.prediction.steps
+        text += f". They finish first in runs of {first:,} steps or more; this run has {steps:,.0f}"
     if row.price_of_an_hour_saved is not None:
-        text += f". Each hour that they save costs {row.price_of_an_hour_saved:,.2f}"
+        text += f". Each hour saved costs {row.price_of_an_hour_saved:,.2f}"
     return text + "."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.bench.launch import MARK, REQUEST, RESULT
-from finetune.measure.protocol import Summary, summarise
+from finetune.measure.protocol import Summary, summarize
 from finetune.runtime import distributed, hardware
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
@@ -114,8 +114,8 @@ def slowest(seconds: Sequence[float]) -> list[float]:
 
 
 def figure(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """`statistics.summarise` for JSON."""
-    found: Summary = summarise(runs)
+    """`protocol.summarize` for JSON."""
+    found: Summary = summarize(runs)
     return found.to_dict()
 
 

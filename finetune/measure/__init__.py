@@ -1,1 +1,1 @@
-"""Measuring a job on one device, and predicting it on several."""
+"""Measure a job on one device and predict it on several."""

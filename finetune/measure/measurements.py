@@ -1,5 +1,5 @@
-"""What was measured on this machine, kept as small JSON files: so that `advise` can reckon with it, and a run can say
-afterwards how right the prediction was."""
+"""Measurements of this machine, cached as small JSON files: `advise` predicts from them, and a run is compared with its
+prediction afterwards."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from finetune.runtime.files import write_json
 if TYPE_CHECKING:
     from finetune.engine.job import Job
 
-WORLD_SIZES = (1, 2, 4, 8)  # those that a dry run reckons the ranks' shares for
+WORLD_SIZES = (1, 2, 4, 8)  # for which a dry run estimates the compute time of the slowest rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one device takes for a job.
+    """Time and memory of a job on one device.
 
-    facts:              all that decides the figures: model, adapter, data, batch, types, device, versions
-    seconds_per_micro_batch, seconds_per_token: forward and backward of a micro-batch are their sum, over its tokens
-                        with padding
-    residual_seconds:   how far single micro-batches were from that, their mean taken out, without outliers
+    facts:              everything that decides the figures: model, adapter, data, batch, dtypes, device, versions
+    seconds_per_micro_batch, seconds_per_token: intercept and slope: forward and backward of a micro-batch as a line
+                        over its tokens, including padding
+    residual_seconds:   residuals of single micro-batches from that line, centered, without outliers
     backward_share:     of forward and backward, 0 to 1
     data_seconds:       wait for one micro-batch
-    optimizer_seconds, other_seconds: of a step
+    optimizer_seconds, other_seconds: per step
     compute_seconds:    by world size, forward and backward of a step's micro-batches on the slowest rank, mean over an
                         epoch
     tokens_per_step:    real tokens of a global step, mean over an epoch
-    peak_memory_bytes:  of training at the worst micro-batch
+    peak_memory_bytes:  of training with the largest micro-batch
     memory_bytes:       of the device; None for a CPU
     gradient_bytes:     of each trained parameter, in the order of `model.parameters()`
     """
@@ -73,20 +73,23 @@ class Measurement:
     first_bucket_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The measurement as JSON."""
         return {"kind": "measurement", **asdict(self)}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Measurement:
-        """The inverse. Raises TypeError or KeyError for what another version wrote, but reads files from before
-        `global_size` became `global_batch_size`."""
+        """The inverse of `to_dict`. Also reads the old key `global_size` of `global_batch_size`.
+
+        Raises:
+            TypeError, KeyError: the file of another version.
+        """
         if "global_size" in content:
             content = content | {"global_batch_size": content["global_size"]}
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property
     def gradients(self) -> Gradients:
-        """What DDP would send."""
+        """The gradients that DDP would send."""
         return Gradients(
             sizes=tuple(self.gradient_bytes),
             cap=self.bucket_cap_bytes,
@@ -96,28 +99,34 @@ class Measurement:
         )
 
     def work(self, world_size: int, compute_seconds: float | None = None) -> Work:
-        """A step of one of `world_size` ranks.
+        """The share of one of `world_size` ranks.
 
         Args:
-            compute_seconds: of the steps in question; None takes the mean over an epoch.
+            compute_seconds: per step; None for the mean over an epoch.
 
         Raises:
-            UserError: the world size does not hold the global batch in micro-batches of this size.
+            UserError: the global batch does not divide into micro-batches of this size on that many ranks.
         """
         if self.global_batch_size % (world_size * self.per_device):
             raise UserError(
-                f"{world_size} ranks do not hold {self.global_batch_size} rows in micro-batches of {self.per_device}"
+                f"The global batch does not divide exactly: {self.global_batch_size} rows on {world_size} ranks in "
+                f"micro-batches of {self.per_device}. Choose another number of GPUs or micro-batch size."
             )
         accumulation = self.global_batch_size // (world_size * self.per_device)
         return Work(
-            compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
+            per_device=self.per_device,
             accumulation=accumulation,
+            compute_seconds=self.compute_seconds[str(world_size)] if compute_seconds is None else compute_seconds,
             backward_share=self.backward_share,
             data_seconds=self.data_seconds * accumulation,
             optimizer_seconds=self.optimizer_seconds,
             other_seconds=self.other_seconds,
             tokens=self.tokens_per_step,
+            steps=self.steps,
+            start_up_seconds=self.start_up_seconds,
+            gradients=self.gradients,
             peak_memory_bytes=self.peak_memory_bytes,
+            memory_bytes=self.memory_bytes,
         )
 
 
@@ -125,7 +134,7 @@ class Measurement:
 
 
 def micro_batch_tokens(rows: np.ndarray, layout: Layout) -> np.ndarray:
-    """Tokens with padding of micro-batches of rows, int64 [..., per_device] -> int64 [...]."""
+    """Tokens of each micro-batch, padding included: rows int64 [..., per_device] -> int64 [...]."""
     per_device = rows.shape[-1]
     if layout.padded_lengths is None:
         return np.full(rows.shape[:-1], per_device * int(layout.packs.pack_length or 0), dtype=np.int64)
@@ -133,7 +142,7 @@ def micro_batch_tokens(rows: np.ndarray, layout: Layout) -> np.ndarray:
     return -(-longest // MULTIPLE) * MULTIPLE * per_device
 
 
-DRAWS = 256  # steps at least that chance is drawn for: their mean is then known to a sixteenth of one step's spread
+DRAWS = 256  # at least this many resampled steps: the standard error of the mean is 1/16 of one step's deviation
 
 
 def slowest_rank_seconds(
@@ -145,15 +154,15 @@ def slowest_rank_seconds(
     line: tuple[float, float],
     residuals: Sequence[float] = (),
 ) -> np.ndarray:
-    """Forward and backward of each step of the first epoch on the slowest rank, as expected, float64 [steps].
+    """Expected forward and backward time of each step of the first epoch on the slowest rank, float64 [steps].
 
-    DDP waits for that rank in the last micro-batch, so it decides the step. It is the one that has the most tokens, or
-    the one that chance holds up: equal micro-batches take unequal times, by what their documents are like and by what
-    the host does beside. So every rank draws its micro-batches' residuals from those that were measured.
+    DDP waits for that rank in the last micro-batch, so it determines the step time. It has the most tokens, or it is a
+    straggler by chance: micro-batches of equal size differ by their documents and by other work of the host. So the
+    measured residuals are resampled (bootstrap) for each rank's micro-batches.
 
     Args:
-        line: seconds of a micro-batch of no token, and of each of its tokens.
-        residuals: seconds that single micro-batches were off that line.
+        line: intercept and slope: seconds per micro-batch and per token.
+        residuals: measured residuals from that line, in seconds.
     """
     accumulation = plan.global_batch_size // (world_size * per_device)
     rows = plan.deal_epoch(0, world_size=world_size, per_device=per_device, accumulation=accumulation)
@@ -164,11 +173,11 @@ def slowest_rank_seconds(
     return seconds.sum(axis=-2).max(axis=-1).reshape(-1, len(rows)).mean(axis=0)
 
 
-# --- what a measurement is of ---------------------------------------------------------------------------------------
+# --- the measurement cache ------------------------------------------------------------------------------------------
 
 
 def facts(job: Job) -> dict[str, Any]:
-    """All that decides how fast a job's micro-batches are, and how much memory they need."""
+    """Everything that decides the time and memory of a job's micro-batches."""
     import torch
 
     from finetune.engine.model import resolve_dtype
@@ -199,38 +208,38 @@ def facts(job: Job) -> dict[str, Any]:
 
 
 def bucket_limits(extra: dict[str, Any]) -> tuple[int, int]:
-    """(cap, first) of DDP's buckets in bytes. A cap that is given is that of the first bucket too (torch's
-    BucketCapacityConfig); accelerate passes it on where it is another than the default."""
+    """(cap, first) of DDP's buckets in bytes. An explicit cap also limits the first bucket (torch's
+    BucketCapacityConfig); accelerate passes it on if it differs from the default."""
     cap = int(extra.get("ddp_bucket_cap_mb") or 0) * MIB
     return (cap, cap) if cap not in (0, BUCKET_BYTES) else (BUCKET_BYTES, FIRST_BUCKET_BYTES)
 
 
 def folder() -> Path:
-    """Where measurements are kept."""
+    """The folder of cached measurements."""
     return bootstrap.cache_folder() / "measurements"
 
 
 def digest(found: dict[str, Any]) -> str:
-    """Key of facts."""
+    """The cache key of facts."""
     return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def keep(measurement: Measurement) -> Path:
-    """Write one into the cache, over an older one of the same job."""
+    """Write a measurement to the cache, replacing an older one of the same job."""
     path = folder() / f"job-{digest(measurement.facts)}.json"
     write_json(path, measurement.to_dict())
     return path
 
 
 def find(wanted: dict[str, Any]) -> tuple[Measurement | None, str]:
-    """The measurement of these facts, and its file; or None, and why: what differs in the nearest one."""
+    """The measurement of these facts and its file; or None and the reason: what differs in the nearest one."""
     path = folder() / f"job-{digest(wanted)}.json"
     if (content := _read(path)) is not None:
         return Measurement.from_dict(content), str(path)
     others = [content["facts"] for path in folder().glob("job-*.json") if (content := _read(path))]
     same_model = [other for other in others if _model(other) == _model(wanted)]
     if not same_model:
-        return None, "no dry run of this model was measured on this machine (`--dry-run` measures)"
+        return None, "no dry run of this model was measured on this machine (run with `--dry-run` first)"
     names = min((_differing(other, wanted) for other in same_model), key=len)
     return None, f"the nearest dry run differs in: {', '.join(names)}"
 
@@ -244,7 +253,7 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A measurement file; None where it is missing, damaged or of another version."""
+    """A measurement file; None if it is missing, damaged or from another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         Measurement.from_dict(content)
@@ -256,37 +265,39 @@ def _read(path: Path) -> dict[str, Any] | None:
 # --- communication --------------------------------------------------------------------------------------------------
 
 
-# Variables of NCCL that decide what a collective costs: a curve speaks for runs with the same values.
-COSTLY = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE")
+# NCCL variables that decide the time of a collective: a curve is valid for runs with the same values.
+SPEED_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE")
 
 
 def comm_file(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> Path:
-    """Where the collectives of so many ranks on such devices, in such an environment, are kept."""
-    deciding = [f"{name}={environment[name]}" for name in COSTLY if name in environment] if backend == "nccl" else []
+    """The file of the collectives of `world_size` ranks on these devices in this environment."""
+    deciding = (
+        [f"{name}={environment[name]}" for name in SPEED_VARIABLES if name in environment] if backend == "nccl" else []
+    )
     name = re.sub(r"[^A-Za-z0-9]+", "-", " ".join([device, *deciding])).strip("-")
     return folder() / f"comm-{backend}-{name}-{world_size}.json"
 
 
 def keep_comm(measured: dict[str, Any], device: str) -> Path:
-    """Write what `bench comm` measured on devices of this name into the cache."""
+    """Write the result of `bench comm` on devices of this name to the cache."""
     path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"])
     write_json(path, measured)
     return path
 
 
 def find_comm(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> tuple[Curve | None, str]:
-    """The all-reduce curve of ranks with this environment, and its file; or None and why."""
+    """The all-reduce curve of ranks with this environment, and its file; or None and the reason."""
     path = comm_file(world_size, backend, device, environment)
     if not path.is_file():
-        same = [f"{name}={environment[name]}" for name in COSTLY if name in environment]
+        same = [f"{name}={environment[name]}" for name in SPEED_VARIABLES if name in environment]
         return None, (
             f"no all-reduce of {world_size} ranks was measured on this machine with {' '.join([backend, *same])} "
-            "(`finetune bench comm` does)"
+            "(run `finetune bench comm` first)"
         )
     try:
         return read_comm(path)[world_size], str(path)
     except (UserError, KeyError):
-        return None, f"{path} cannot be read"
+        return None, f"{path} is damaged or from another version"
 
 
 def read_comm(path: Path) -> dict[int, Curve]:
@@ -294,23 +305,25 @@ def read_comm(path: Path) -> dict[int, Curve]:
     (also under the key `runs`).
 
     Raises:
-        UserError: it is no such file.
+        UserError: the file is not such a result.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        # Of one world size with several settings the first counts: those that are advised.
+        # Of several settings at one world size the first counts: the recommended ones.
         return {int(one["world_size"]): all_reduce_curve(one) for one in reversed(comm_runs(content))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{path} is no result of `finetune bench comm --json` that can be read ({type(error).__name__}: {error}). "
-            "Measure again, or leave --comm out."
+            f"Not a valid result of `finetune bench comm --json`: {path} ({type(error).__name__}: {error}). "
+            "Measure again, or leave out --comm."
         ) from None
 
 
 def comm_runs(content: Any) -> Sequence[dict[str, Any]]:
-    """The measurements of single world sizes in what `bench comm` wrote.
+    """The measurements of single world sizes in a result of `bench comm`.
 
-    Raises KeyError or TypeError where there are none."""
+    Raises:
+        KeyError, TypeError: it has none.
+    """
     if isinstance(content, list):
         return content
     return content["runs"] if "runs" in content else [content]

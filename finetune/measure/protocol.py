@@ -1,8 +1,8 @@
-"""The one protocol of every measured figure: how steps are counted, which are left out, and how sure the mean is.
+"""The protocol behind every measured figure: warm-up, outliers and the confidence interval of the mean.
 
-A run is WARM_UP steps that are not counted and MEASURED ones that are; a figure is taken from several runs. In each
-run, steps whose modified Z-score is above MOST_Z are removed and counted. The confidence interval is that of the mean
-over runs: steps of one run depend on each other, runs less so.
+A run has WARM_UP steps that are discarded and MEASURED steps that count; a figure is taken from several runs. In each
+run, steps with a modified Z-score above MOST_Z are removed, and their number is reported. The confidence interval is
+that of the mean over runs, because steps of one run are correlated.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-WARM_UP = 10  # steps of a run that are not counted
-MEASURED = 100  # steps of a run that are
+WARM_UP = 10  # steps per run that are discarded
+MEASURED = 100  # steps per run that count
 RUNS = 5  # the published study took 50
-MOST_Z = 3.5  # Iglewicz and Hoaglin (1993), "How to Detect and Handle Outliers": beyond it a value is an outlier
+MOST_Z = 3.5  # Iglewicz and Hoaglin (1993), "How to Detect and Handle Outliers": above it a value is an outlier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +23,22 @@ class Summary:
     """One figure from several runs, in the unit of its values."""
 
     mean: float  # of the runs' means
-    median: float  # of all steps that were kept
+    median: float  # of all steps kept
     ci95: tuple[float, float] | None  # of the mean, Student's t over the runs' means; None for a single run
     runs: int
-    n: int  # steps that were kept
-    removed: int  # outliers
+    n: int  # steps kept
+    removed: int  # number of outliers
 
     def to_dict(self) -> dict:
-        """For JSON."""
+        """The summary as JSON."""
         return asdict(self)
 
 
-def summarise(runs: Sequence[Sequence[float]]) -> Summary:
-    """The figure that `runs` measured, each a sequence of values after warm-up.
+def summarize(runs: Sequence[Sequence[float]]) -> Summary:
+    """Summarize `runs`, each a sequence of values after warm-up.
 
     Raises:
-        ValueError: there is no run, or one without a value.
+        ValueError: no runs, or a run without values.
     """
     if not runs or not all(len(run) for run in runs):
         raise ValueError("a figure needs at least one run, and each run at least one value")
@@ -61,20 +61,21 @@ def summarise(runs: Sequence[Sequence[float]]) -> Summary:
 
 
 def apart(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    """Whether two intervals (low, high) share no value. Of a single run there is none, and nothing can be told."""
+    """Whether two intervals (low, high) are disjoint. False if one is None (a single run has no interval)."""
     return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
 
 
 def without_outliers(values: Sequence[float]) -> list[float]:
-    """The values whose modified Z-score is at most MOST_Z, in their order."""
+    """The values with a modified Z-score of at most MOST_Z, in their order."""
     return [value for value, z in zip(values, modified_z(values), strict=True) if abs(z) <= MOST_Z]
 
 
 def modified_z(values: Sequence[float]) -> list[float]:
     """0.6745 (x - median) / MAD, with MAD the median of |x - median| (Iglewicz and Hoaglin 1993).
 
-    Where MAD is 0, as more than half of the values are equal, the mean of |x - median| times 1.2533 stands for MAD /
-    0.6745: both estimate a normal standard deviation. Where that is 0 too, all values are equal and none is far out.
+    If MAD is 0 (more than half of the values are equal), the mean of |x - median| times 1.2533 replaces MAD / 0.6745:
+    both estimate the standard deviation of a normal distribution. If that is also 0, all values are equal and all
+    scores are 0.
     """
     middle = statistics.median(values)
     distances = [abs(value - middle) for value in values]
@@ -85,7 +86,7 @@ def modified_z(values: Sequence[float]) -> list[float]:
 
 
 def student_t(freedom: int, confidence: float = 0.95) -> float:
-    """The value that |t| stays below with this confidence, for Student's t with `freedom` >= 1 degrees of freedom."""
+    """Two-sided critical value of Student's t at this confidence, for `freedom` >= 1 degrees of freedom."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -96,7 +97,7 @@ def student_t(freedom: int, confidence: float = 0.95) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| <= t), exact for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """P(|T| <= t), exact for integer degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     odd = freedom % 2

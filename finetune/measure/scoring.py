@@ -1,4 +1,4 @@
-"""After a run: how right was the prediction? For run.json and TensorBoard."""
+"""Compare a finished run with its prediction, for run.json and TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FIELDS = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
 
 def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     """The `prediction` of run.json: {source, step_seconds, peak_memory_gib, tokens_per_second_per_gpu}, each of the
-    three as {predicted, measured, error}, where error is (predicted - measured) / measured. Without a measurement of
-    this very job the three are null and `reason` says what is missing.
+    three as {predicted, measured, error} with error = (predicted - measured) / measured. Without a measurement of this
+    exact job the three are null and `reason` names what is missing.
 
     Args:
-        results: `callbacks.RunLogger.results()`: the step time is the median over all steps but the first, the memory
-            that of the fullest rank.
+        results: `callbacks.RunLogger.results()`. The step time is the median over all steps but the first, the memory
+            that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
     measured, source = measurements.find(measurements.facts(job))
@@ -43,8 +43,8 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -> tuple[Prediction, Prediction]:
-    """What is predicted for the run's own steps at this world size: for its median step, and for its mean one. The
-    first step is left out, as it is in what they are compared with: it compiles."""
+    """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
+    is left out, as in the measured results, because it compiles kernels."""
     plan, layout = job.plan(), job.layout
     line = measured.seconds_per_micro_batch, measured.seconds_per_token
     seconds = slowest_rank_seconds(
@@ -59,13 +59,13 @@ def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -
     count = job.config.training.max_steps
     ran = slice(min(1, len(seconds) - 1), count if count > 1 else None)
     work = measured.work(world, float(median(seconds[ran])))
-    typical = predict(work, measured.gradients, world, curve)
+    typical = predict(work, world, curve)
     mean = replace(work, compute_seconds=fmean(seconds[ran]), tokens=fmean(tokens[ran]))
-    return typical, predict(mean, measured.gradients, world, curve)
+    return typical, predict(mean, world, curve)
 
 
 def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Predicted and measured, by the fields of run.json. Pure."""
+    """Predicted and measured values by field of run.json. Pure."""
     pairs = {
         "step_seconds": (typical.step_seconds, results["step_seconds_median"]),
         "peak_memory_gib": (typical.peak_memory_bytes / 2**30, max(results["peak_memory_gib"])),
@@ -78,7 +78,7 @@ def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> d
 
 
 def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
-    """Into TensorBoard: the three errors as scalars, all of it as text. `writer` is None on ranks that do not write."""
+    """Write to TensorBoard: the errors as scalars, the rest as text. `writer` is None on ranks that do not log."""
     if writer is None:
         return
     if prediction["reason"]:
@@ -94,7 +94,7 @@ def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
 
 
 def sentence(prediction: dict[str, Any]) -> str:
-    """For the end of a run."""
+    """The comparison as one sentence, for the end of a run."""
     if prediction["reason"]:
         return f"The prediction is not scored: {prediction['reason']}."
     errors = [f"{name} {prediction[name]['error']:+.0%}" for name in FIELDS if prediction[name]["error"] is not None]

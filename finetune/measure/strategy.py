@@ -1,7 +1,7 @@
-"""`training.strategy`: on how many devices to train. Decided before anything heavy is imported, as deciding may mean to
-start this program again on several of them.
+"""`training.strategy`: on how many devices to train. Decided before any heavy import, because this process may be
+replaced by a launcher of several ranks.
 
-Ranks that a launcher has started cannot be sent away: there, `auto` only says what it would have done.
+If a launcher has already started several ranks, `auto` keeps them and prints what it would have chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune.runtime.command import print_line
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How many ranks, why, and the environment that their communication wants."""
+    """The number of ranks, the reason, and the environment variables for their communication."""
 
     world_size: int
     reason: str
@@ -34,7 +34,7 @@ class Decision:
 
 
 def apply(config: Config) -> None:
-    """Go on with this launch, or replace this process by a launcher of several ranks.
+    """Keep this launch, or replace this process by a launcher of several ranks.
 
     Raises:
         UserError: `single` on several ranks.
@@ -42,8 +42,8 @@ def apply(config: Config) -> None:
     strategy, world = config.training.strategy, distributed.ranks().world_size
     if strategy == "single" and world > 1:
         raise UserError(
-            f"training.strategy is single and {world} processes were launched. Start one with `python -m "
-            "finetune.train ...`, or set training.strategy to ddp, or to null to train on what is launched."
+            f"training.strategy is single, but {world} processes were launched. Start one with `python -m "
+            "finetune.train ...`, or set training.strategy to ddp, or to null to train on all launched processes."
         )
     if strategy in (None, "single"):
         return
@@ -51,25 +51,24 @@ def apply(config: Config) -> None:
         if strategy == "auto":
             check_launch(world, decide(config, visible_gpus()))
         return
-    decision = decide(config, visible_gpus()) if strategy == "auto" else everything(config, visible_gpus())
-    say = f"training.strategy {strategy}: {devices(decision.world_size)}, because {decision.reason}"
-    print_line(say)
+    decision = decide(config, visible_gpus()) if strategy == "auto" else all_gpus(config, visible_gpus())
+    print_line(f"training.strategy {strategy}: {devices(decision.world_size)}, because {decision.reason}")
     if decision.world_size > 1:
         relaunch(decision)
 
 
 def check_launch(world: int, decision: Decision) -> None:
-    """Say where `auto` would have started another number of ranks than were launched."""
+    """Warn if `auto` would have started a different number of ranks than were launched."""
     if decision.world_size != world:
         print_line(
             f"warning: training.strategy auto would take {devices(decision.world_size)}, because {decision.reason}. "
-            f"{world} ranks were launched, and go on; `python -m finetune.train ...` lets it choose.",
+            f"The {world} launched ranks continue; start `python -m finetune.train ...` to let it choose.",
             style="yellow",
         )
 
 
 def decide(config: Config, gpus: int) -> Decision:
-    """By what `finetune advise` found for this configuration on this machine; else by the rules of the study."""
+    """Follow the advice of `finetune advise` for this configuration on this machine, or else the rules of the study."""
     advice = find_advice(config, gpus)
     if advice is not None:
         return Decision(
@@ -77,35 +76,38 @@ def decide(config: Config, gpus: int) -> Decision:
             reason=f"{advice['reason']} (`finetune advise`, {advice['when']})",
             environment=advice["environment"],
         )
-    measure = "`finetune advise` would measure"
+    measure = "`finetune advise` can measure it"
     if gpus < 2:
         return Decision(world_size=1, reason=f"{_too_few(gpus)}; {measure}", environment={})
     batch = resolve_batch(config.training, 1, config.data).global_batch_size
     count = parameter_count(str(config.model.model_name_or_path), config.model.revision) if not config.demo else None
     ruling = rules.study2025(count, batch, gpus=gpus)
     if not ruling.several:
-        verdict = "to be measured first" if ruling.verdict in ("measure", "evaluate") else ruling.verdict
+        verdict = "measure first" if ruling.verdict in ("measure", "evaluate") else ruling.verdict
         return Decision(
             world_size=1, reason=f"rule set study2025: {verdict}: {ruling.reason}; {measure}", environment={}
         )
     world = largest_world(config, gpus)
     reason = f"rule set study2025: {ruling.reason}; {measure}"
     if world == 1:
-        reason = f"no number of GPUs from 2 to {gpus} holds the global batch of {batch} exactly"
+        reason = f"the global batch of {batch} does not divide exactly over any number of GPUs from 2 to {gpus}"
     return Decision(world_size=world, reason=reason, environment={})
 
 
-def everything(config: Config, gpus: int) -> Decision:
-    """All GPUs that are visible, or the most that hold the global batch; one device where there are not several."""
+def all_gpus(config: Config, gpus: int) -> Decision:
+    """All visible GPUs, or the most over which the global batch divides exactly; one device if there is only one."""
     world = largest_world(config, gpus)
     if world > 1:
-        return Decision(world_size=world, reason=f"it is asked for and {gpus} GPUs are visible", environment={})
-    reason = _too_few(gpus) if gpus < 2 else f"no number of GPUs from 2 to {gpus} holds the global batch exactly"
-    return Decision(world_size=1, reason=f"{reason}: it falls back to one", environment={})
+        reason = f"{gpus} GPUs are visible and the global batch divides exactly over {world}"
+        return Decision(world_size=world, reason=reason, environment={})
+    reason = f"the global batch does not divide exactly over any number of GPUs from 2 to {gpus}"
+    if gpus < 2:
+        reason = _too_few(gpus)
+    return Decision(world_size=1, reason=f"{reason}: falling back to one", environment={})
 
 
 def largest_world(config: Config, gpus: int) -> int:
-    """The most ranks, up to the number of GPUs, that hold the global batch."""
+    """The largest number of ranks, up to the number of GPUs, over which the global batch divides exactly."""
     for world in range(gpus, 1, -1):
         try:
             resolve_batch(config.training, world, config.data)
@@ -116,7 +118,7 @@ def largest_world(config: Config, gpus: int) -> int:
 
 
 def devices(count: int) -> str:
-    """In words."""
+    """The number of ranks in words."""
     return "one device" if count == 1 else f"{count} ranks"
 
 
@@ -124,13 +126,13 @@ def _too_few(gpus: int) -> str:
     return "one GPU is visible" if gpus else "no GPU is visible"
 
 
-# --- starting again -------------------------------------------------------------------------------------------------
+# --- relaunch -------------------------------------------------------------------------------------------------------
 
 
 def relaunch(decision: Decision) -> None:
-    """Replace this process by torch's launcher of several ranks with the same arguments. Does not return.
+    """Replace this process by torchrun with several ranks and the same arguments. Does not return.
 
-    Variables that the user has set keep their value.
+    Environment variables that the user has set keep their values.
     """
     target, arguments = given_command()
     command = [
@@ -144,11 +146,11 @@ def relaunch(decision: Decision) -> None:
 
 
 def given_command() -> tuple[list[str], list[str]]:
-    """What a launcher has to start to run this command again: the module or script, and its arguments."""
+    """What a launcher must start to rerun this command: the module or script, and its arguments."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name, program, arguments = (spec.name if spec else ""), sys.argv[0], sys.argv[1:]
     own = name.split(".")[0] == "finetune" or Path(program).name in ("finetune", "finetune.exe")
-    if not own and program.endswith(".py"):  # a training script of its own
+    if not own and program.endswith(".py"):  # the user's training script
         return [program], arguments
     return ["-m", "finetune.train"], arguments[1:] if arguments[:1] == ["train"] else arguments
 
@@ -157,7 +159,7 @@ def given_command() -> tuple[list[str], list[str]]:
 
 
 def visible_gpus() -> int:
-    """GPUs that a launch from here would see. Asks the driver: CUDA is not started in this process."""
+    """The number of GPUs visible to a launch. Asks the driver, so CUDA is not initialized in this process."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([one for one in chosen.split(",") if one.strip() not in ("", "-1")])
     try:
@@ -165,15 +167,15 @@ def visible_gpus() -> int:
 
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, or no pynvml: what torch sees is all there is
+    except Exception:  # no driver or no pynvml: ask torch
         import torch
 
         return torch.cuda.device_count()
 
 
 def advice_file(config: Config, gpus: int) -> Path:
-    """Where the advice for a configuration on this machine is kept. Lengths of the run, folders and logging are not
-    part of the key."""
+    """The cache file of the advice for a configuration on this machine. The length of the run, folders and logging are
+    not part of the key."""
     from finetune.runtime.bootstrap import cache_folder
 
     training = config.training
@@ -197,7 +199,7 @@ def advice_file(config: Config, gpus: int) -> Path:
 
 
 def find_advice(config: Config, gpus: int) -> dict[str, Any] | None:
-    """What `finetune advise` kept, where it still can be launched here."""
+    """The cached advice of `finetune advise`; None if there is none, or if it can no longer be launched here."""
     try:
         advice = json.loads(advice_file(config, gpus).read_text(encoding="utf-8"))
         world, environment = int(advice["world_size"]), dict(advice["environment"])
@@ -219,9 +221,9 @@ def _gpu_names() -> list[str]:
 
 
 def parameter_count(name: str, revision: str | None = None) -> int | None:
-    """Parameters of a model in safetensors files, from their headers alone; None where they are not at hand.
+    """Number of parameters of a model, read from the headers of its safetensors files; None if there are none locally.
 
-    Weights that are stored in 4 bits come as bytes of two (bitsandbytes).
+    bitsandbytes stores two 4-bit weights per byte.
     """
     import math
 
@@ -233,12 +235,12 @@ def parameter_count(name: str, revision: str | None = None) -> int | None:
 
         try:
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except Exception:  # not downloaded yet, or no name of the hub at all: loading it says which
+        except Exception:  # not downloaded, or not a name of the Hub: loading the model reports which
             return None
     count = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  # it is no mapping
+            for key in tensors.keys():  # noqa: SIM118  # not a mapping
                 part = tensors.get_slice(key)
                 count += math.prod(part.get_shape()) * (2 if part.get_dtype() == "U8" else 1)
     return count or None

@@ -113,7 +113,7 @@ def test_the_study_on_a_cpu_says_what_it_is(tmp_path: Path) -> None:
 def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DDP accounts for its communication, of which plain PyTorch has none; advice takes each for its ranks."""
     from finetune.advise import dense
-    from finetune.advise.verdict import Candidate
+    from finetune.measure.predict import Work
     from finetune.runtime.hardware import survey
 
     monkeypatch.setattr(ranks, "_follow", warm.follow)
@@ -130,7 +130,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(dense.study, "measure", watched)
     found = dense.candidates(dense.chosen("dense-258k", 16), [1, 2, 3], survey())
     assert asked == [((16,), False, False), ((8,), True, True)]
-    assert [isinstance(found[world], Candidate) for world in (1, 2, 3)] == [True, True, False]
+    assert [isinstance(found[world], Work) for world in (1, 2, 3)] == [True, True, False]
 
 
 def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from finetune import advise, dryrun
 from finetune.advise import candidates, dense, launch, machine, report, verdict
 from finetune.advise import command as verb
 from finetune.advise.candidates import Bench, Tried
-from finetune.advise.verdict import Candidate, Row
+from finetune.advise.verdict import Row
 from finetune.config import load
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
@@ -30,8 +30,9 @@ SLOW = Curve(points=((1024, 1e-3), (1024 * MIB, 1.0)))
 
 
 def of(world: int, *, step: float = 1.0, steps: float = 1000, memory: float | None = 80e9, peak: float = 20e9, **kw):
-    """A candidate whose compute is shared by `world` ranks."""
-    work = Work(
+    """Work whose compute is shared by `world` ranks."""
+    return Work(
+        per_device=8 // world,
         compute_seconds=0.9 * step / world,
         accumulation=1,
         backward_share=2 / 3,
@@ -39,14 +40,10 @@ def of(world: int, *, step: float = 1.0, steps: float = 1000, memory: float | No
         optimizer_seconds=0.1 * step,
         other_seconds=0.0,
         tokens=1000.0,
-        peak_memory_bytes=peak,
-    )
-    return Candidate(
-        work=work,
-        gradients=Gradients(sizes=(kw.get("gradients", 20 * MIB),)),
-        per_device=8 // world,
         steps=steps,
         start_up_seconds=30.0,
+        gradients=Gradients(sizes=(kw.get("gradients", 20 * MIB),)),
+        peak_memory_bytes=peak,
         memory_bytes=memory,
     )
 
@@ -124,7 +121,7 @@ def test_costs_also_at_a_price_of_zero() -> None:
     found = table(FAST, price=0.0)
     assert [row.cost for row in found] == [0.0, 0.0, 0.0]
     assert found[1].price_of_an_hour_saved == 0.0 and "costs 0.00" in report.describe(found[1])
-    assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].run.hours)
+    assert table(FAST)[1].cost == pytest.approx(2 * 2.0 * found[1].prediction.hours)
     assert table(FAST, price=None)[1].cost is None and len(report.cells(table(FAST, price=None)[0], False)) == 6
 
 
@@ -137,7 +134,7 @@ def test_costs_also_at_a_price_of_zero() -> None:
         (["--world-sizes", "0"], "expected integers of at least 1, such as 1,2,4"),
         (["--batch", "8"], "--batch is for --model"),
         (["--rules", "--price-per-gpu-hour", "0"], "--rules measures nothing"),
-        (["--comm", "missing.json"], "is no result of `finetune bench comm --json`"),
+        (["--comm", "missing.json"], "Not a valid result of `finetune bench comm --json`"),
         (["--model", "dense-1b"], "dense-258k, dense-6.9m"),
         (["--model", "dense-258k", "--rules"], "--model excludes"),
         (["--model", "dense-258k", "--training.max_steps", "3"], "--model replaces the configuration"),
@@ -207,7 +204,7 @@ def test_unlike_gpus_are_not_scaled_over() -> None:
 
 def test_machines_to_be_warned_of() -> None:
     assert "in use by another process (4711)" in machine.warnings(host(card(0, other_processes=(4711,))))[0]
-    assert "NVML cannot be asked (no driver)" in machine.warnings(host(card(0), unknown={"NVML": "no driver"}))[0]
+    assert "NVML is unavailable (no driver)" in machine.warnings(host(card(0), unknown={"NVML": "no driver"}))[0]
     throttled = host(card(0, power_limit_w=72.0), card(1, power_limit_w=60.0))
     assert machine.devices_here(throttled) == 2 and "may wait for the slower" in machine.warnings(throttled)[0]
     assert "there is no GPU" in machine.warnings(host())[0]
@@ -328,11 +325,13 @@ def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) ->
     assert (
         candidates.measured_for(config(tmp_path), bench, measurement(), (), [2])[2] and bench.asked[-1] == f"{SIZE} 8"
     )
-    assert "3 devices do not hold the global batch" in str(found[3])
+    assert "the global batch does not fit 3 devices" in str(found[3])
     assert isinstance(found[4], Measurement) and found[4].per_device == 4
     assert isinstance(found[16], Measurement) and found[16].per_device == 1
     grown = config(tmp_path, "--training.gradient_accumulation_steps", "2")
-    assert "would be another" in str(candidates.measured_for(grown, bench, measurement(), (), [2])[2])
+    assert "it would change with the number of GPUs" in str(
+        candidates.measured_for(grown, bench, measurement(), (), [2])[2]
+    )
 
 
 def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +343,7 @@ def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(candidates.subprocesses, "run", refused)
     bench = Bench(arguments=[])
     assert bench.try_out(["--model.load_in_4bit", "true"]) == Tried(
-        measured=None, reason="a dry run failed: model.load_in_4bit needs bitsandbytes"
+        measured=None, reason="A dry run failed: model.load_in_4bit needs bitsandbytes"
     )
     with pytest.raises(UserError, match="needs bitsandbytes"):
         bench.try_out([])
@@ -419,7 +418,7 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "NO: CUDA ran out of memory" in said
-        and f"It fits with one row at a time (tried: 0.9 of 74.5 GiB): {SIZE} 1" in said
+        and f"It fits with one row at a time (measured: 0.9 of 74.5 GiB): {SIZE} 1" in said
     )
     assert "accelerate launch" not in said
     content = json.loads(report.read_text())
@@ -427,7 +426,7 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     assert "above 0.8" not in said
     bench.results[f"{SIZE} 1"] = Tried(measured=replace(measurement(per_device=1), peak_memory_bytes=70e9))
     assert advise.main(configuration(tmp_path)) == 1
-    assert "(tried: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
+    assert "(measured: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
     bench.results.clear()
     assert advise.main(configuration(tmp_path)) == 1
     assert "More GPUs do not help" in " ".join(capsys.readouterr().out.split())
@@ -446,8 +445,8 @@ def test_the_whole_story_on_two_like_gpus(
     arguments = configuration(tmp_path, "--json", str(report), "--out", str(out), "--as-given")
     assert advise.main([*arguments, "--price-per-gpu-hour", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "ADVICE: 2 devices" in said and "only those of the adapter travel" in said
-    assert "The rule set study2025 says: measure (1e+03 M parameters with a batch of 16" in said
+    assert "ADVICE: 2 devices" in said and "only those of the adapter," in said
+    assert "Rule set study2025: measure (1e+03 M parameters with a batch of 16" in said
     advice = json.loads(report.read_text())
     assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
@@ -486,7 +485,7 @@ def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: P
     path.write_text(json.dumps({"kind": "comm", "runs": runs}))
     found = measurements.read_comm(path)
     assert set(found) == {2, 8} and found[2].points[0][0] == 1024  # of two settings the first: the advised ones
-    assert verb.numbers(verb.parse([])[0], 1, found) == [1, 2, 8]
+    assert verb.world_sizes(verb.parse([])[0], 1, found) == [1, 2, 8]
     path.write_text(json.dumps(all_reduce(4, [1024])))
     assert set(measurements.read_comm(path)) == {4}
     path.write_text("[1]")
@@ -557,13 +556,13 @@ def test_dense_models_are_reckoned_from_their_own_shares(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dense.study, "measure", measure)
     found = dense.candidates(job, [1, 2, 3], host(card(0), card(1)))
-    assert isinstance(found[3], str) and "do not hold" in found[3]
+    assert isinstance(found[3], str) and "does not divide exactly over 3 devices" in found[3]
     one, two = found[1], found[2]
-    assert isinstance(one, Candidate) and isinstance(two, Candidate)
+    assert isinstance(one, Work) and isinstance(two, Work)
     # The step as a whole counts; the parts, which were measured in another run, share it out.
-    assert one.work.compute_seconds == pytest.approx(2 * 3 / 4) and two.work.compute_seconds == pytest.approx(3 / 4)
-    assert one.work.backward_share == pytest.approx(2 / 3)
-    assert replace(one.work, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
+    assert one.compute_seconds == pytest.approx(2 * 3 / 4) and two.compute_seconds == pytest.approx(3 / 4)
+    assert one.backward_share == pytest.approx(2 / 3)
+    assert replace(one, compute_seconds=0).optimizer_seconds == pytest.approx(0.25)
     rows = verdict.rows(found, {2: (SLOW, "slow")}, here=2)
     assert rows[0].prediction and rows[0].prediction.step_seconds == pytest.approx(2.0)
     assert [row.prediction.peak_memory_bytes for row in rows[:2] if row.prediction] == [2**29, 2**29]

@@ -17,7 +17,7 @@ from finetune.measure.predict import (
     MIB,
     Curve,
     Gradients,
-    Run,
+    Prediction,
     Work,
     all_reduce_curve,
     buckets,
@@ -27,6 +27,7 @@ from finetune.measure.predict import (
 )
 
 WORK = Work(
+    per_device=1,
     compute_seconds=0.9,
     accumulation=3,
     backward_share=2 / 3,
@@ -34,7 +35,11 @@ WORK = Work(
     optimizer_seconds=0.05,
     other_seconds=0.02,
     tokens=10_000.0,
+    steps=100.0,
+    start_up_seconds=20.0,
+    gradients=Gradients(sizes=()),
     peak_memory_bytes=5e9,
+    memory_bytes=None,
 )
 # 1 MiB in 10 ms, 100 MiB in 1 s: seconds proportional to bytes in between.
 CURVE = Curve(points=((MIB, 0.01), (100 * MIB, 1.0)))
@@ -92,7 +97,7 @@ def test_exposed_communication_by_hand() -> None:
 
 def test_a_step_by_hand() -> None:
     """Two ranks, three micro-batches of 0.3 s, of which 0.2 s backward; one bucket of 20 MiB that takes 0.2 s."""
-    found = predict(WORK, Gradients(sizes=(20 * MIB,), first=BUCKET_BYTES), 2, CURVE)
+    found = predict(replace(WORK, gradients=Gradients(sizes=(20 * MIB,), first=BUCKET_BYTES)), 2, CURVE)
     assert found.exposed_seconds == pytest.approx(0.2)  # a single bucket is ready at the very end
     assert found.step_seconds == pytest.approx(0.9 + 0.03 + 0.05 + 0.02 + 0.2)
     assert found.exposed_fraction == pytest.approx(0.2 / 1.2)
@@ -104,8 +109,8 @@ def test_a_step_by_hand() -> None:
 def test_accumulation_communicates_in_the_last_micro_batch_alone() -> None:
     """As much work in one micro-batch has a longer backward to hide behind; the bytes are sent once either way."""
     gradients = Gradients(sizes=(10 * MIB,) * 6, cap=10 * MIB, first=10 * MIB)
-    many = predict(replace(WORK, accumulation=9), gradients, 2, CURVE)
-    few = predict(replace(WORK, accumulation=1), gradients, 2, CURVE)
+    many = predict(replace(WORK, accumulation=9, gradients=gradients), 2, CURVE)
+    few = predict(replace(WORK, accumulation=1, gradients=gradients), 2, CURVE)
     assert many.communication_seconds == few.communication_seconds == pytest.approx(0.6)
     # backward 0.6 s / 9: the first bucket is ready at 0.0111; the sixth is done 0.6 s later
     assert many.exposed_seconds == pytest.approx(0.6 / 9 / 6 + 0.6 - 0.6 / 9)
@@ -115,17 +120,17 @@ def test_accumulation_communicates_in_the_last_micro_batch_alone() -> None:
 def test_gradients_inside_the_buckets_cost_no_memory() -> None:
     inside = Gradients(sizes=(MIB,), as_bucket_view=True)
     for accumulation in (1, 2):
-        work = replace(WORK, accumulation=accumulation)
-        assert predict(work, inside, 2, CURVE).peak_memory_bytes == WORK.peak_memory_bytes
-        beside = predict(work, replace(inside, as_bucket_view=False), 2, CURVE)
+        work = replace(WORK, accumulation=accumulation, gradients=inside)
+        assert predict(work, 2, CURVE).peak_memory_bytes == WORK.peak_memory_bytes
+        beside = predict(replace(work, gradients=replace(inside, as_bucket_view=False)), 2, CURVE)
         assert beside.peak_memory_bytes == WORK.peak_memory_bytes + MIB
         unseen = replace(inside, in_peak=False)  # the one device was measured without gradients held
-        assert predict(work, unseen, 2, CURVE).peak_memory_bytes == WORK.peak_memory_bytes + MIB
+        assert predict(replace(work, gradients=unseen), 2, CURVE).peak_memory_bytes == WORK.peak_memory_bytes + MIB
 
 
 def test_several_ranks_need_a_curve() -> None:
     with pytest.raises(ValueError, match="curve"):
-        predict(WORK, Gradients(sizes=(1,)), 2, None)
+        predict(replace(WORK, gradients=Gradients(sizes=(1,))), 2, None)
 
 
 sizes = st.lists(st.integers(1, 60 * MIB), min_size=1, max_size=30).map(tuple)
@@ -134,9 +139,9 @@ seconds = st.floats(1e-5, 10.0)
 
 @given(sizes=sizes, compute=seconds, share=st.floats(0.01, 0.99), accumulation=st.integers(1, 16))
 def test_what_holds_for_any_model(sizes: tuple[int, ...], compute: float, share: float, accumulation: int) -> None:
-    work = replace(WORK, compute_seconds=compute, backward_share=share, accumulation=accumulation)
     gradients = Gradients(sizes=sizes)
-    one, two = predict(work, gradients, 1, CURVE), predict(work, gradients, 2, CURVE)
+    work = replace(WORK, compute_seconds=compute, backward_share=share, accumulation=accumulation, gradients=gradients)
+    one, two = predict(work, 1, CURVE), predict(work, 2, CURVE)
     measured = work.compute_seconds + work.data_seconds + work.optimizer_seconds + work.other_seconds
     assert one.step_seconds == pytest.approx(measured)  # one device: the measurement comes back
     assert one.exposed_seconds == one.communication_seconds == 0.0
@@ -147,14 +152,16 @@ def test_what_holds_for_any_model(sizes: tuple[int, ...], compute: float, share:
     assert two.exposed_seconds >= last * (1 - 1e-9)
     assert two.exposed_seconds <= two.communication_seconds * (1 + 1e-9)
     slower = Curve(points=tuple((size, 2 * taken) for size, taken in CURVE.points))
-    assert predict(work, gradients, 2, slower).step_seconds >= two.step_seconds  # a slower link never helps
+    assert predict(work, 2, slower).step_seconds >= two.step_seconds  # a slower link never helps
     assert exposed_seconds(buckets(sizes), 2 * backward, CURVE) <= two.exposed_seconds + 1e-9  # more to hide behind
-    assert predict(work, Gradients(sizes=()), 2, CURVE).step_seconds == one.step_seconds  # nothing to send is free
+    nothing = replace(work, gradients=Gradients(sizes=()))  # sending nothing is free
+    assert predict(nothing, 2, CURVE).step_seconds == one.step_seconds
 
 
 def test_runs_by_hand() -> None:
-    one = Run(world_size=1, step_seconds=2.0, steps=1800, start_up_seconds=60.0)
-    two = Run(world_size=2, step_seconds=1.25, steps=1800, start_up_seconds=90.0)
+    rest = {"exposed_seconds": 0.0, "communication_seconds": 0.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1.0}
+    one = Prediction(world_size=1, step_seconds=2.0, steps=1800, start_up_seconds=60.0, **rest)
+    two = Prediction(world_size=2, step_seconds=1.25, steps=1800, start_up_seconds=90.0, **rest)
     assert one.hours == pytest.approx(3660 / 3600)
     assert two.cost(3.0) == pytest.approx(2 * 3.0 * 2340 / 3600)
     assert two.break_even_steps(one) == pytest.approx(30 / 0.75)

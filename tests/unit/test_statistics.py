@@ -61,7 +61,7 @@ def test_values_of_which_many_are_equal(values: list[float], kept: int) -> None:
 def test_a_figure_from_several_runs() -> None:
     runs = np.random.default_rng(2).normal(5.0, 0.1, (7, 30)).tolist()
     runs[3][4] = 500.0
-    found = protocol.summarise(runs)
+    found = protocol.summarize(runs)
     kept = [[value for value, z in zip(run, numpy_z(run), strict=True) if abs(z) <= 3.5] for run in runs]
     means = np.array([np.mean(run) for run in kept])
     half = 2.4469 * means.std(ddof=1) / np.sqrt(7)  # t of 6 degrees of freedom
@@ -75,14 +75,14 @@ def test_a_figure_from_several_runs() -> None:
 
 
 def test_one_run_has_no_interval() -> None:
-    found = protocol.summarise([[1.0, 2.0, 3.0]])
+    found = protocol.summarize([[1.0, 2.0, 3.0]])
     assert (found.mean, found.median, found.ci95, found.removed) == (2.0, 2.0, None, 0)
 
 
 @pytest.mark.parametrize("runs", [[], [[]], [[1.0], []]])
 def test_nothing_measured_is_no_figure(runs: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="at least one"):
-        protocol.summarise(runs)
+        protocol.summarize(runs)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))

@@ -62,7 +62,7 @@ def test_nothing_is_asked_nothing_happens(here: Any) -> None:
 
 def test_single_refuses_several_ranks(here: Any) -> None:
     here(gpus=2, ranks=2)
-    with pytest.raises(UserError, match="training.strategy is single and 2 processes were launched"):
+    with pytest.raises(UserError, match="training.strategy is single, but 2 processes were launched"):
         strategy.apply(config("single"))
     here(gpus=2)
     strategy.apply(config("single"))
@@ -81,13 +81,14 @@ def test_ddp_takes_the_most_gpus_that_hold_the_batch(here: Any) -> None:
 def test_ddp_falls_back_to_one_and_says_why(here: Any, gpus: int, said: str, capsys: Any) -> None:
     here(gpus=gpus)
     strategy.apply(config("ddp"))
-    assert f"training.strategy ddp: one device, because {said}: it falls back to one" in capsys.readouterr().out
+    assert f"training.strategy ddp: one device, because {said}: falling back to one" in capsys.readouterr().out
 
 
 def test_ddp_with_a_batch_that_no_number_holds(here: Any, capsys: Any) -> None:
     here(gpus=4)
     strategy.apply(config("ddp", "--training.global_batch_size", "7"))
-    assert "no number of GPUs from 2 to 4 holds the global batch" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the global batch does not divide exactly over any number of GPUs from 2 to 4" in said
 
 
 def test_auto_applies_the_advice_with_its_environment(here: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -117,7 +118,7 @@ def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> N
     strategy.apply(config("auto"))
     said = " ".join(capsys.readouterr().out.split())
     assert "warning: training.strategy auto would take one device, because measured so" in said
-    assert "4 ranks were launched, and go on" in said
+    assert "The 4 launched ranks continue" in said
     advise(4, 4)
     strategy.apply(config("auto"))
     assert "warning" not in capsys.readouterr().out
@@ -126,11 +127,11 @@ def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("parameters", "batch", "world", "said"),
     [
-        (258_000, "64", 1, "under 1 M never several"),
-        (6_900_000, "64", 1, "to be measured first"),
+        (258_000, "64", 1, "never several below 1 M"),
+        (6_900_000, "64", 1, "measure first"),
         (1_200_000_000, "64", 4, "study2025"),
-        (1_200_000_000, "16", 1, "the rules begin at 64"),
-        (None, "64", 1, "the number of parameters is not known"),
+        (1_200_000_000, "16", 1, "the rules cover batches of 64 or more"),
+        (None, "64", 1, "the number of parameters is unknown"),
     ],
 )
 def test_without_advice_the_rules_decide(

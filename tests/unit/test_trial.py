@@ -310,7 +310,7 @@ def test_a_prediction_is_scored_against_what_was_measured() -> None:
     from finetune.measure.predict import predict
 
     one = measurement()
-    prediction = predict(one.work(1), one.gradients, 1, None)
+    prediction = predict(one.work(1), 1, None)
     results = {"step_seconds_median": 0.8, "peak_memory_gib": [0.5, 1.0], "tokens_per_second_per_gpu": 1250.0}
     found = scoring.compare(prediction, prediction, results)
     assert found["step_seconds"] == {"predicted": 1.0, "measured": 0.8, "error": pytest.approx(0.25)}
