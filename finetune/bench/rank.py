@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from finetune.bench.launch import MARK, REQUEST, RESULT
 from finetune.measure.protocol import Summary, summarise
 from finetune.runtime import distributed, hardware
+from finetune.runtime.clock import Clock
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
 
@@ -52,38 +52,16 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def device_type() -> str:
+    """What the ranks of this benchmark compute on: "cuda" or "cpu"."""
+    return "cuda" if on_gpu() else "cpu"
+
+
 def progress(done: int, total: int) -> None:
     """Tell the process that started the ranks how far they are."""
     if distributed.ranks().is_main:
         sys.stdout.write(f"{MARK}{done} {total}\n")
         sys.stdout.flush()
-
-
-class Clock:
-    """Marks in the course of work, and the seconds between them. On a GPU a mark is an event of the current stream, so
-    that making one waits for nothing; `seconds` waits."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Here."""
-        if not on_gpu():
-            self._marks.append(time.perf_counter())
-            return
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Between each mark and the next; forgets them."""
-        marks, self._marks = self._marks, []
-        if not on_gpu():
-            return [after - before for before, after in zip(marks, marks[1:], strict=False)]
-        marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
 
 
 def barrier() -> None:
@@ -98,7 +76,7 @@ def barrier() -> None:
 def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of `steps` calls after `warm_up` calls; all ranks begin together."""
     barrier()
-    clock = Clock()
+    clock = Clock(device_type())
     for number in range(warm_up + steps):
         if number == warm_up:
             clock.mark()

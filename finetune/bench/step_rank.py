@@ -56,19 +56,20 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     config, demo = session.with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     job = session.open_session(config, batch, demo=demo)
-    from finetune.bench.phases import Phases
+    from finetune.bench.windows import Windows
     from finetune.engine.callbacks import peak_memory_gib
 
     built = session.build_trainer(job, out)
     trainer, logger = built.trainer, built.logger
-    phases = Phases(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
-    trainer.args.max_steps = phases.total
+    windows = Windows(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
+    trainer.args.max_steps = windows.total
     with session.out_of_memory(job):
         try:
             trainer.train()
         finally:
             logger.close()
-    own = figures(phases) | {"peak_memory_gib": peak_memory_gib(), "states": phases.states, "profile": phases.profile}
+    own = figures(windows)
+    own |= {"peak_memory_gib": peak_memory_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)
     return {
         "backend": job.stack.backend,
@@ -79,15 +80,15 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     }
 
 
-def figures(phases: Any) -> dict[str, Any]:
+def figures(windows: Any) -> dict[str, Any]:
     """Of this rank: the step, each phase, and the communication inside the backward pass."""
-    from finetune.bench.phases import PHASES
     from finetune.bench.rank import figure
+    from finetune.engine.phases import PHASES
 
-    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in phases.seconds])}
-    found |= {name: figure([[step[name] for step in run] for run in phases.seconds]) for name in PHASES}
+    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in windows.seconds])}
+    found |= {name: figure([[step[name] for step in run] for run in windows.seconds]) for name in PHASES}
     for place, name in enumerate(("exposed", "hidden")):
-        found[name] = figure([[one[place] for one in phases.communication]]) if phases.communication else None
+        found[name] = figure([[one[place] for one in windows.communication]]) if windows.communication else None
     return {"seconds": found}
 
 

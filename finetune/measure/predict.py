@@ -114,7 +114,7 @@ class Work:
     accumulation:       micro-batches of the step
     backward_share:     of compute_seconds, 0 to 1
     data_seconds:       waits for data, over the step
-    optimizer_seconds:  clipping, update, zeroing
+    optimizer_seconds:  clipping and the update
     other_seconds:      what stands between these parts
     tokens:             real tokens of the whole global step
     peak_memory_bytes:  of one device without DDP

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
+from finetune.engine.phases import PhaseTimer
 from finetune.engine.session import build_trainer
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
@@ -84,73 +86,15 @@ def settled(steps: Sequence[Any]) -> Sequence[Any]:
     return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
 
 
-class Parts(TrainerCallback):
-    """Seconds of each part of each step, told apart by marks: CUDA events on a GPU, which make nobody wait, and the
-    clock on a CPU. `other` is what stands before the data of a step, `data` the wait for it."""
+class TimeBudget(TrainerCallback):
+    """Ends the training when the budget is used up, but not before the step `at_least`."""
 
-    def __init__(self, device: str, stop_after: int, budget_seconds: float = BUDGET_SECONDS) -> None:
-        """
-        Args:
-            stop_after: steps after which the training may end when `budget_seconds` are over.
-        """
-        self._cuda = device == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-        self._stop_after, self._budget, self._began = stop_after, budget_seconds, time.monotonic()
-
-    def watch(self, trainer: Any) -> None:
-        """Mark the ends of the parts of this trainer's steps."""
-        fetch, loss, backward = trainer.get_batch_samples, trainer.compute_loss, trainer.accelerator.backward
-
-        def fetched(*args: Any, **kwargs: Any) -> Any:
-            self._mark("other")
-            found = fetch(*args, **kwargs)
-            self._mark("data")
-            return found
-
-        def marked(name: str, function: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = function(*args, **kwargs)
-                if torch.is_grad_enabled():  # not in an evaluation
-                    self._mark(name)
-                return result
-
-            return call
-
-        trainer.get_batch_samples = fetched
-        trainer.compute_loss = marked("forward", loss)
-        trainer.accelerator.backward = marked("backward", backward)
-        trainer.add_callback(self)
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("begin")
+    def __init__(self, at_least: int, seconds: float = BUDGET_SECONDS) -> None:
+        self._at_least, self._ends = at_least, time.monotonic() + seconds
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("optimizer")
-        if state.global_step >= self._stop_after and time.monotonic() - self._began > self._budget:
+        if state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
-
-    def _mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def steps(self) -> list[dict[str, list[float]]]:
-        """Of each whole step the seconds of its parts, those of forward and backward by micro-batch. Waits for the
-        device."""
-        if self._cuda and self._marks:
-            self._marks[-1][1].synchronize()
-        found: list[dict[str, list[float]]] = []
-        step: dict[str, list[float]] = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
-            seconds = before.elapsed_time(after) / 1e3 if self._cuda else after - before
-            step.setdefault(name, []).append(seconds)
-            if name == "optimizer":
-                found.append(step)
-                step = {}
-        return found
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -348,9 +292,15 @@ class Trial:
     job: Job
     trainer: Any
     logger: Any
-    parts: Parts
+    timer: PhaseTimer
     memory: Memory
     tokens: np.ndarray  # with padding, int64 [steps, accumulation], of the micro-batches
+
+    @cached_property
+    def steps(self) -> list[dict[str, list[float]]]:
+        """Seconds of each step by phase, per micro-batch for forward and backward; for use after the training.
+        Synchronizes with the device."""
+        return self.timer.stop()
 
     def measure(self, started: float) -> Measurement:
         """Turn the steps that were taken into a measurement of the job.
@@ -358,8 +308,7 @@ class Trial:
         Args:
             started: when the process began, in seconds since the epoch.
         """
-        steps = self.parts.steps()
-        typical = settled(list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:])
+        typical = settled(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical
@@ -386,9 +335,9 @@ class Trial:
             seconds_per_token=line[1],
             residual_seconds=residuals,
             backward_share=median(b / (f + b) for f, b in zip(forwards, backwards, strict=True)),
-            data_seconds=median(step["data"][0] for _, step in typical) / accumulation,
-            optimizer_seconds=median(step["optimizer"][0] for _, step in typical),
-            other_seconds=median(step["other"][0] for _, step in typical),
+            data_seconds=median(sum(step["data"]) for _, step in typical) / accumulation,
+            optimizer_seconds=median(sum(step["optimizer"]) for _, step in typical),
+            other_seconds=median(sum(step["other"]) for _, step in typical),
             start_up_seconds=self.logger.first_step_at - started,
             compute_seconds={
                 str(world): float(
@@ -460,15 +409,15 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     trial = TrialJob(**given)
     built = build_trainer(trial, folder)
     trainer = built.trainer
-    parts = Parts(job.stack.device, WORST_STEPS + ENOUGH)
-    parts.watch(trainer)
+    timer = PhaseTimer(trainer, job.stack.device)
+    trainer.add_callback(TimeBudget(at_least=WORST_STEPS + ENOUGH))
     # A micro-batch's place in its step is the plan's, which sorts by size; the sizes follow it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
     return Trial(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        parts=parts,
+        timer=timer,
         memory=memory or memory_of(job.stack.device),
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.bench import comm, comm_report, conditions, launch, timeline
+from finetune.bench import comm, comm_report, conditions, launch, timeline, windows
 from finetune.bench.command import main, parse
 from finetune.bench.launch import world_sizes
-from finetune.bench.phases import split
 from finetune.bench.study import command as study
 from finetune.bench.study import lora as study_lora
 from finetune.bench.study import published
@@ -27,7 +26,7 @@ from finetune.bench.study import report as study_report
 from finetune.bench.study.rank import dense
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.runtime import communication, hardware
+from finetune.runtime import clock, communication, hardware
 from tests.nvml import Card, install
 
 
@@ -232,11 +231,49 @@ def test_kernels_of_communication_that_nothing_hides() -> None:
     assert communication.split_of_kernels(noise, steps=2) is None
 
 
-def test_marks_become_phases() -> None:
-    labels = ["start", "other", "data", "forward", "other", "backward", "forward", "backward", "optimizer", "end"]
-    first, second = split([*labels, "data", "end"], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
-    assert first == {"data": 2, "forward": 4 + 32, "backward": 16 + 64, "optimizer": 128, "other": 1 + 8 + 256}
-    assert second == {"data": 512, "forward": 0, "backward": 0, "optimizer": 0, "other": 1024}
+class FakeTrainer:
+    """As much of a trainer as the windows use: one rank, whose steps take as long as their number says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.callbacks = 0.0, []
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+        self.args = types.SimpleNamespace(world_size=1)
+        self.state = types.SimpleNamespace(global_step=0)
+        self.accelerator = types.SimpleNamespace(backward=lambda: self.spend(2))
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def spend(self, share: float) -> None:
+        self.now += share * (self.state.global_step + 1)
+
+    def get_batch_samples(self) -> None:
+        self.spend(0.5)
+
+    def compute_loss(self) -> None:
+        self.spend(1)
+
+    def step(self) -> None:
+        self.get_batch_samples()
+        for _ in range(2):  # micro-batches
+            self.compute_loss()
+            self.accelerator.backward()
+        self.spend(0.25)
+        for event in ("on_optimizer_step", "on_step_end"):
+            self.state.global_step += event == "on_step_end"
+            for callback in self.callbacks:
+                getattr(callback, event)(None, self.state, types.SimpleNamespace())
+
+
+def test_only_the_steps_inside_a_window_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = FakeTrainer(monkeypatch)
+    found = windows.Windows(trainer, runs=2, warm_up=1, steps=2)
+    assert found.total == 6
+    for _ in range(6):
+        trainer.step()
+    phases = {"data": 0.5, "forward": 2.0, "backward": 4.0, "optimizer": 0.25, "other": 0.0}
+    expected = [[{name: step * share for name, share in phases.items()} for step in run] for run in ((2, 3), (5, 6))]
+    assert found.seconds == expected and len(found.states) == 2
 
 
 # --- conditions -----------------------------------------------------------------------------------------------------
