@@ -1,4 +1,4 @@
-"""What the ranks of every benchmark have in common: meet, time steps, and let rank 0 write the result."""
+"""Shared by the ranks of all benchmarks: set up the device, time steps, and write the result on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Request = dict[str, Any]
 
 
 def run_rank(measure: Callable[[Request], Any]) -> int:
-    """The `main` of a rank, started by `launch.ranks`: `measure(request)` on every rank, its result from rank 0."""
+    """The `main` of a rank started by `launch.ranks`: run `measure(request)`; rank 0 writes its result."""
     return guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
 
 
@@ -58,14 +58,14 @@ def device_type() -> str:
 
 
 def progress(done: int, total: int) -> None:
-    """Tell the process that started the ranks how far they are."""
+    """Report progress to the process that started the ranks."""
     if distributed.ranks().is_main:
         sys.stdout.write(f"{MARK}{done} {total}\n")
         sys.stdout.flush()
 
 
 def barrier() -> None:
-    """Wait for this rank's device and for the other ranks: what comes next begins together."""
+    """Synchronize with this rank's device and with the other ranks, so that all start the next part together."""
     if on_gpu():
         import torch
 
@@ -74,7 +74,7 @@ def barrier() -> None:
 
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls after `warm_up` calls; all ranks begin together."""
+    """Seconds of each of `steps` calls after `warm_up` calls; all ranks start together."""
     barrier()
     clock = Clock(device_type())
     for number in range(warm_up + steps):
@@ -87,16 +87,16 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[flo
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Each step's time on the rank that took longest for it: a collective is over when the last rank has its data."""
+    """Each step's time on its slowest rank: a collective is complete when the last rank has its data."""
     return [max(of_ranks) for of_ranks in zip(*distributed.gather_objects(list(seconds)), strict=True)]
 
 
 def figure(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """`statistics.summarise` for JSON."""
+    """Summary of several runs (see finetune.measure.protocol), for JSON."""
     found: Summary = summarise(runs)
     return found.to_dict()
 
 
 def states() -> list[dict[str, Any] | None]:
-    """Clocks, temperature and power of every rank's GPU now, in rank order; None for ranks on a CPU."""
+    """Current clocks, temperature and power of every rank's GPU, in rank order; None for ranks on a CPU."""
     return distributed.gather_objects(hardware.gpu_state())

@@ -18,7 +18,7 @@ import torch
 
 from finetune.bench import comm, comm_report, conditions, launch, timeline, windows
 from finetune.bench.command import main, parse
-from finetune.bench.launch import world_sizes
+from finetune.bench.launch import choose_world_sizes
 from finetune.bench.study import command as study
 from finetune.bench.study import lora as study_lora
 from finetune.bench.study import published
@@ -74,13 +74,15 @@ def _cpu() -> dict[str, Any]:
 def test_world_sizes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     two = machine(monkeypatch, 2, 18)
     comm.check_world(2, two)
-    with pytest.raises(UserError, match="2 GPU.s. can be seen here"):
+    with pytest.raises(UserError, match="2 GPU.s. are visible"):
         comm.check_world(4, two)
     with pytest.raises(UserError, match="two ranks or more"):
         comm.check_world(1, two, least=2)
-    assert world_sizes(None, 8) == [1, 2, 4, 8] and world_sizes(None, 8, least=2) == [2, 4, 8]
-    assert world_sizes(None, 1) == [1] and world_sizes(None, 1, least=2) == [2]  # which one GPU then refuses
-    assert world_sizes(None, 0) == [1, 2] and world_sizes([3], 0) == [3]
+    assert choose_world_sizes(None, 8) == [1, 2, 4, 8] and choose_world_sizes(None, 8, least=2) == [2, 4, 8]
+    assert choose_world_sizes(None, 1) == [1] and choose_world_sizes(None, 1, least=2) == [
+        2
+    ]  # which one GPU then refuses
+    assert choose_world_sizes(None, 0) == [1, 2] and choose_world_sizes([3], 0) == [3]
 
 
 def test_buckets_of_a_job_are_those_of_ddp(tiny_model: Path) -> None:
@@ -294,12 +296,12 @@ def test_unlike_and_shared_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
     found = conditions.describe([], [], machine(monkeypatch, 2, "SYS", cards=cards))["warnings"]
     assert found == [
         "the GPUs differ, so the slowest sets the pace (power_limit_w: 700.0, 450.0)",
-        "GPU 1 is used by other processes (4711): they take a share",
+        "GPU 1 is shared with other processes: 4711",
     ]
 
 
 def test_a_crowded_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for average, words in ((3.7, ["more processes wanted a core than the 2 there are"]), (2.1, [])):
+    for average, words in ((3.7, ["more runnable processes than the 2 CPU cores"]), (2.1, [])):
         monkeypatch.setattr(conditions.os, "getloadavg", lambda average=average: (average, 0.0, 0.0))
         found = conditions.describe([None], [None], hardware.Hardware(**_cpu()))
         assert [warning.partition(":")[0] for warning in found["warnings"]] == words
@@ -342,7 +344,7 @@ Root Cause (first observed failure):
         ),
     ],
 )
-def test_the_first_failure_is_told(said: str, kind: type, words: str) -> None:
+def test_the_first_failure_is_reported(said: str, kind: type, words: str) -> None:
     found = launch._failure(1, said, 4)
     assert type(found) is kind
     with pytest.raises(kind, match=words):
@@ -373,9 +375,9 @@ def test_published_ratios_follow_from_its_rates_and_its_contradictions_are_there
             assert row.two / row.one / 2 == pytest.approx(row.efficiency, abs=0.006)
             if row.step_ms:
                 assert [row.batch / row.one * 1e3, row.batch / row.two * 1e3] == pytest.approx(row.step_ms, rel=0.01)
-    told = "\n".join(published.contradictions())
-    for words in ("58-85 ms a step", "10.4 ms in all", "88-135 ms", "21.7 ms, and the table has 28.5", "NTHREADS=16"):
-        assert words in told
+    found = "\n".join(published.contradictions())
+    for words in ("58-85 ms per step", "only 10.4 ms", "88-135 ms", "21.7 ms, but the table has 28.5", "NTHREADS=16"):
+        assert words in found
 
 
 def figure(seconds: float) -> dict[str, Any]:
@@ -548,15 +550,15 @@ def test_without_matplotlib(
         (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
         (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
-        (["comm", "--settings"], "here is no GPU"),
+        (["comm", "--settings"], "has no GPU"),
         (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
-        (["study", "--world-sizes", "2"], "add 1"),
+        (["study", "--world-sizes", "2"], "Add 1"),
         (["study", "--models", "8B"], "258K"),
         (["step", "--training.learing_rate", "1"], "learning_rate"),
         (["step", "--world-sizes"], "expected one argument"),
     ],
 )
-def test_bad_input_is_told_and_nothing_starts(
+def test_bad_input_is_reported_and_nothing_starts(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "ranks", lambda *arguments, **named: pytest.fail("ranks were started"))
