@@ -168,7 +168,7 @@ def micro_batches(trial: Trial) -> list[dict[str, float]]:
     """Each micro-batch that was measured: tokens with padding, seconds of forward and backward."""
     return [
         {"tokens": size, "forward": forward, "backward": backward}
-        for sizes, step in zip(trial.tokens.tolist(), trial.parts.steps(), strict=False)
+        for sizes, step in zip(trial.tokens.tolist(), trial.steps, strict=False)
         for size, forward, backward in zip(sizes, step["forward"], step["backward"], strict=True)
     ]
 

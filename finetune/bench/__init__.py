@@ -1,4 +1,4 @@
-"""`finetune bench`: what this machine can do, measured by one protocol (measure/protocol.py)."""
+"""`finetune bench`: measurements of this machine, all by one protocol (finetune/measure/protocol.py)."""
 
 from finetune.bench.command import main
 

@@ -16,7 +16,7 @@ from finetune.runtime.hardware import Hardware, survey
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 MIB = 2**20
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB .. 256 MiB
-MOST_ON_CPU = 16 * MIB  # beyond it gloo only takes longer
+MOST_ON_CPU = 16 * MIB  # larger sizes on gloo take long and show nothing new
 
 
 def measure(
@@ -30,20 +30,20 @@ def measure(
     collectives: Sequence[str] = COLLECTIVES,
     machine: Hardware | None = None,
 ) -> dict[str, Any]:
-    """Launch `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
+    """Start `world_size` ranks on this machine and time collectives: NCCL on GPUs, gloo on a CPU.
 
     Args:
-        sizes: bytes; 4 KiB .. 256 MiB (on a CPU to 16 MiB) where none are given.
-        environment: variables of the ranks, such as {"NCCL_P2P_DISABLE": "1"}.
-        machine: what `survey()` found, where the caller has it already.
+        sizes: bytes; by default 4 KiB to 256 MiB, or to 16 MiB on a CPU.
+        environment: environment variables of the ranks, such as {"NCCL_P2P_DISABLE": "1"}.
+        machine: result of `survey()`, if the caller has it already.
 
     Returns:
-        One run as `--json` has it: kind, world_size, backend, environment, hardware, conditions, and for each
+        One run, as in `--json`: kind, world_size, backend, environment, hardware, conditions, and for each
         collective a list of {bytes, seconds: {mean, median, ci95, runs, n, removed}, algbw_gb_s, busbw_gb_s}.
-        Bandwidths are taken from the median.
+        Bandwidths are computed from the median.
 
     Raises:
-        UserError: fewer than two ranks, or more than there are GPUs.
+        UserError: fewer than two ranks, or more ranks than GPUs.
         RunError: a rank failed or died.
     """
     machine = machine or survey()
@@ -51,8 +51,8 @@ def measure(
     if sizes is None:
         sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
-    about = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
-    found = launch.ranks("finetune.bench.comm_rank", world_size, request, about=about, environment=environment)
+    title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
+    found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
     for name, rows in found["collectives"].items():
         for row in rows:
             row |= bandwidths(name, row["bytes"], row["seconds"]["median"], world_size)
@@ -71,7 +71,7 @@ def measure(
 def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> dict[str, float]:
     """Algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests defines them.
 
-    algbw = bytes / seconds. busbw is what each link carries, whatever the number of ranks n: algbw times 2 (n - 1) / n
+    algbw = bytes / seconds. busbw is the traffic per link, comparable across world sizes n: algbw times 2 (n - 1) / n
     for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
@@ -82,34 +82,34 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> d
 
 
 def check_world(world_size: int, machine: Hardware, *, least: int = 1) -> None:
-    """Raises UserError where this machine cannot run so many ranks, or they are too few."""
+    """Raises UserError if this machine has too few GPUs for the world size, or if it is below `least`."""
     if world_size < least:
-        raise UserError(f"--world-sizes {world_size}: communication needs two ranks or more")
+        raise UserError(f"too few ranks to communicate: --world-sizes {world_size}. Give two ranks or more.")
     if machine.device == "cuda" and world_size > machine.count:
         raise UserError(
-            f"--world-sizes {world_size}: {machine.count} GPU(s) can be seen here, and a rank needs one of its own. "
-            "Give at most that many, or make more visible with CUDA_VISIBLE_DEVICES."
+            f"too many ranks: --world-sizes {world_size}, but {machine.count} GPU(s) are visible and each rank needs "
+            "one. Use a smaller world size, or make more GPUs visible with CUDA_VISIBLE_DEVICES."
         )
 
 
 def in_effect(environment: Mapping[str, str] | None) -> dict[str, str]:
-    """The variables that the ranks' communication depends on."""
-    env = {**launch.ALWAYS, **os.environ, **(environment or {})}
+    """Environment variables of the ranks that affect communication."""
+    env = {**launch.DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
     shown = ("NCCL_", "GLOO_", "TORCH_NCCL_")
     return {name: env[name] for name in sorted(env) if name.startswith(shown) or name == "OMP_NUM_THREADS"}
 
 
 def show(environment: Mapping[str, str]) -> str:
-    """NAME=VALUE of each."""
+    """NAME=VALUE pairs, separated by spaces."""
     return " ".join(f"{name}={value}" for name, value in environment.items())
 
 
-# --- the settings that matter ---------------------------------------------------------------------------------------
+# --- NCCL settings to compare ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A set of NCCL variables to try, and the collectives that it concerns."""
+    """A set of NCCL variables to try, and the collectives that it affects."""
 
     name: str
     environment: dict[str, str]
@@ -117,17 +117,17 @@ class Variant:
 
 
 def variants(machine: Hardware) -> tuple[Variant, ...]:
-    """What is worth trying on this topology; the first is what `nccl.settings` gives. NVLink's multicast stays off.
+    """Settings worth trying on this topology, those of `nccl.settings` first. NVLink multicast stays off in all.
 
     Raises:
-        UserError: there is no NCCL here.
+        UserError: this machine has fewer than two GPUs.
     """
     links = machine.links or ()
     if machine.device != "cuda" or not links:
         raise UserError(
-            "--settings compares settings of NCCL, which joins GPUs; here is "
+            "--settings compares NCCL settings and needs several GPUs: this machine has "
             + ("one GPU. " if machine.device == "cuda" else "no GPU. ")
-            + "Leave it out to measure what there is."
+            + "Remove --settings to measure without them."
         )
     base = {one.name: one.value for one in nccl.settings(machine)}
     found = [Variant(name="as advised", environment=base)]
@@ -136,12 +136,12 @@ def variants(machine: Hardware) -> tuple[Variant, ...]:
     elif "NCCL_P2P_DISABLE" in base:
         found.append(Variant(name="peer access left to NCCL", environment=base | {"NCCL_P2P_DISABLE": "0"}))
     found.append(Variant(name="Ring", environment=base | {"NCCL_ALGO": "Ring"}))
-    # NCCL has Tree for all-reduce alone; the others would find no algorithm.
+    # NCCL implements Tree for all-reduce only; other collectives would fail.
     found.append(Variant(name="Tree", environment=base | {"NCCL_ALGO": "Tree"}, collectives=("all_reduce",)))
     found.append(Variant(name="Simple", environment=base | {"NCCL_PROTO": "Simple"}))
     found.append(Variant(name="LL", environment=base | {"NCCL_PROTO": "LL"}))
     if all(link.nvlinks for link in links):  # elsewhere LL128 "can lead to data corruption" (NCCL_PROTO in its manual)
         found.append(Variant(name="LL128", environment=base | {"NCCL_PROTO": "LL128"}))
-    for size in (MIB, 32 * MIB):  # of 4 MiB, and what the study set
+    for size in (MIB, 32 * MIB):  # NCCL's default is 4 MiB; the study used 32
         found.append(Variant(name=f"buffer {size // MIB} MiB", environment=base | {"NCCL_BUFFSIZE": str(size)}))
     return tuple(found)

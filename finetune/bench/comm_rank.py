@@ -1,4 +1,4 @@
-"""A rank of `finetune bench comm`: times collectives of float32 tensors over a list of sizes."""
+"""A rank of `finetune bench comm`: times collectives of float32 tensors at each of a list of sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune.runtime import distributed
 def measure(request: rank.Request) -> dict[str, Any]:
     """Seconds of each collective at each size, and the state of the GPUs at the start and at the end.
 
-    Every run goes through all collectives and sizes once, so that a machine that drifts shows in the interval.
+    Every run covers all collectives and sizes once, so that drift of the machine widens the confidence interval.
     """
     cases = [(name, size) for name in request["collectives"] for size in request["sizes"]]
     times: dict[tuple[str, int], list[list[float]]] = {case: [] for case in cases}
@@ -38,10 +38,10 @@ def measure(request: rank.Request) -> dict[str, Any]:
 
 
 def prepare(name: str, size: int) -> tuple[Callable[[], Any], int]:
-    """A call of the collective, and its bytes as nccl-tests counts them: what one rank gives to all-reduce, broadcast
-    and reduce-scatter, and what it gets from all-gather. Rounded up to whole elements of every rank.
+    """A call of the collective, and its bytes as nccl-tests counts them: the input of one rank to all-reduce, broadcast
+    and reduce-scatter, the output on one rank of all-gather. Rounded up to the same number of elements on every rank.
 
-    A size that is reduced over and over stays finite: the tensor is zero.
+    The tensors are zero, so that repeated reductions stay finite.
     """
     world = distributed.ranks().world_size
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What `finetune bench comm` shows, and which sizes this job sends."""
+"""`finetune bench comm`: what it measures and prints, and the message sizes of the user's own job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from finetune.bench import comm
-from finetune.bench.launch import world_sizes
+from finetune.bench.launch import choose_world_sizes
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
@@ -20,11 +20,11 @@ from finetune.runtime.nccl import in_words, settings
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
-    """Measure all that was asked for; what `--json` gets: one run, or {"kind": "comm", "runs": [...]}."""
+    """Measure everything requested. Yields the content of `--json`: one run, or {"kind": "comm", "runs": [...]}."""
     sent = job_buckets(rest) if rest else []
     machine = survey()
-    worlds = world_sizes(options.world_sizes, machine.count, least=2)
-    for world in worlds:  # before anything starts
+    world_sizes = choose_world_sizes(options.world_sizes, machine.count, least=2)
+    for world in world_sizes:  # all are checked before the first starts
         comm.check_world(world, machine, least=2)
     print_line(topology_line(machine))
     print_line(in_words(machine, settings(machine)))
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     else:
         tried = (comm.Variant(name="as advised", environment={one.name: one.value for one in settings(machine)}),)
     runs, failed = [], []
-    for world in worlds:
+    for world in world_sizes:
         for place, variant in enumerate(tried):
             try:
                 runs.append(measure(options, world, variant, sent, machine))
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
             except RunError as error:
                 if place == 0:
                     raise
-                # NCCL refuses what a topology cannot do; the other settings are worth knowing all the same.
+                # NCCL rejects settings that the topology does not support; measure the others anyway.
                 failed.append({"world_size": world, "variant": variant.name, "error": str(error)})
                 console().print(f"{variant.name} failed: {error}", style="red", highlight=False, markup=False)
             yield runs[0] if len(runs) == 1 and not failed else {"kind": "comm", "runs": runs, "failed": failed}
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
 def measure(
     options: argparse.Namespace, world: int, variant: comm.Variant, sent: list[int], machine: Hardware
 ) -> dict[str, Any]:
-    """One world size with one set of variables."""
+    """Measure one world size with one set of variables."""
     sizes = options.sizes
     if sizes is None:
         sizes = [size for size in comm.SIZES if machine.device == "cuda" or size <= comm.MOST_ON_CPU]
@@ -68,22 +68,25 @@ def measure(
         collectives=variant.collectives,
         machine=machine,
     )
-    if options.sizes is None:  # a whole curve: the runs on this machine are scored by it
+    if options.sizes is None:  # a complete curve, which predictions for this machine use
         measurements.keep_comm(found, machine.name)
     return found | {"variant": variant.name, "gradient_buckets": sent}
 
 
 def job_buckets(arguments: list[str]) -> list[int]:
-    """Bytes of each gradient bucket of a configuration's model, whose weights are not loaded.
+    """Bytes of each gradient bucket of a configuration's model, without loading its weights.
 
     Raises:
-        UserError: the configuration is wrong, or the model is not found.
+        UserError: the configuration is invalid, or the model is not found.
     """
     from finetune.config import load
 
     config = load(arguments, verb="bench")
     if config.demo:
-        raise UserError("a configuration without model.model_name_or_path has no gradients of its own to measure")
+        raise UserError(
+            "the configuration names no model whose gradients could be measured: model.model_name_or_path is not set. "
+            "Set it, or remove the configuration."
+        )
     from finetune.bench.gradients import trainable_bytes
     from finetune.measure.predict import buckets
 
@@ -91,13 +94,13 @@ def job_buckets(arguments: list[str]) -> list[int]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """A table of one run: a row for each size, latency and bus bandwidth of each collective."""
+    """Print one run as a table: a row per size with latency and bus bandwidth of each collective."""
     title = f"{found['world_size']} ranks, {found['backend']}, {found['variant']}: median time, bus bandwidth"
     table = Table(title=title, title_justify="left")
     table.add_column("bytes", justify="right")
     for name in found["collectives"]:
         table.add_column(name.replace("_", "-"), justify="right")
-    unit = 4 * found["world_size"]  # sizes are rounded up to whole elements of every rank
+    unit = 4 * found["world_size"]  # sizes are rounded up to the same number of elements on every rank
     sent = {-(-size // unit) * unit for size in found["gradient_buckets"]}
     for rows in zip(*found["collectives"].values(), strict=True):
         cells = [f"{duration(row['seconds']['median'])}  {row['busbw_gb_s']:7.2f} GB/s" for row in rows]
@@ -111,14 +114,14 @@ def show(found: dict[str, Any]) -> None:
 
 
 def compare(runs: list[dict[str, Any]]) -> None:
-    """All-reduce of every variant beside the first one's: the smallest size, DDP's bucket, the largest.
+    """Print all-reduce of every variant relative to the first, at the smallest size, DDP's bucket size and the largest.
 
-    A factor is told only where two 95 % intervals do not overlap: times of small sizes are the host's, and scatter.
+    A factor is shown only if the 95 % intervals do not overlap: small sizes measure the host, and vary.
     """
     first = runs[0]["collectives"]["all_reduce"]
     bucket = min(range(len(first)), key=lambda place: abs(first[place]["bytes"] - BUCKET_BYTES))
     places = sorted({0, bucket, len(first) - 1})
-    title = f"{runs[0]['world_size']} ranks, all-reduce by setting (= where 95 % intervals overlap)"
+    title = f"{runs[0]['world_size']} ranks, all-reduce by setting (=: 95 % intervals overlap)"
     table = Table(title=title, title_justify="left")
     table.add_column("setting")
     for place in places:
@@ -132,7 +135,7 @@ def compare(runs: list[dict[str, Any]]) -> None:
 
 
 def factor(base: dict[str, Any], row: dict[str, Any]) -> str:
-    """How many times as fast as `base`; "=" where that cannot be told."""
+    """Speed relative to `base`; "=" if the difference is within the intervals."""
     one, other = base["seconds"], row["seconds"]
     if not apart(one["ci95"], other["ci95"]):
         return "="
@@ -140,5 +143,5 @@ def factor(base: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Microseconds or milliseconds, whichever reads better."""
+    """In microseconds or milliseconds, whichever is easier to read."""
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -14,9 +14,9 @@ from finetune.runtime.options import Options, count, counts, names, path
 
 WHAT = {
     "comm": "all-reduce, reduce-scatter, all-gather and broadcast: latency and bandwidth by size",
-    "compute": "matrix product and memory copy: the most that this machine can do",
-    "step": "where the time of a training step of your configuration goes, on each rank",
-    "study": "a published study of one GPU against two, repeated: dense models of 258 K and 6.9 M parameters",
+    "compute": "peak rates of this machine for matrix products and memory copies",
+    "step": "time per phase of a training step of your configuration, on each rank",
+    "study": "repeat a published study of one GPU against two: dense models of 258 K and 6.9 M parameters",
 }
 NOTES = "Exit code 0: done, 1: a rank failed, 2: bad input. docs/benchmarks.md describes each measurement."
 
@@ -29,21 +29,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """The help of `finetune bench` without a benchmark."""
+    """The help text of `finetune bench` without a benchmark."""
     lines = [f"  {name:9} {purpose}" for name, purpose in WHAT.items()]
     usage = "usage: finetune bench WHAT [options]\n\nMeasure this machine. WHAT is one of:\n\n"
     return usage + "\n".join(lines) + f"\n\n`finetune bench WHAT --help` lists its options.\n{NOTES}\n"
 
 
 def run(argv: list[str]) -> int:
-    """Measure, show, write: after each measurement, so that what is there stays, whatever comes after.
+    """Measure, print and write; after each measurement, so that a later failure loses nothing.
 
     Raises:
         UserError: bad options, configuration or data.
         RunError: a rank failed.
     """
     if not argv or argv[0] not in WHAT:
-        given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark was named"
+        given = f"unknown benchmark: `{argv[0]}`" if argv else "no benchmark given"
         raise UserError(f"{given}. Choose one of {', '.join(WHAT)}.")
     options, rest = parse(argv[0], argv[1:])
     from finetune.runtime.files import write_json
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
 
 
 def _measure(what: str) -> Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]:
-    """What yields all that it has measured so far, again and again."""
+    """The generator of a benchmark, which yields everything measured so far after each measurement."""
     if what == "comm":
         from finetune.bench import comm_report
 
@@ -77,26 +77,26 @@ def own_options(what: str) -> Options:
     """The options of a benchmark."""
     purpose = WHAT[what][:1].upper() + WHAT[what][1:] + "."
     found = Options(f"bench {what}", purpose, notes=NOTES, configuration=what in ("comm", "step"))
-    default = "1; several run at once" if what == "compute" else "1, 2, 4 and 8, up to the GPUs there are"
-    found.add("--world-sizes", counts, "1,2", f"numbers of ranks: NCCL on GPUs, gloo on a CPU (default: {default})")
-    repeated = "repeated runs; the confidence interval is that of the mean over them"
-    found.add("--runs", count, "N", f"{repeated} (default: %(default)s; the study's own: 50)", RUNS)
+    default = "1; several run at once" if what == "compute" else "1, 2, 4 and 8, up to the number of GPUs"
+    found.add("--world-sizes", counts, "1,2", f"world sizes: NCCL on GPUs, gloo on a CPU (default: {default})")
+    repeated = "repeated runs; the confidence interval is that of their mean"
+    found.add("--runs", count, "N", f"{repeated} (default: %(default)s; the published study: 50)", RUNS)
     found.add(
         "--steps", count, "N", f"measured steps per run, after {WARM_UP} warm-up steps (default: %(default)s)", MEASURED
     )
     if what == "comm":
-        found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB; to 16 MiB on a CPU)")
-        found.add_switch("--settings", "the NCCL settings that matter on this topology, each in its own processes")
+        found.add("--sizes", counts, "BYTES,...", "message sizes (default: 4 KiB to 256 MiB, or to 16 MiB on a CPU)")
+        found.add_switch("--settings", "compare the NCCL settings that matter on this topology, each in new processes")
     if what in ("step", "study"):
         plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
-        found.add("--out", path, "DIR", f"write tables, numbers and plots there: {plots}")
+        found.add("--out", path, "DIR", f"write tables, figures and plots to this folder: {plots}")
     if what == "study":
-        found.add("--models", names, "NAME,...", "258K, 6.9M, and on GPUs with LoRA llama-1.2b, llama-3b")
+        found.add("--models", names, "NAME,...", "258K, 6.9M and, with LoRA on GPUs, llama-1.2b, llama-3b")
     return found
 
 
 def parse(what: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a benchmark, and the arguments that belong to the configuration.
+    """Split the arguments into the options of a benchmark and those of the configuration.
 
     Raises:
         UserError: an unknown option or an invalid value.

@@ -1,4 +1,4 @@
-"""`finetune bench compute`: the most that this machine computes and copies, to hold a run's own figures against."""
+"""`finetune bench compute`: peak compute and copy rates of this machine, as a reference for a run's own figures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from finetune.runtime.hardware import survey, topology_line
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
-    """Measure one device, or with --world-sizes several at once; what `--json` gets."""
+    """Measure one device, or several at once with --world-sizes. Yields the content of `--json`."""
     machine = survey()
-    worlds = options.world_sizes or [1]
-    for world in worlds:
+    world_sizes = options.world_sizes or [1]
+    for world in world_sizes:
         comm.check_world(world, machine)
     print_line(topology_line(machine))
     request = {"runs": options.runs, "steps": options.steps, "warm_up": WARM_UP}
     runs = []
-    for world in worlds:
-        found = launch.ranks("finetune.bench.compute_rank", world, request, about=f"ceilings of {world} device(s)")
+    for world in world_sizes:
+        found = launch.ranks(
+            "finetune.bench.compute_rank", world, request, title=f"compute and copy rates of {world} device(s)"
+        )
         before, after = found.pop("states")
         kept = {"kind": "compute", "world_size": world, "hardware": machine.to_dict()}
         runs.append(kept | {"conditions": conditions.describe(before, after, machine)} | found)
@@ -33,8 +35,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
 
 
 def show(found: dict[str, Any]) -> None:
-    """A row for each case, a column for each rank."""
-    table = Table(title="median of each device", title_justify="left")
+    """Print a row per case and a column per rank."""
+    table = Table(title="median per device", title_justify="left")
     table.add_column("")
     for rank in range(found["world_size"]):
         table.add_column(f"rank {rank}", justify="right")

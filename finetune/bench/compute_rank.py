@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class Case(NamedTuple):
-    """One thing to time: `amount` of `unit` times second in a call."""
+    """One thing to time: a call of `step` does `amount`, in `unit` times seconds."""
 
     name: str
     step: Callable[[], Any]
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 def measure(request: rank.Request) -> dict[str, Any]:
-    """Each case's rate on every rank, all ranks at the same time."""
+    """Rate of each case on every rank, all ranks at the same time."""
     cases, before = [], None
     builders = list(gpu_cases() if rank.on_gpu() else cpu_cases())
     for place, build in enumerate(builders):
@@ -40,7 +40,7 @@ def measure(request: rank.Request) -> dict[str, Any]:
 
 
 def gpu_cases() -> list[Callable[[], Case]]:
-    """Large enough that launching costs nothing; bf16 is what training computes in."""
+    """Large enough for kernel launches not to matter; training computes in bf16."""
     cuda = torch.device("cuda", torch.cuda.current_device())
     return [
         lambda: product(8192, torch.bfloat16, cuda),
@@ -52,7 +52,7 @@ def gpu_cases() -> list[Callable[[], Case]]:
 
 
 def cpu_cases() -> list[Callable[[], Case]]:
-    """One thread a rank, as in training with several ranks."""
+    """One thread per rank, as in training with several ranks."""
     cpu = torch.device("cpu")
     return [
         lambda: product(512, torch.float32, cpu),
@@ -62,7 +62,7 @@ def cpu_cases() -> list[Callable[[], Case]]:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """size x size times size x size of random numbers: 2 size^3 operations. (Zeros would draw less power.)"""
+    """Multiply two random size x size matrices: 2 size^3 operations. (Zeros would draw less power.)"""
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     result = torch.empty_like(one)
     name = f"matrix product {size}^3, {str(dtype).removeprefix('torch.')}"
@@ -70,7 +70,7 @@ def product(size: int, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def copy(name: str, size: int, source: torch.device, target: torch.device) -> Case:
-    """`size` bytes; on one device each is read and written, between two it crosses once."""
+    """Copy `size` bytes. On one device each byte counts twice, read and written; between two devices, once."""
     crosses = source != target
     one = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=crosses and source.type == "cpu")
     other = torch.zeros(size, dtype=torch.uint8, device=target, pin_memory=crosses and target.type == "cpu")

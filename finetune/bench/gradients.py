@@ -1,4 +1,4 @@
-"""The gradients of a configuration's model, from its shape alone: no weight is loaded."""
+"""Gradient sizes of a configuration's model, from its architecture: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from finetune.config import Config
 
 
 def trainable_bytes(config: Config) -> list[int]:
-    """Bytes of each trainable tensor's gradient, in the model's order.
+    """Bytes of the gradient of each trainable tensor, in the model's order.
 
-    PEFT keeps adapters in float32 on a 16-bit base, and so does Unsloth; in full fine-tuning gradients have the dtype
-    of the weights.
+    PEFT and Unsloth keep adapters in float32 on a 16-bit base; in full fine-tuning gradients have the dtype of the
+    weights.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,10 +1,9 @@
-"""What the ranks of every benchmark have in common: meet, time steps, and let rank 0 write the result."""
+"""Shared by the ranks of all benchmarks: set up the device, time steps, and write the result on rank 0."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from finetune.bench.launch import MARK, REQUEST, RESULT
 from finetune.measure.protocol import Summary, summarize
 from finetune.runtime import distributed, hardware
+from finetune.runtime.clock import Clock
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
 
@@ -19,7 +19,7 @@ Request = dict[str, Any]
 
 
 def run_rank(measure: Callable[[Request], Any]) -> int:
-    """The `main` of a rank, started by `launch.ranks`: `measure(request)` on every rank, its result from rank 0."""
+    """The `main` of a rank started by `launch.ranks`: run `measure(request)`; rank 0 writes its result."""
     return guarded(lambda: _run_rank(Path(sys.argv[1]), measure))
 
 
@@ -52,42 +52,20 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def device_type() -> str:
+    """What the ranks of this benchmark compute on: "cuda" or "cpu"."""
+    return "cuda" if on_gpu() else "cpu"
+
+
 def progress(done: int, total: int) -> None:
-    """Tell the process that started the ranks how far they are."""
+    """Report progress to the process that started the ranks."""
     if distributed.ranks().is_main:
         sys.stdout.write(f"{MARK}{done} {total}\n")
         sys.stdout.flush()
 
 
-class Clock:
-    """Marks in the course of work, and the seconds between them. On a GPU a mark is an event of the current stream, so
-    that making one waits for nothing; `seconds` waits."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Here."""
-        if not on_gpu():
-            self._marks.append(time.perf_counter())
-            return
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Between each mark and the next; forgets them."""
-        marks, self._marks = self._marks, []
-        if not on_gpu():
-            return [after - before for before, after in zip(marks, marks[1:], strict=False)]
-        marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
-
-
 def barrier() -> None:
-    """Wait for this rank's device and for the other ranks: what comes next begins together."""
+    """Synchronize with this rank's device and with the other ranks, so that all start the next part together."""
     if on_gpu():
         import torch
 
@@ -96,9 +74,9 @@ def barrier() -> None:
 
 
 def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls after `warm_up` calls; all ranks begin together."""
+    """Seconds of each of `steps` calls after `warm_up` calls; all ranks start together."""
     barrier()
-    clock = Clock()
+    clock = Clock(device_type())
     for number in range(warm_up + steps):
         if number == warm_up:
             clock.mark()
@@ -109,7 +87,7 @@ def time_steps(step: Callable[[], Any], *, warm_up: int, steps: int) -> list[flo
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Each step's time on the rank that took longest for it: a collective is over when the last rank has its data."""
+    """Each step's time on its slowest rank: a collective is complete when the last rank has its data."""
     return [max(of_ranks) for of_ranks in zip(*distributed.gather_objects(list(seconds)), strict=True)]
 
 
@@ -120,5 +98,5 @@ def figure(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def states() -> list[dict[str, Any] | None]:
-    """Clocks, temperature and power of every rank's GPU now, in rank order; None for ranks on a CPU."""
+    """Current clocks, temperature and power of every rank's GPU, in rank order; None for ranks on a CPU."""
     return distributed.gather_objects(hardware.gpu_state())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.bench import comm, conditions, launch, timeline
-from finetune.bench.launch import world_sizes
+from finetune.bench.launch import choose_world_sizes
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
@@ -17,15 +17,17 @@ from finetune.runtime.nccl import settings
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
-    """Measure every world size; what `--json` gets: {"kind": "step", "runs": [...]}."""
+    """Measure every world size. Yields the content of `--json`: {"kind": "step", "runs": [...]}."""
     config = load(rest, verb="bench")
     machine = survey()
-    worlds = possible(config, world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes))
-    for world in worlds:
+    world_sizes = dividing(
+        config, choose_world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes)
+    )
+    for world in world_sizes:
         comm.check_world(world, machine)
     print_line(topology_line(machine))
     runs = []
-    for world in worlds:
+    for world in world_sizes:
         runs.append(measure(rest, world, options.runs, options.steps, machine=machine))
         show(runs[-1])
         yield {"kind": "step", "config_file": config.config_file, "runs": runs}
@@ -33,10 +35,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
         timeline.write(options.out / "step.png", "Training step by rank", bars(runs))
 
 
-def possible(config: Config, worlds: Sequence[int], *, asked: bool) -> list[int]:
-    """The world sizes that hold the global batch exactly; of those that were asked for, each must."""
+def dividing(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list[int]:
+    """The world sizes that divide the global batch evenly.
+
+    Raises:
+        UserError: with `asked`, one does not; otherwise, none does.
+    """
     kept = []
-    for world in worlds:
+    for world in world_sizes:
         try:
             if not config.demo:
                 resolve_batch(config.training, world, config.data)
@@ -44,9 +50,9 @@ def possible(config: Config, worlds: Sequence[int], *, asked: bool) -> list[int]
         except UserError as error:
             if asked:
                 raise
-            print_line(f"{world} ranks are left out: {error}")
+            print_line(f"skipping {world} ranks: {error}")
     if not kept:
-        raise UserError("no number of ranks here holds the global batch; give --world-sizes to see why")
+        raise UserError(f"no world size divides the global batch: {list(world_sizes)}. Set --world-sizes to see why.")
     return kept
 
 
@@ -63,24 +69,24 @@ def measure(
     """Train a configuration on `world_size` ranks and time its steps.
 
     Args:
-        arguments: of the configuration, as `finetune.train` takes them.
-        environment: variables of the ranks; those that `nccl.settings` gives where it is None.
+        arguments: the configuration, as arguments of `finetune train`.
+        environment: environment variables of the ranks; None for those of `nccl.settings`.
 
     Returns:
         kind, world_size, hardware, environment, conditions, backend, batch, tokens_per_step, tokens_per_second_per_gpu,
-        exposed_communication_fraction (of rank 0; None where DDP gave no sample), and for each rank under `ranks`:
-        seconds of the step and of its phases data, forward, backward (with the communication that is exposed in it),
-        optimizer (with clipping), other; exposed and hidden communication (None for one rank); peak_memory_gib.
+        exposed_communication_fraction (of rank 0; None if DDP reported no sample), and for each rank under `ranks`:
+        seconds of the step and of its phases data, forward, backward (including exposed communication), optimizer
+        (including clipping) and other; exposed and hidden communication (None for one rank); peak_memory_gib.
 
     Raises:
-        UserError, RunError: as `finetune.train` does, or because a rank died.
+        UserError, RunError: as in training, or because a rank died.
     """
     machine = machine or survey()
     if environment is None:
         environment = {one.name: one.value for one in settings(machine)} if world_size > 1 else {}
     request = {"arguments": list(arguments), "runs": runs, "steps": steps, "warm_up": warm_up}
-    about = f"{runs} x {steps} training steps on {world_size} rank(s)"
-    found = launch.ranks("finetune.bench.step_rank", world_size, request, about=about, environment=environment)
+    title = f"{runs} x {steps} training steps on {world_size} rank(s)"
+    found = launch.ranks("finetune.bench.step_rank", world_size, request, title=title, environment=environment)
     states = [one.pop("states") for one in found["ranks"]]
     seconds = found["ranks"][0]["seconds"]
     step, exposed = seconds["step"]["median"], seconds["exposed"]
@@ -97,7 +103,7 @@ def measure(
 
 
 def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
-    """A bar for each rank of each world size, in milliseconds."""
+    """A bar per rank of each world size, in milliseconds."""
     return [
         timeline.bar(f"rank {rank} of {run['world_size']}", one["seconds"])
         for run in runs
@@ -106,7 +112,7 @@ def bars(runs: Sequence[dict[str, Any]]) -> list[timeline.Bar]:
 
 
 def show(run: dict[str, Any]) -> None:
-    """The timeline of a world size, and its rates."""
+    """Print the timeline of a world size, and its rates."""
     timeline.show(bars([run]))
     share = run["exposed_communication_fraction"]
     peak = max(one["peak_memory_gib"] for one in run["ranks"])

@@ -1,4 +1,4 @@
-"""A rank of `finetune bench step`: trains the user's configuration as a run does, and times its steps."""
+"""A rank of `finetune bench step`: trains the user's configuration with the real trainer and times its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def run(folder: Path) -> int:
-    """Train as long as the request says; rank 0 writes what was found."""
+    """Train for as many steps as requested; rank 0 writes the result."""
     request = json.loads((folder / REQUEST).read_text())
     with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
         config = short(load(request["arguments"], verb="bench"), request, out)
@@ -35,7 +35,7 @@ def run(folder: Path) -> int:
 
 
 def short(config: Config, request: dict[str, Any], out: str) -> Config:
-    """The configuration with as many steps as are measured, and nothing beside them."""
+    """The configuration limited to the measured steps: no checkpoints, evaluation or samples."""
     total = request["runs"] * (request["warm_up"] + request["steps"])
     training = replace(
         config.training,
@@ -46,29 +46,30 @@ def short(config: Config, request: dict[str, Any], out: str) -> Config:
         resume_from_checkpoint=False,
         strategy=None,
     )
-    # A record of the run makes the host wait for the device: none before the end.
+    # Logging costs a host-device sync: none before the end.
     logging = replace(config.logging, logging_steps=10 * total, generate_samples=0, profile_steps=0)
     return replace(config, training=training, logging=logging)
 
 
 def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Build the real trainer, train, and put the ranks' figures side by side."""
+    """Build the real trainer, train, and gather the figures of all ranks."""
     config, demo = session.with_demo(config)
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     job = session.open_session(config, batch, demo=demo)
-    from finetune.bench.phases import Phases
+    from finetune.bench.windows import Windows
     from finetune.engine.callbacks import peak_memory_gib
 
     built = session.build_trainer(job, out)
     trainer, logger = built.trainer, built.logger
-    phases = Phases(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
-    trainer.args.max_steps = phases.total
+    windows = Windows(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
+    trainer.args.max_steps = windows.total
     with session.out_of_memory(job):
         try:
             trainer.train()
         finally:
             logger.close()
-    own = figures(phases) | {"peak_memory_gib": peak_memory_gib(), "states": phases.states, "profile": phases.profile}
+    own = figures(windows)
+    own |= {"peak_memory_gib": peak_memory_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)
     return {
         "backend": job.stack.backend,
@@ -79,15 +80,15 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     }
 
 
-def figures(phases: Any) -> dict[str, Any]:
-    """Of this rank: the step, each phase, and the communication inside the backward pass."""
-    from finetune.bench.phases import PHASES
+def figures(windows: Any) -> dict[str, Any]:
+    """Seconds on this rank: the step, each phase, and the communication inside the backward pass."""
     from finetune.bench.rank import figure
+    from finetune.engine.phases import PHASES
 
-    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in phases.seconds])}
-    found |= {name: figure([[step[name] for step in run] for run in phases.seconds]) for name in PHASES}
+    found: dict[str, Any] = {"step": figure([[sum(step.values()) for step in run] for run in windows.seconds])}
+    found |= {name: figure([[step[name] for step in run] for run in windows.seconds]) for name in PHASES}
     for place, name in enumerate(("exposed", "hidden")):
-        found[name] = figure([[one[place] for one in phases.communication]]) if phases.communication else None
+        found[name] = figure([[one[place] for one in windows.communication]]) if windows.communication else None
     return {"seconds": found}
 
 

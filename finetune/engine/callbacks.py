@@ -25,6 +25,7 @@ from finetune.engine import invariants, metrics
 from finetune.engine.metrics import ModelSize
 from finetune.errors import RunError
 from finetune.runtime import communication, disk, distributed, interrupt
+from finetune.runtime.clock import Clock
 from finetune.runtime.hardware import Hardware
 
 
@@ -129,37 +130,6 @@ class ParityDump(TrainerCallback):
                 raise RunError(f"{file} cannot be written: {error}. Free some space, then run again.") from error
 
 
-class StepClock:
-    """Seconds between the ends of optimiser steps, without waiting for the device at any of them.
-
-    On a GPU an event is recorded at each step and read at the next record, when the device has passed it anyway.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """The end of a step (or the beginning of the first)."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def drain(self) -> list[float]:
-        """Seconds of each step since the last call; waits for the device."""
-        marks = self._marks
-        if self.cuda:
-            marks[-1].synchronize()
-            seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
-        else:
-            seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-        self._marks = marks[-1:]
-        return seconds
-
-
 class EventFile:
     """TensorBoard's event file, made at the first write. If the disk fails it warns once and drops all further events:
     the training and its checkpoints do not depend on it."""
@@ -253,7 +223,7 @@ class RunLogger(TrainerCallback):
         self.plan, self.layout = plan, layout
         self.tokens, self.squared_lengths = layout.tokens, layout.squared_lengths
         self.hardware, self.size, self.texts, self.progress = hardware, size, texts, progress
-        self.clock = StepClock(hardware.device)
+        self.clock = Clock(hardware.device)
         self.trainer: Any = None  # set by the caller once the trainer exists
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
@@ -316,7 +286,7 @@ class RunLogger(TrainerCallback):
             return
         losses = self.trainer.drain_step_losses()
         self.losses += losses
-        seconds = self.clock.drain()
+        seconds = self.clock.seconds()
         self.step_seconds += seconds
         tokens, squares = self._window
         self._window = [0, 0]

@@ -1,4 +1,4 @@
-"""A few real optimizer steps of a job on one device, taken apart: memory, seconds of each part, what else would fit."""
+"""A trial of a job: a few real optimizer steps on one device, for peak memory, time per phase and what would fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.job import Job
+from finetune.engine.phases import PhaseTimer
 from finetune.engine.session import build_trainer
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
@@ -28,23 +30,23 @@ from finetune.measure.rules import MEMORY_MARGIN
 from finetune.runtime.hardware import held_outside
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
-TYPICAL_STEPS = 40  # steps on rows as they come, of which at least ENOUGH are taken
-ENOUGH = 6  # the first WARM_UP of them are not counted where as many are left: kernels are still compiled and tuned
-BUDGET_SECONDS = 30.0  # after so many the typical steps end early
+TYPICAL_STEPS = 40  # steps on rows of typical lengths
+ENOUGH = 6  # typical steps that are always run and counted; WARM_UP more are skipped if there are as many
+BUDGET_SECONDS = 30.0  # after which the typical steps end early
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------
 
 
 class InOrder(Plan):
-    """A plan that takes its rows as they stand."""
+    """A plan without shuffling."""
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.arange(self.n_rows)
 
 
 class TrialJob(Job):
-    """A job of chosen rows in a chosen order."""
+    """A job that trains on its rows in the given order."""
 
     def plan(self) -> Plan:
         plan = super().plan()
@@ -59,119 +61,62 @@ class TrialJob(Job):
 
 
 def longest_rows(layout: Layout, count: int) -> np.ndarray:
-    """The `count` longest rows, int64; from the first again where there are fewer."""
+    """Indices of the `count` longest rows, int64 [count]; repeated if there are fewer rows."""
     return np.resize(layout.largest_first(), count)
 
 
 def typical_micro_batches(job: Job, count: int) -> np.ndarray:
-    """Micro-batches of the job's plan, int64 [count, per_device]: of every size, from the smallest to the largest, as
-    often as they come; in a random order. From the first again where there are fewer."""
+    """A sample of the micro-batches of the job's plan, int64 [count, per_device], in random order. It is spread evenly
+    over their size distribution; micro-batches repeat if there are fewer."""
     batch = job.batch
     rows = job.plan().deal_epoch(
         0, world_size=1, per_device=batch.per_device, accumulation=batch.global_batch_size // batch.per_device
     )
     flat = rows.reshape(-1, batch.per_device)
-    whole = flat[(flat >= 0).all(axis=1)]
-    if not len(whole):  # fewer rows than one micro-batch
+    full = flat[(flat >= 0).all(axis=1)]
+    if not len(full):  # fewer rows than one micro-batch
         return np.tile(longest_rows(job.layout, batch.per_device), (count, 1))
-    by_size = whole[np.argsort(micro_batch_tokens(whole, job.layout), kind="stable")]
+    by_size = full[np.argsort(micro_batch_tokens(full, job.layout), kind="stable")]
     places = (np.arange(count) + 0.5) / count * len(by_size)
     return by_size[np.random.default_rng(job.config.training.seed).permutation(places.astype(int))]
 
 
 def settled(steps: Sequence[Any]) -> Sequence[Any]:
-    """The typical steps that count: without the first WARM_UP, but at least the last ENOUGH."""
+    """The typical steps that count: all but the first WARM_UP, which still compile and tune kernels, and at least the
+    last ENOUGH."""
     return steps[min(WARM_UP, max(len(steps) - ENOUGH, 0)) :]
 
 
-class Parts(TrainerCallback):
-    """Seconds of each part of each step, told apart by marks: CUDA events on a GPU, which make nobody wait, and the
-    clock on a CPU. `other` is what stands before the data of a step, `data` the wait for it."""
+class TimeBudget(TrainerCallback):
+    """Ends the training when the budget is used up, but not before the step `at_least`."""
 
-    def __init__(self, device: str, stop_after: int, budget_seconds: float = BUDGET_SECONDS) -> None:
-        """
-        Args:
-            stop_after: steps after which the training may end when `budget_seconds` are over.
-        """
-        self._cuda = device == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-        self._stop_after, self._budget, self._began = stop_after, budget_seconds, time.monotonic()
-
-    def watch(self, trainer: Any) -> None:
-        """Mark the ends of the parts of this trainer's steps."""
-        fetch, loss, backward = trainer.get_batch_samples, trainer.compute_loss, trainer.accelerator.backward
-
-        def fetched(*args: Any, **kwargs: Any) -> Any:
-            self._mark("other")
-            found = fetch(*args, **kwargs)
-            self._mark("data")
-            return found
-
-        def marked(name: str, function: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = function(*args, **kwargs)
-                if torch.is_grad_enabled():  # not in an evaluation
-                    self._mark(name)
-                return result
-
-            return call
-
-        trainer.get_batch_samples = fetched
-        trainer.compute_loss = marked("forward", loss)
-        trainer.accelerator.backward = marked("backward", backward)
-        trainer.add_callback(self)
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("begin")
+    def __init__(self, at_least: int, seconds: float = BUDGET_SECONDS) -> None:
+        self._at_least, self._ends = at_least, time.monotonic() + seconds
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark("optimizer")
-        if state.global_step >= self._stop_after and time.monotonic() - self._began > self._budget:
+        if state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
-
-    def _mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def steps(self) -> list[dict[str, list[float]]]:
-        """Of each whole step the seconds of its parts, those of forward and backward by micro-batch. Waits for the
-        device."""
-        if self._cuda and self._marks:
-            self._marks[-1][1].synchronize()
-        found: list[dict[str, list[float]]] = []
-        step: dict[str, list[float]] = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
-            seconds = before.elapsed_time(after) / 1e3 if self._cuda else after - before
-            step.setdefault(name, []).append(seconds)
-            if name == "optimizer":
-                found.append(step)
-                step = {}
-        return found
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
 class Memory(Protocol):
-    """How full the device is."""
+    """Memory of the device."""
 
-    limit_bytes: float | None  # that a job may use; None where none is known
+    limit_bytes: float | None  # available to a job; None if unknown
 
     def reset(self) -> None:
         """Forget the peak."""
         ...
 
     def peak_bytes(self) -> float:
-        """The most that this process has held since the last `reset`."""
+        """Peak memory of this process since the last `reset`."""
         ...
 
 
 class CudaMemory:
-    """torch's allocator, and what it cannot see: the CUDA context and other processes on the same GPU."""
+    """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
 
     def __init__(self) -> None:
         self.outside_bytes, self.total_bytes = held_outside()
@@ -185,7 +130,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The resident memory of a CPU run. It has no limit of its own, and its peak cannot be forgotten."""
+    """Resident memory of a CPU run, which has no limit, and whose peak cannot be reset."""
 
     limit_bytes: float | None = None
 
@@ -198,7 +143,7 @@ class HostMemory:
 
 
 def memory_of(device: str) -> Memory:
-    """The reader of this rank's device."""
+    """The memory of this rank's device."""
     return CudaMemory() if device == "cuda" else HostMemory()
 
 
@@ -207,7 +152,7 @@ def memory_of(device: str) -> Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One micro-batch size, tried on the longest rows. `peak_bytes` is None where the device was full before."""
+    """One micro-batch size, tried on the longest rows. The figures are None if the device ran out of memory."""
 
     per_device: int
     fits: bool
@@ -216,11 +161,11 @@ class Attempt:
 
 
 def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) -> list[Attempt]:
-    """Find the largest of `sizes` that fits: double from `start` until one does not (or halve until one does), then
-    bisect between the last two. Pure but for `attempt`; every size is tried at most once.
+    """Find the largest of `sizes` that fits: double from `start` until one does not fit (or halve until one does), then
+    bisect between the last two. Every size is tried at most once.
 
     Args:
-        sizes: allowed sizes, `start` among them.
+        sizes: allowed sizes, including `start`.
 
     Returns:
         All attempts, by size.
@@ -256,7 +201,7 @@ def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) 
 
 
 def recommended(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The largest size that fits, unless a smaller one was measured as more than 3 % faster; None where none fits."""
+    """The largest size that fits, unless a smaller one is more than 3 % faster; None if none fits."""
     fitting = [one for one in attempts if one.fits]
     if not fitting:
         return None
@@ -267,8 +212,8 @@ def recommended(attempts: Sequence[Attempt]) -> Attempt | None:
 
 
 def allowed_sizes(job: Job, world_size: int) -> list[int]:
-    """Micro-batch sizes that cut a rank's share of the global batch exactly, and are not more rows than there are. Only
-    the present one where the accumulation is fixed too."""
+    """Micro-batch sizes that divide a rank's share of the global batch and do not exceed the number of rows. If the
+    accumulation is configured, only the current size."""
     training = job.config.training
     if training.gradient_accumulation_steps is not None:
         return [job.batch.per_device]
@@ -277,8 +222,8 @@ def allowed_sizes(job: Job, world_size: int) -> list[int]:
 
 
 def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
-    """Forward and backward on the longest rows, three times: the second with the first's gradients held, as under
-    accumulation, the third for its speed. Afterwards the gradients are gone, also when the device was full."""
+    """Run forward and backward on the longest rows three times: the second while the gradients of the first are
+    held, as under accumulation, the third for its speed. Gradients are freed afterwards, even if memory ran out."""
     rows = longest_rows(layout, per_device)
     batch = trainer._collate(layout.__getitems__(rows.tolist()))
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
@@ -305,8 +250,8 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
 
 
 def holds_its_state(trainer: Any) -> bool:
-    """Whether the device holds weights, gradients and the optimizer's state together, without any row. It holds them
-    all but the gradients afterwards, as in training: the device may have been full before the first step was done.
+    """Whether weights, gradients and the optimizer state fit on the device together, without any activations.
+    Afterwards weights and optimizer state remain allocated, as in training, even if no step was completed before.
 
     The weights are not changed: gradients are zero, and so is the learning rate.
     """
@@ -315,7 +260,7 @@ def holds_its_state(trainer: Any) -> bool:
     try:
         for parameter in trainer.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        # Not by accelerate's wrapper, which waits for the last micro-batch of a step.
+        # The inner optimizer: accelerate's wrapper skips all but the last micro-batch of a step.
         getattr(trainer.optimizer, "optimizer", trainer.optimizer).step()
         return True
     except torch.OutOfMemoryError:
@@ -343,23 +288,28 @@ def _synchronize(trainer: Any) -> None:
 
 @dataclass(kw_only=True)
 class Trial:
-    """A trainer of the trial's rows, ready to `train()`, and what watches it."""
+    """A trainer on the trial's rows, ready to `train()`, and its instruments."""
 
     job: Job
     trainer: Any
     logger: Any
-    parts: Parts
+    timer: PhaseTimer
     memory: Memory
-    tokens: np.ndarray  # with padding, int64 [steps, accumulation], of the micro-batches
+    tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
+
+    @cached_property
+    def steps(self) -> list[dict[str, list[float]]]:
+        """Seconds of each step by phase, per micro-batch for forward and backward; for use after the training.
+        Synchronizes with the device."""
+        return self.timer.stop()
 
     def measure(self, started: float) -> Measurement:
-        """Turn the steps that were taken into a measurement of the job.
+        """Summarize the completed steps as a measurement of the job.
 
         Args:
-            started: when the process began, in seconds since the epoch.
+            started: start of the process, in seconds since the Unix epoch.
         """
-        steps = self.parts.steps()
-        typical = settled(list(zip(self.tokens.tolist(), steps, strict=False))[WORST_STEPS:])
+        typical = settled(list(zip(self.tokens.tolist(), self.steps, strict=False))[WORST_STEPS:])
         pairs = [
             (float(size), forward + backward)
             for sizes, step in typical
@@ -373,7 +323,7 @@ class Trial:
         accumulation = self.tokens.shape[1]
         job, plan = self.job, self.job.plan()
         batch = job.batch
-        held = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
+        world_sizes = [w for w in measurements.WORLD_SIZES if batch.global_batch_size % (w * batch.per_device) == 0]
         cap, first = measurements.bucket_limits(job.config.training.extra)
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         epochs, planned = job.config.training.num_train_epochs, job.config.training.max_steps
@@ -386,9 +336,9 @@ class Trial:
             seconds_per_token=line[1],
             residual_seconds=residuals,
             backward_share=median(b / (f + b) for f, b in zip(forwards, backwards, strict=True)),
-            data_seconds=median(step["data"][0] for _, step in typical) / accumulation,
-            optimizer_seconds=median(step["optimizer"][0] for _, step in typical),
-            other_seconds=median(step["other"][0] for _, step in typical),
+            data_seconds=median(sum(step["data"]) for _, step in typical) / accumulation,
+            optimizer_seconds=median(sum(step["optimizer"]) for _, step in typical),
+            other_seconds=median(sum(step["other"]) for _, step in typical),
             start_up_seconds=self.logger.first_step_at - started,
             compute_seconds={
                 str(world): float(
@@ -401,7 +351,7 @@ class Trial:
                         residuals=residuals,
                     ).mean()
                 )
-                for world in held
+                for world in world_sizes
             },
             tokens_per_step=float(job.layout.tokens.sum()) / plan.steps_per_epoch,
             steps=float(planned if planned > 0 else plan.steps_per_epoch * epochs),
@@ -411,8 +361,8 @@ class Trial:
             trainable_parameters=job.size.trainable_parameters,
             gradient_bytes=[p.numel() * p.element_size() for p in trained],
             gradient_dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
-            # The trainer has DDP keep the gradients inside its buckets where every weight is trained. In the first step
-            # it makes them twice; the optimizer's state, which comes later, takes as much or more, but for a few.
+            # In full fine-tuning the trainer lets DDP hold the gradients in its buckets. The first step holds them
+            # twice; the optimizer state, allocated later, takes at least as much memory with most optimizers.
             as_bucket_view=job.config.model.full_finetuning
             and _state_bytes(self.trainer) >= sum(p.nbytes for p in trained),
             gradients_in_peak=accumulation > 1,
@@ -422,21 +372,21 @@ class Trial:
 
 
 def _state_bytes(trainer: Any) -> int:
-    """What the optimizer holds beside the weights and their gradients."""
+    """Bytes of the optimizer state."""
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
     return sum(value.nbytes for value in values if torch.is_tensor(value))
 
 
 def _parameter_count(job: Job) -> int:
-    """All parameters of the model, 4-bit weights counted as what they stand for."""
+    """All parameters of the model; 4-bit weights count as unpacked."""
     embedding, head = job.model.get_input_embeddings(), job.model.get_output_embeddings()
     tied = head is not None and embedding.weight is head.weight
     return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
 
 
 def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
-    """The real trainer on the longest rows, then on rows as they come."""
-    accumulation = min(2, job.batch.accumulation)  # two: gradients are then held while the next ones are computed
+    """Build the real trainer, to run on the longest rows first and then on typical ones."""
+    accumulation = min(2, job.batch.accumulation)  # two are enough to hold gradients while the next are computed
     per_device = job.batch.per_device
     worst = np.tile(longest_rows(job.layout, per_device), (WORST_STEPS * accumulation, 1))
     micro_batches = np.concatenate([worst, typical_micro_batches(job, TYPICAL_STEPS * accumulation)])
@@ -449,26 +399,26 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         eval_steps=0,
         resume_from_checkpoint=False,
     )
-    # Losses are looked at once, at the end: a record waits for the device, and most steps of a real run have none.
+    # Losses are read once, at the end: logging costs a host-device sync, and most steps of a real run do not log.
     logging = replace(job.config.logging, logging_steps=len(tokens), profile_steps=0)
-    given: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
-    given |= dict(
+    fields: dict[str, Any] = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    fields |= dict(
         config=replace(job.config, training=training, logging=logging),
         batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
     )
-    trial = TrialJob(**given)
+    trial = TrialJob(**fields)
     built = build_trainer(trial, folder)
     trainer = built.trainer
-    parts = Parts(job.stack.device, WORST_STEPS + ENOUGH)
-    parts.watch(trainer)
-    # A micro-batch's place in its step is the plan's, which sorts by size; the sizes follow it.
+    timer = PhaseTimer(trainer, job.stack.device)
+    trainer.add_callback(TimeBudget(at_least=WORST_STEPS + ENOUGH))
+    # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
     return Trial(
         job=job,
         trainer=trainer,
         logger=built.logger,
-        parts=parts,
+        timer=timer,
         memory=memory or memory_of(job.stack.device),
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

@@ -69,7 +69,7 @@ def test_a_rank_that_dies_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     environment = launch.environment(tmp_path)
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     with pytest.raises(RunError, match=r"^rank 1 of 2 died \(SIGKILL\); the others were stopped$"):
-        ranks.ranks("dies", 2, {}, about="a rank that dies", environment=environment)
+        ranks.ranks("dies", 2, {}, title="a rank that dies", environment=environment)
 
 
 def test_parts_of_a_training_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

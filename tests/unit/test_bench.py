@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.bench import comm, comm_report, conditions, launch, timeline
+from finetune.bench import comm, comm_report, conditions, launch, timeline, windows
 from finetune.bench.command import main, parse
-from finetune.bench.launch import world_sizes
-from finetune.bench.phases import split
+from finetune.bench.launch import choose_world_sizes
 from finetune.bench.study import command as study
 from finetune.bench.study import lora as study_lora
 from finetune.bench.study import published
@@ -27,7 +26,7 @@ from finetune.bench.study import report as study_report
 from finetune.bench.study.rank import dense
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.runtime import communication, hardware
+from finetune.runtime import clock, communication, hardware
 from tests.nvml import Card, install
 
 
@@ -75,13 +74,15 @@ def _cpu() -> dict[str, Any]:
 def test_world_sizes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     two = machine(monkeypatch, 2, 18)
     comm.check_world(2, two)
-    with pytest.raises(UserError, match="2 GPU.s. can be seen here"):
+    with pytest.raises(UserError, match="2 GPU.s. are visible"):
         comm.check_world(4, two)
     with pytest.raises(UserError, match="two ranks or more"):
         comm.check_world(1, two, least=2)
-    assert world_sizes(None, 8) == [1, 2, 4, 8] and world_sizes(None, 8, least=2) == [2, 4, 8]
-    assert world_sizes(None, 1) == [1] and world_sizes(None, 1, least=2) == [2]  # which one GPU then refuses
-    assert world_sizes(None, 0) == [1, 2] and world_sizes([3], 0) == [3]
+    assert choose_world_sizes(None, 8) == [1, 2, 4, 8] and choose_world_sizes(None, 8, least=2) == [2, 4, 8]
+    assert choose_world_sizes(None, 1) == [1] and choose_world_sizes(None, 1, least=2) == [
+        2
+    ]  # which one GPU then refuses
+    assert choose_world_sizes(None, 0) == [1, 2] and choose_world_sizes([3], 0) == [3]
 
 
 def test_buckets_of_a_job_are_those_of_ddp(tiny_model: Path) -> None:
@@ -232,11 +233,49 @@ def test_kernels_of_communication_that_nothing_hides() -> None:
     assert communication.split_of_kernels(noise, steps=2) is None
 
 
-def test_marks_become_phases() -> None:
-    labels = ["start", "other", "data", "forward", "other", "backward", "forward", "backward", "optimizer", "end"]
-    first, second = split([*labels, "data", "end"], [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
-    assert first == {"data": 2, "forward": 4 + 32, "backward": 16 + 64, "optimizer": 128, "other": 1 + 8 + 256}
-    assert second == {"data": 512, "forward": 0, "backward": 0, "optimizer": 0, "other": 1024}
+class FakeTrainer:
+    """As much of a trainer as the windows use: one rank, whose steps take as long as their number says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.callbacks = 0.0, []
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+        self.args = types.SimpleNamespace(world_size=1)
+        self.state = types.SimpleNamespace(global_step=0)
+        self.accelerator = types.SimpleNamespace(backward=lambda: self.spend(2))
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def spend(self, share: float) -> None:
+        self.now += share * (self.state.global_step + 1)
+
+    def get_batch_samples(self) -> None:
+        self.spend(0.5)
+
+    def compute_loss(self) -> None:
+        self.spend(1)
+
+    def step(self) -> None:
+        self.get_batch_samples()
+        for _ in range(2):  # micro-batches
+            self.compute_loss()
+            self.accelerator.backward()
+        self.spend(0.25)
+        for event in ("on_optimizer_step", "on_step_end"):
+            self.state.global_step += event == "on_step_end"
+            for callback in self.callbacks:
+                getattr(callback, event)(None, self.state, types.SimpleNamespace())
+
+
+def test_only_the_steps_inside_a_window_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = FakeTrainer(monkeypatch)
+    found = windows.Windows(trainer, runs=2, warm_up=1, steps=2)
+    assert found.total == 6
+    for _ in range(6):
+        trainer.step()
+    phases = {"data": 0.5, "forward": 2.0, "backward": 4.0, "optimizer": 0.25, "other": 0.0}
+    expected = [[{name: step * share for name, share in phases.items()} for step in run] for run in ((2, 3), (5, 6))]
+    assert found.seconds == expected and len(found.states) == 2
 
 
 # --- conditions -----------------------------------------------------------------------------------------------------
@@ -257,12 +296,12 @@ def test_unlike_and_shared_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
     found = conditions.describe([], [], machine(monkeypatch, 2, "SYS", cards=cards))["warnings"]
     assert found == [
         "the GPUs differ, so the slowest sets the pace (power_limit_w: 700.0, 450.0)",
-        "GPU 1 is used by other processes (4711): they take a share",
+        "GPU 1 is shared with other processes: 4711",
     ]
 
 
 def test_a_crowded_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for average, words in ((3.7, ["more processes wanted a core than the 2 there are"]), (2.1, [])):
+    for average, words in ((3.7, ["more runnable processes than the 2 CPU cores"]), (2.1, [])):
         monkeypatch.setattr(conditions.os, "getloadavg", lambda average=average: (average, 0.0, 0.0))
         found = conditions.describe([None], [None], hardware.Hardware(**_cpu()))
         assert [warning.partition(":")[0] for warning in found["warnings"]] == words
@@ -305,7 +344,7 @@ Root Cause (first observed failure):
         ),
     ],
 )
-def test_the_first_failure_is_told(said: str, kind: type, words: str) -> None:
+def test_the_first_failure_is_reported(said: str, kind: type, words: str) -> None:
     found = launch._failure(1, said, 4)
     assert type(found) is kind
     with pytest.raises(kind, match=words):
@@ -336,9 +375,9 @@ def test_published_ratios_follow_from_its_rates_and_its_contradictions_are_there
             assert row.two / row.one / 2 == pytest.approx(row.efficiency, abs=0.006)
             if row.step_ms:
                 assert [row.batch / row.one * 1e3, row.batch / row.two * 1e3] == pytest.approx(row.step_ms, rel=0.01)
-    told = "\n".join(published.contradictions())
-    for words in ("58-85 ms a step", "10.4 ms in all", "88-135 ms", "21.7 ms, and the table has 28.5", "NTHREADS=16"):
-        assert words in told
+    found = "\n".join(published.contradictions())
+    for words in ("58-85 ms per step", "only 10.4 ms", "88-135 ms", "21.7 ms, but the table has 28.5", "NTHREADS=16"):
+        assert words in found
 
 
 def figure(seconds: float) -> dict[str, Any]:
@@ -511,15 +550,15 @@ def test_without_matplotlib(
         (["comm", "--world-sizes", "two"], "--world-sizes: expected integers of at least 1, such as 1,2,4, got 'two'"),
         (["comm", "--runs", "0"], "--runs: expected an integer of at least 1, got '0'"),
         (["comm", "--world-sizes", "1"], "two ranks or more"),
-        (["comm", "--settings"], "here is no GPU"),
+        (["comm", "--settings"], "has no GPU"),
         (["compute", "--sizes", "4096"], "unknown option: `--sizes`"),
-        (["study", "--world-sizes", "2"], "add 1"),
+        (["study", "--world-sizes", "2"], "Add 1"),
         (["study", "--models", "8B"], "258K"),
         (["step", "--training.learing_rate", "1"], "learning_rate"),
         (["step", "--world-sizes"], "expected one argument"),
     ],
 )
-def test_bad_input_is_told_and_nothing_starts(
+def test_bad_input_is_reported_and_nothing_starts(
     words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "ranks", lambda *arguments, **named: pytest.fail("ranks were started"))

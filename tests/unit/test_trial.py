@@ -200,48 +200,18 @@ def test_a_cpu_run_has_no_limit_to_search_below() -> None:
     assert trial.HostMemory().limit_bytes is None and trial.HostMemory().peak_bytes() > 0
 
 
-def test_parts_of_steps_are_told_apart() -> None:
-    """Two steps of two micro-batches with a clock that is moved by hand."""
-    now = 0.0
-    parts = trial.Parts("cpu", stop_after=99)
-    parts._mark = lambda name: parts._marks.append((name, now))  # type: ignore[method-assign]
-
-    def spend(seconds: float) -> Any:
-        nonlocal now
-        now += seconds
-
-    class Accelerator:
-        def backward(self, loss: Any) -> None:
-            spend(2.0)
-
-    class Trainer:
-        accelerator = Accelerator()
-
-        def get_batch_samples(self) -> None:
-            spend(0.25)
-
-        def compute_loss(self) -> None:
-            spend(1.0)
-
-        def add_callback(self, callback: Any) -> None:
-            self.callback = callback
-
-    trainer: Any = Trainer()
-    parts.watch(trainer)
-    state, control = types.SimpleNamespace(global_step=1), types.SimpleNamespace()
-    parts.on_train_begin(None, state, control)  # type: ignore[arg-type]
-    for _ in range(2):
-        spend(0.5)
-        trainer.get_batch_samples()
-        for _ in range(2):
-            trainer.compute_loss()
-            trainer.accelerator.backward(None)
-        spend(0.125)
-        parts.on_step_end(None, state, control)  # type: ignore[arg-type]
-    with torch.no_grad():
-        trainer.compute_loss()  # an evaluation is no step
-    step = {"other": [0.5], "data": [0.25], "forward": [1.0] * 2, "backward": [2.0] * 2, "optimizer": [0.125]}
-    assert parts.steps() == [step, step]
+def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At step 9 or later, and not before 30 seconds have passed."""
+    now = 100.0
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now)
+    budget = trial.TimeBudget(at_least=9, seconds=30.0)
+    stopped = []
+    for step, now in ((1, 140.0), (8, 150.0), (9, 129.0), (9, 131.0), (10, 131.0)):  # noqa: B007  # read by the lambda
+        control: Any = types.SimpleNamespace(should_training_stop=False, should_log=False)
+        budget.on_step_end(None, types.SimpleNamespace(global_step=step), control)  # type: ignore[arg-type]
+        assert control.should_training_stop == control.should_log
+        stopped.append(control.should_training_stop)
+    assert stopped == [False, False, False, True, True]
 
 
 # --- shares of ranks, the cache, the score --------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""`finetune bench study`: the published study, repeated on this machine."""
+"""`finetune bench study`: repeats the published study on this machine."""

@@ -1,4 +1,4 @@
-"""`finetune bench study`: the published study of one GPU against two, measured again on this machine."""
+"""`finetune bench study`: repeats the published study of one GPU against two on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.bench import comm, conditions, launch
-from finetune.bench.launch import world_sizes
+from finetune.bench.launch import choose_world_sizes
 from finetune.bench.study import lora as study_lora
 from finetune.bench.study import report as study_report
 from finetune.errors import UserError
@@ -22,8 +22,8 @@ from finetune.runtime.nccl import in_words, settings
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A dense model of the study. It names the hidden widths, the dropout and the parameters, and neither the input nor
-    the classes: with ten classes the input here is the one that comes nearest to its number of parameters."""
+    """A dense model of the study, which states hidden widths, dropout and number of parameters, but neither input width
+    nor classes. Here there are ten classes, and the input width comes closest to the stated number of parameters."""
 
     name: str
     widths: tuple[int, ...]  # input, hidden layers, classes
@@ -32,7 +32,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Weights and biases."""
+        """Number of weights and biases."""
         return sum(before * after + after for before, after in zip(self.widths, self.widths[1:], strict=False))
 
 
@@ -43,13 +43,13 @@ MODELS = (
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
-    """Measure all models on every world size and in every mode; what `--json` gets."""
+    """Measure all models at every world size and in every mode. Yields the content of `--json`."""
     machine = survey()
-    worlds = world_sizes(options.world_sizes, machine.count)
-    for world in worlds:
+    world_sizes = choose_world_sizes(options.world_sizes, machine.count)
+    for world in world_sizes:
         comm.check_world(world, machine)
-    if 1 not in worlds:
-        raise UserError(f"--world-sizes {worlds}: the study compares with one device; add 1")
+    if 1 not in world_sizes:
+        raise UserError(f"the study compares with one device: --world-sizes {','.join(map(str, world_sizes))}. Add 1.")
     models, shapes = chosen(options.models)
     print_line(topology_line(machine))
     print_line(in_words(machine, settings(machine)))
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     }
 
     def keep(lora: dict[str, Any] | None = None) -> None:
-        """What is measured stays, whatever comes after."""
+        """Write what is measured so far, so that a later failure loses nothing."""
         found["lora"] = lora
         if options.out:
             write_json(options.out / "study.json", found)
@@ -75,14 +75,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     for name, environment in modes(machine) if models else ():
         runs, mode = {1: alone}, {"name": name, "environment": environment, "rows": []}
         found["modes"].append(mode)
-        for world in worlds:
+        for world in world_sizes:
             if world > 1:
                 runs[world] = measure(models, world, environment, options, machine)
             mode["rows"] = rows(models, runs)
             keep()
             yield found
     if shapes:
-        keep(study_lora.measure(shapes, worlds, modes(machine), options.runs, options.steps, machine, keep))
+        keep(study_lora.measure(shapes, world_sizes, modes(machine), options.runs, options.steps, machine, keep))
     study_report.show(found)
     if options.out:
         study_report.write(found, options.out)
@@ -90,23 +90,23 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
 
 
 def chosen(names: Sequence[str] | None) -> tuple[list[Model], list[str]]:
-    """The dense models and the shapes for LoRA of these names; all where none is given.
+    """The dense models and LoRA shapes with these names; all of them if none is given.
 
     Raises:
-        UserError: a name that is none.
+        UserError: an unknown name.
     """
     dense = {model.name: model for model in MODELS}
     known = (*dense, *study_lora.SHAPES)
     wrong = [name for name in names or () if name not in known]
     if wrong:
-        raise UserError(f"--models {','.join(wrong)}: the study has {', '.join(known)}")
+        raise UserError(f"unknown model: --models {','.join(wrong)}. Choose from {', '.join(known)}.")
     names = names or known
     return [dense[name] for name in names if name in dense], [name for name in names if name not in dense]
 
 
 def modes(machine: Hardware) -> list[tuple[str, dict[str, str]]]:
-    """Ways of communication to compare: as it is here and, where GPUs have peer access, without it, which stands in for
-    the study's host bridge."""
+    """Modes of communication to compare: this machine's own and, if GPUs have peer access, without it, as a stand-in
+    for the study's host bridge."""
     base = {one.name: one.value for one in settings(machine)}
     links = machine.links or ()
     if not links:
@@ -125,8 +125,9 @@ def measure(
     *,
     ddp: bool = False,
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Every model at every batch that `world` ranks can share, by (model, batch); with `ddp` a single rank too is in
-    DDP, and does all that a rank of several does but send and wait."""
+    """Measure every model at every global batch size that `world` ranks divide evenly, by (model, batch).
+
+    With `ddp` a single rank also uses DDP, with everything it does except sending and waiting."""
     cases = [
         {"model": model.name, "widths": model.widths, "dropout": model.dropout, "batch": batch}
         for model in models
@@ -134,9 +135,9 @@ def measure(
         if batch % world == 0
     ]
     request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "ddp": ddp}
-    about = f"dense models on {world} rank(s)" + (" in DDP" if ddp else "")
-    about += f", {comm.show(environment)}" if environment and world > 1 else ""
-    measured = launch.ranks("finetune.bench.study.rank", world, request, about=about, environment=environment)
+    title = f"dense models on {world} rank(s)" + (" in DDP" if ddp else "")
+    title += f", {comm.show(environment)}" if environment and world > 1 else ""
+    measured = launch.ranks("finetune.bench.study.rank", world, request, title=title, environment=environment)
     found = {}
     for case, result in zip(cases, measured, strict=True):
         states = [one.pop("states") for one in result["ranks"]]
@@ -146,7 +147,7 @@ def measure(
 
 
 def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each model, batch and world size, with its ratios to one device. Rates are taken from median steps."""
+    """A row per model, batch and world size, with ratios to one device. Rates are computed from median steps."""
     found = []
     for model in models:
         for batch in model.batches:
@@ -157,7 +158,7 @@ def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str
                 step = result["step_seconds"]["median"]
                 speed_up = runs[1][model.name, batch]["step_seconds"]["median"] / step
                 parts = result["ranks"][0]["seconds"]
-                exposed, beside = parts["exposed"], parts["step"]["median"]  # both of the run in parts
+                exposed, beside = parts["exposed"], parts["step"]["median"]  # both from the run timed by phase
                 found.append(
                     {
                         **{"model": model.name, "batch": batch, "world_size": world, **result},
@@ -171,7 +172,7 @@ def rows(models: Sequence[Model], runs: dict[int, dict[tuple[str, int], dict[str
 
 
 def versions() -> dict[str, str]:
-    """Of torch, with its build."""
+    """Version of torch, with its build."""
     import torch
 
     return {"torch": torch.__version__}

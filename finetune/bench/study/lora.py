@@ -1,4 +1,4 @@
-"""The part of `finetune bench study` that the study lacks: LoRA of language models of real sizes, random weights."""
+"""An addition of `finetune bench study` to the study: LoRA of language models of realistic size, random weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from finetune.runtime.command import console
 from finetune.runtime.hardware import Hardware
 
 SHAPES = ("llama-1.2b", "llama-3b")  # of benchmarks/models.py
-MOST_RUNS, MOST_STEPS = 3, 20  # a step takes a hundred times as long as one of a dense model
+MOST_RUNS, MOST_STEPS = 3, 20  # steps take about a hundred times as long as those of the dense models
 PACK = 16384  # tokens
 DOCUMENTS = 4000
 
 
 def measure(
     shapes: Sequence[str],
-    worlds: Sequence[int],
+    world_sizes: Sequence[int],
     modes: Sequence[tuple[str, dict[str, str]]],
     runs: int,
     steps: int,
     machine: Hardware,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Steps of the real trainer, LoRA r16 in bfloat16 over packs of 16,384 tokens, as many packs a step as the most
-    ranks: {"rows": [...]}, or {"left_out": why}. `keep` gets what there is after each measurement.
+    """Time steps of the real trainer: LoRA r16 in bfloat16 on packs of 16,384 tokens. The global batch is one pack per
+    rank at the largest world size. `keep` is called with the results so far after each measurement.
+
+    Returns:
+        {"rows": [...]}, or {"left_out": reason}.
 
     Raises:
         RunError: a model could not be written, or a rank failed.
@@ -41,14 +44,14 @@ def measure(
     if machine.device != "cuda":
         return {"left_out": "there is no GPU, and a step of these models takes minutes on a CPU"}
     if importlib.util.find_spec("benchmarks") is None:
-        return {"left_out": "benchmarks/models.py is not here; start from the source folder (python -m finetune.bench)"}
+        return {"left_out": "benchmarks/models.py was not found; run `python -m finetune.bench` from the source folder"}
     runs, steps = min(runs, MOST_RUNS), min(steps, MOST_STEPS)
     found: dict[str, Any] = {"runs": runs, "steps": steps, "pack_tokens": PACK, "rows": []}
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:
         corpus = documents(Path(folder) / "train.jsonl")
         for shape in shapes:
-            arguments = configuration(build(shape, corpus, Path(folder)), corpus, max(worlds))
-            several = [(name, world, one) for name, one in modes for world in worlds if world > 1]
+            arguments = configuration(build(shape, corpus, Path(folder)), corpus, max(world_sizes))
+            several = [(name, world, one) for name, one in modes for world in world_sizes if world > 1]
             alone = None
             for name, world, environment in [("one GPU", 1, {}), *several]:
                 run = step.measure(arguments, world, runs, steps, environment, machine=machine)
@@ -59,7 +62,7 @@ def measure(
 
 
 def row(shape: str, mode: str, run: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """What the table shows of a run, beside the one on one GPU."""
+    """The row of a run, with its efficiency relative to one GPU."""
     return {
         "shape": shape,
         "mode": mode,
@@ -76,7 +79,7 @@ def row(shape: str, mode: str, run: dict[str, Any], alone: dict[str, Any]) -> di
 
 
 def configuration(model: Path, corpus: Path, packs: int) -> list[str]:
-    """Arguments of the run."""
+    """Configuration arguments of the run."""
     return [
         *("--model.model_name_or_path", str(model), "--data.train_file", str(corpus), "--lora.r", "16"),
         *("--data.packing", "true", "--data.pack_length", str(PACK), "--training.per_device_train_batch_size", "1"),
@@ -85,7 +88,7 @@ def configuration(model: Path, corpus: Path, packs: int) -> list[str]:
 
 
 def documents(path: Path) -> Path:
-    """Random words in documents of the lengths of chat data: lognormal(6, 0.8) words, 32 to 2,048."""
+    """Write documents of random words, as long as chat data: lognormal(6, 0.8) words, 32 to 2,048."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7))) for _ in range(2000)]
     with path.open("w", encoding="utf-8") as file:
@@ -96,9 +99,9 @@ def documents(path: Path) -> Path:
 
 
 def build(shape: str, corpus: Path, folder: Path) -> Path:
-    """The model on disk, written by another process: this one keeps off the GPUs."""
+    """Write the model to disk in another process, so that this one does not use the GPUs."""
     command = [sys.executable, "-m", "benchmarks.models", str(folder / shape), shape, str(corpus)]
-    with console().status(f"writing a {shape}"):
+    with console().status(f"writing a model of shape {shape}"):
         done = subprocesses.run(command)
     if done.returncode:
         raise RunError(f"a model of shape {shape} could not be written: {done.stderr[-2000:]}")

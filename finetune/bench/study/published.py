@@ -1,7 +1,7 @@
-"""The published study's figures, as it printed them, and what does not fit together in them.
+"""The figures of the published study as printed, and the contradictions among them.
 
 Two RTX 4070 Ti SUPER behind a PCIe host bridge without peer access; TensorFlow 2.19, NCCL 2.18.5; 50 runs of 100 steps.
-Nothing here is measured by this project; `bench study` measures the same again.
+Nothing here was measured by this project; `bench study` repeats the measurements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MACHINE = "2 x RTX 4070 Ti SUPER, PHB, no peer access (TensorFlow 2.19, NCCL 2.1
 class Row:
     """One batch of a table: samples/s on one and on two GPUs, with the ratios as printed."""
 
-    batch: int  # of both GPUs together: its samples/s times its step time give the printed batch
+    batch: int  # global: samples/s times step time gives the printed batch
     one: int
     two: int
     speed_up: float
@@ -39,7 +39,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row(batch=64, one=2101, two=1841, speed_up=0.88, efficiency=0.44, step_ms=(30.5, 34.8)),
     ),
 }
-# Its timelines, ms: (batch, one GPU, two GPUs) of each model.
+# Its timelines in ms: (batch, one GPU, two GPUs) per model.
 TIMELINES: dict[str, tuple[int, dict[str, float], dict[str, float]]] = {
     "258K": (
         64,
@@ -52,45 +52,45 @@ TIMELINES: dict[str, tuple[int, dict[str, float], dict[str, float]]] = {
         {"forward": 6.1, "backward": 5.9, "exposed communication": 7.8, "optimizer": 1.6, "other": 0.3},
     ),
 }
-# "Overhead per step" that it reports, ms, lowest and highest.
+# Its "overhead per step" in ms, lowest and highest.
 OVERHEADS: dict[str, dict[str, tuple[float, float]]] = {
     "258K": {
         **{"gathering gradients": (15, 20), "all-reduce": (25, 35), "broadcast": (10, 15)},
-        **{"synchronisation": (5, 10), "buffers": (3, 5)},
+        **{"synchronization": (5, 10), "buffers": (3, 5)},
     },
     "6.9M": {
         **{"gathering gradients": (25, 35), "all-reduce": (35, 50), "broadcast": (15, 25)},
-        **{"synchronisation": (8, 15), "buffers": (5, 10)},
+        **{"synchronization": (8, 15), "buffers": (5, 10)},
     },
 }
 
 
 def contradictions() -> tuple[str, ...]:
-    """What its figures say against each other, computed from them, and what is to be thought of its NCCL settings."""
+    """Contradictions among the figures, computed from them, and an assessment of the study's NCCL settings."""
     found = []
     for model, parts in OVERHEADS.items():
         low, high = (sum(bounds[place] for bounds in parts.values()) for place in (0, 1))
         longest = max(row.batch / row.two * 1e3 for row in TABLES[model])
         found.append(
-            f"{model}: the overheads add up to {low:.0f}-{high:.0f} ms a step, and its slowest step on two GPUs takes "
-            f"{longest:.1f} ms in all"
+            f"{model}: the overheads add up to {low:.0f}-{high:.0f} ms per step, but the slowest step on two GPUs "
+            f"takes only {longest:.1f} ms"
         )
     for model, (batch, _, two) in TIMELINES.items():
         stated = next(row.batch / row.two * 1e3 for row in TABLES[model] if row.batch == batch)
         if abs(sum(two.values()) / stated - 1) > 0.05:
             found.append(
-                f"{model}: the timeline of two GPUs at batch {batch} adds up to {sum(two.values()):.1f} ms, and the "
-                f"table has {stated:.1f} ms"
+                f"{model}: the timeline of two GPUs at batch {batch} adds up to {sum(two.values()):.1f} ms, but "
+                f"the table has {stated:.1f} ms"
             )
     best = max(row.efficiency for rows in TABLES.values() for row in rows)
     found.append(
         f"rules: no configuration gained from the second GPU (best efficiency {best:.0%}), and none above 6.9 M "
-        "parameters was measured; that 10 M parameters pay, and 50 M clearly, is extrapolated"
+        "parameters was measured; a gain from 10 M parameters, and a clear one from 50 M, is extrapolated"
     )
     small = {row.batch: row.batch / row.one * 1e3 for row in TABLES["258K"]}
     found.append(
-        f"258K: one GPU takes {min(small.values()):.1f}-{max(small.values()):.1f} ms for 16 samples and for 128 alike: "
-        "the host that launches the kernels seems to set the pace, not the GPU"
+        f"258K: one GPU takes {min(small.values()):.1f}-{max(small.values()):.1f} ms per step at any batch from 16 to "
+        "128: kernel launches on the host seem to be the limit, not the GPU"
     )
     found += [f"{setting.name}={setting.value}: {setting.reason}" for setting in nccl.STUDY]
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A rank of `finetune bench study`: trains a dense model on random samples with plain PyTorch, with DDP on several."""
+"""A rank of `finetune bench study`: trains a dense model on random samples in plain PyTorch, with DDP if ranks > 1."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.bench import rank
 from finetune.runtime import communication, distributed, hardware
+from finetune.runtime.clock import Clock
+
+PHASES = ("forward", "backward", "optimizer", "other")  # there is no data to wait for
 
 
-class Parts(NamedTuple):
-    """One training step in its parts, and what it trains."""
+class Step(NamedTuple):
+    """The phases of one training step, and the model it trains."""
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], Any]
@@ -25,7 +28,7 @@ class Parts(NamedTuple):
 
 
 def measure(request: rank.Request) -> list[dict[str, Any]]:
-    """Each case (widths of a model, its dropout, a global batch) over `runs` fresh models, and once more in parts."""
+    """Time each case (layer widths, dropout, global batch size) over `runs` fresh models, and once more by phase."""
     alone_in_ddp = request["ddp"] and distributed.ranks().world_size == 1
     if alone_in_ddp:
         backend = "nccl" if rank.on_gpu() else "gloo"
@@ -43,7 +46,7 @@ def measure(request: rank.Request) -> list[dict[str, Any]]:
             states.append(state)
             rank.progress(number * each + run + 1, len(request["cases"]) * each)
         own = {
-            "seconds": in_parts(build(case, seed=0), request),
+            "seconds": time_phases(build(case, seed=0), request),
             "memory_gib": memory_gib(),
             "utilisation": sum(busy) / len(busy) if None not in busy else None,
             "states": [states[0], states[-1]],
@@ -55,21 +58,21 @@ def measure(request: rank.Request) -> list[dict[str, Any]]:
     return found
 
 
-def train(parts: Parts, request: rank.Request) -> tuple[list[float], float | None, dict[str, Any] | None]:
-    """Seconds of the steps of one run, this rank's utilisation in it, and the state of its GPU at the end."""
-    begun, used = time.perf_counter(), time.process_time()
-    seconds = rank.time_steps(lambda: whole(parts), warm_up=request["warm_up"], steps=request["steps"])
+def train(step: Step, request: rank.Request) -> tuple[list[float], float | None, dict[str, Any] | None]:
+    """Seconds of each step of one run, this rank's utilization (0 to 1) during it, and its GPU's state at the end."""
+    started, used = time.perf_counter(), time.process_time()
+    seconds = rank.time_steps(lambda: train_step(step), warm_up=request["warm_up"], steps=request["steps"])
     state = hardware.gpu_state()
-    share = utilisation(state, time.process_time() - used, time.perf_counter() - begun)
+    share = utilization(state, time.process_time() - used, time.perf_counter() - started)
     return seconds, share, state
 
 
-def build(case: dict[str, Any], *, seed: int) -> Parts:
-    """A fresh model and optimizer (Adam), and this rank's share of a global batch of random samples, on its device."""
+def build(case: dict[str, Any], *, seed: int) -> Step:
+    """A new model with Adam, and this rank's share of a global batch of random samples, on this rank's device."""
     me = distributed.ranks()
     device = torch.device("cuda", torch.cuda.current_device()) if rank.on_gpu() else torch.device("cpu")
     torch.manual_seed(seed)
-    with device:  # a CPU draws the weights of the larger model for longer than a GPU takes for a run's steps
+    with device:  # initializing the larger model on a CPU takes longer than all steps of a run on a GPU
         model: nn.Module = dense(case["widths"], case["dropout"])
     if torch.distributed.is_initialized():
         model = DistributedDataParallel(model, device_ids=[device.index] if rank.on_gpu() else None)
@@ -77,62 +80,65 @@ def build(case: dict[str, Any], *, seed: int) -> Parts:
     inputs = torch.randn(case["batch"] // me.world_size, case["widths"][0], device=device)
     labels = torch.randint(case["widths"][-1], (len(inputs),), device=device)
     loss = nn.CrossEntropyLoss()
-    return Parts(
+    return Step(
         lambda: loss(model(inputs), labels), lambda value: value.backward(), optimizer.step, optimizer.zero_grad, model
     )
 
 
 def dense(widths: list[int], dropout: float) -> nn.Sequential:
-    """Linear layers from width to width, with ReLU and dropout after each but the last."""
+    """Linear layers of these widths, with ReLU and dropout after each except the last."""
     layers: list[nn.Module] = []
     for before, after in zip(widths, widths[1:], strict=False):
         layers += [nn.Linear(before, after), nn.ReLU(), nn.Dropout(dropout)]
     return nn.Sequential(*layers[:-2])
 
 
-def whole(parts: Parts) -> None:
+def train_step(step: Step) -> None:
     """One training step."""
-    parts.backward(parts.forward())
-    parts.update()
-    parts.clear()
+    step.backward(step.forward())
+    step.update()
+    step.clear()
 
 
-def in_parts(parts: Parts, request: rank.Request) -> dict[str, Any]:
-    """Seconds of each part of a step on this rank, and its communication by DDP's own account.
+def time_phases(step: Step, request: rank.Request) -> dict[str, Any]:
+    """Seconds of each phase of a step on this rank, and its communication as DDP reports it.
 
-    In a run of its own: with several ranks DDP accounts for every step, for which the host waits once a step.
+    This is a separate run, because DDP's report costs a host-device sync per step.
     """
-    if isinstance(parts.model, DistributedDataParallel):
-        parts.model._set_ddp_runtime_logging_sample_rate(1)
+    if isinstance(step.model, DistributedDataParallel):
+        step.model._set_ddp_runtime_logging_sample_rate(1)
     rank.barrier()
-    clock, account = rank.Clock(), []
-    for number in range(request["warm_up"] + request["steps"]):
-        if number == request["warm_up"]:
-            clock.mark()
-        counted = number >= request["warm_up"]
-        value = parts.forward()
-        account += [communication.exposed_and_hidden(parts.model)] if counted else []  # of the step before
-        for call in (lambda: None, lambda value=value: parts.backward(value), parts.update, parts.clear):
-            call()
-            if counted:
-                clock.mark()
-    seconds = clock.seconds()
-    names = ("forward", "backward", "optimizer", "other")
-    found: dict[str, Any] = {name: rank.figure([seconds[place::4]]) for place, name in enumerate(names)}
-    found["step"] = rank.figure([[sum(seconds[start : start + 4]) for start in range(0, len(seconds), 4)]])
+    for _ in range(request["warm_up"]):
+        train_step(step)
+    clock, reports = Clock(rank.device_type()), []
+    clock.mark()
+    for _ in range(request["steps"]):
+        loss = step.forward()
+        reports.append(communication.exposed_and_hidden(step.model))  # of the previous step
+        clock.mark("forward")
+        step.backward(loss)
+        clock.mark("backward")
+        step.update()
+        clock.mark("optimizer")
+        step.clear()
+        clock.mark("other")
+    intervals = clock.drain()
+    seconds = {name: [passed for label, passed in intervals if label == name] for name in PHASES}
+    found: dict[str, Any] = {name: rank.figure([passed]) for name, passed in seconds.items()}
+    found["step"] = rank.figure([[sum(phases) for phases in zip(*seconds.values(), strict=True)]])
     for place, name in enumerate(("exposed", "hidden")):
-        known = [one[place] for one in account if one is not None]
+        known = [one[place] for one in reports if one is not None]
         found[name] = rank.figure([known]) if known else None
     return found
 
 
-def utilisation(state: dict[str, Any] | None, busy: float, seconds: float) -> float | None:
-    """0 to 1: of the GPU, as the driver sampled it at the end of a run; of one core, for a rank on a CPU."""
+def utilization(state: dict[str, Any] | None, busy: float, seconds: float) -> float | None:
+    """0 to 1: of the GPU, as the driver samples it at the end of a run, or of one core for a rank on a CPU."""
     return state["utilisation"] if state is not None else busy / seconds
 
 
 def memory_gib() -> float:
-    """The most that this rank held so far: of its GPU, in this case; of the host, since it began, for a CPU."""
+    """Peak GPU memory of this rank in this case, or the resident memory of its process for a CPU."""
     if rank.on_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
     import psutil

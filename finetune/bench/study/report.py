@@ -1,4 +1,4 @@
-"""The study's tables beside the published ones: for a terminal, as Markdown, and as plots."""
+"""The measured tables beside the published ones: on a terminal, as Markdown, and as plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune.runtime.files import write_json
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """The tables, and the timelines of the batches that the study shows."""
+    """Print the tables, and the timelines of the batches that the study shows."""
     text = markdown(found)
     print_line(Markdown(text) if console().is_terminal else text)
     for model, bars in timelines(found).items():
@@ -24,40 +24,41 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def write(found: Mapping[str, Any], folder: Path) -> None:
-    """study.json, study.md and, with matplotlib, study-throughput.png and a timeline of each model."""
+    """Write study.json, study.md and, with matplotlib, study-throughput.png and a timeline per model."""
     write_json(folder / "study.json", found)
     (folder / "study.md").write_text(markdown(found), encoding="utf-8")
     print_line(f"wrote {folder / 'study.json'} and study.md")
-    if found["models"] and plot(found, folder / "study-throughput.png"):  # LoRA alone has neither
+    if found["models"] and plot(found, folder / "study-throughput.png"):  # a study of LoRA alone has none
         for model, bars in timelines(found).items():
             batch = published.TIMELINES[model][0]
             timeline.write(folder / f"study-timeline-{model}.png", f"{model}, global batch {batch}", bars)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """All tables, the published figures beside ours, and what is to be known about both."""
+    """All tables, the published figures beside ours, contradictions and warnings."""
     protocol = found["protocol"]
     lines = [
-        "# The study of one GPU against several, again",
+        "# The study of one GPU against several, repeated",
         "",
-        f"{found['topology']}; torch {found['versions']['torch']}; {found['date']}; float32, Adam, random samples that "
-        f"are on the device already. {protocol['runs']} runs of {protocol['steps']} steps after {protocol['warm_up']} "
-        "that are not counted, outliers removed (modified Z-score above 3.5); ranks share the global batch, as in the "
-        "study. +- is half the 95 % confidence interval of the mean step over the runs.",
+        f"{found['topology']}; torch {found['versions']['torch']}; {found['date']}; float32, Adam, random samples "
+        f"already on the device. {protocol['runs']} runs of {protocol['steps']} steps, each after "
+        f"{protocol['warm_up']} warm-up steps, without outliers "
+        "(modified Z-score above 3.5); ranks share the global batch, as in the study. "
+        "+- is half the 95 % confidence interval of the mean step over the runs.",
         "",
     ]
     if found["hardware"]["device"] == "cpu":
         lines += [
-            f"**A CPU run.** The ranks are processes on {found['hardware']['cpu_cores']} cores that talk through gloo. "
-            "It shows that the benchmark works and how it reads; it says nothing about GPUs, and more ranks than idle "
-            "cores cannot be faster than one.",
+            f"**A CPU run.** The ranks are processes on {found['hardware']['cpu_cores']} cores that communicate with "
+            "gloo. It shows how the benchmark works, but nothing about GPUs; with more ranks than idle cores, adding "
+            "ranks cannot speed it up.",
             "",
         ]
     for model in found["models"]:
         widths = "-".join(map(str, model["widths"]))
         lines += [f"## {model['name']}: {widths}, {model['parameters']:,} parameters, dropout {model['dropout']}", ""]
         lines += [
-            "The study gives hidden widths and parameters alone; with ten classes this input comes nearest to them.",
+            "The study states only hidden widths and parameters; with ten classes this input width matches them best.",
             "",
         ]
         for mode in found["modes"]:
@@ -65,7 +66,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines += [f"Published, {published.MACHINE}:", "", *published_table(model["name"]), ""]
     if found["lora"]:
         lines += ["## LoRA", "", *lora(found["lora"]), ""]
-    lines += ["## What does not fit together in the published figures", ""]
+    lines += ["## Contradictions in the published figures", ""]
     lines += [f"- {sentence}" for sentence in published.contradictions()]
     warned = dict.fromkeys(
         warning for mode in found["modes"] for row in mode["rows"] for warning in row["conditions"]["warnings"]
@@ -76,10 +77,10 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown of one model in one mode."""
+    """Markdown table of one model in one mode."""
     lines = [
         "| batch | ranks | samples/s | step, ms | speed-up | efficiency | exposed / hidden communication, ms (share of "
-        "a step) | memory, GiB | utilisation | outliers |",
+        "the step) | memory, GiB | utilisation | outliers |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in (row for row in rows if row["model"] == model):
@@ -100,7 +101,7 @@ def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def published_table(model: str) -> list[str]:
-    """Markdown of the study's own table."""
+    """Markdown table of the published figures."""
     lines = ["| batch | 1 GPU, samples/s | 2 GPUs | speed-up | efficiency |", "|---|---|---|---|---|"]
     for row in published.TABLES[model]:
         lines.append(f"| {row.batch} | {row.one:,} | {row.two:,} | {row.speed_up:.2f} | {row.efficiency:.0%} |")
@@ -108,7 +109,7 @@ def published_table(model: str) -> list[str]:
 
 
 def lora(found: Mapping[str, Any]) -> list[str]:
-    """Markdown of the LoRA runs, or why there are none."""
+    """Markdown table of the LoRA runs, or why there are none."""
     if "left_out" in found:
         return [f"Left out: {found['left_out']}."]
     lines = [
@@ -126,27 +127,27 @@ def lora(found: Mapping[str, Any]) -> list[str]:
 
 
 def timelines(found: Mapping[str, Any]) -> dict[str, list[timeline.Bar]]:
-    """Of each model, at the batch whose timeline the study shows: bars of every mode and rank, then the published."""
+    """Bars per model at the batch whose timeline the study shows: of every mode and rank, then the published ones."""
     bars: dict[str, list[timeline.Bar]] = {}
     for model in (model["name"] for model in found["models"]):
-        batch, *told = published.TIMELINES[model]
+        batch, *stated = published.TIMELINES[model]
         bars[model] = []
         for mode in found["modes"]:
             for row in mode["rows"]:
-                known = any(bar.label == "1 rank" for bar in bars[model])  # it is the same in every mode
+                known = any(bar.label == "1 rank" for bar in bars[model])  # the same in every mode
                 if (row["model"], row["batch"]) != (model, batch) or (row["world_size"] == 1 and known):
                     continue
                 for number, one in enumerate(row["ranks"]):
                     several = f"{mode['name']}, rank {number} of {row['world_size']}"
                     bars[model].append(timeline.bar("1 rank" if row["world_size"] == 1 else several, one["seconds"]))
-        for gpus, parts in enumerate(told, 1):
-            whole = {name: parts.get(name, 0.0) for name in timeline.COLOURS}
+        for gpus, parts in enumerate(stated, 1):
+            whole = {name: parts.get(name, 0.0) for name in timeline.COLORS}
             bars[model].append(timeline.Bar(label=f"published, {gpus} x GPU", parts=whole, hidden=0.0))
     return bars
 
 
 def plot(found: Mapping[str, Any], path: Path) -> bool:
-    """Samples/s by global batch: a panel for each model, a line for each mode and world size, the published dashed."""
+    """Samples/s by global batch: a panel per model, a line per mode and world size, published figures dashed."""
     figure = timeline.new_figure(6)
     if figure is None:
         return False
@@ -159,14 +160,14 @@ def plot(found: Mapping[str, Any], path: Path) -> bool:
                 if world > 1 or mode is found["modes"][0]:
                     label = "1 rank" if world == 1 else f"{world} ranks, {mode['name']}"
                     axes.plot(*zip(*line, strict=True), marker="o", label=label)
-        told = published.TABLES[model["name"]]
-        for gpus, values in ((1, [row.one for row in told]), (2, [row.two for row in told])):
+        stated = published.TABLES[model["name"]]
+        for gpus, values in ((1, [row.one for row in stated]), (2, [row.two for row in stated])):
             axes.plot(
-                [row.batch for row in told], values, linestyle="--", color="grey", marker=f"{gpus}", markersize=9,
+                [row.batch for row in stated], values, linestyle="--", color="grey", marker=f"{gpus}", markersize=9,
                 label=f"published, {gpus} x GPU",
             )  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row.batch for row in told], [str(row.batch) for row in told])
+        axes.set_xticks([row.batch for row in stated], [str(row.batch) for row in stated])
         axes.set_yscale("log")
         axes.set(title=model["name"], xlabel="global batch", ylabel="samples/s")
     handles, labels = panels[0].get_legend_handles_labels()  # the same lines in every panel

@@ -1,0 +1,55 @@
+"""Times work on a device without synchronizing host and device: labeled marks, and the seconds between them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Clock:
+    """Seconds between labeled marks.
+
+    On a GPU a mark is a CUDA event in the current stream: recording it is non-blocking, and only reading synchronizes.
+    On any other device it is `perf_counter`.
+    """
+
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: "cuda" or "cpu".
+        """
+        self._cuda = device == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, label: str = "") -> None:
+        """End the interval since the last mark; `label` names that interval, not the next one."""
+        if not self._cuda:
+            self._marks.append((label, time.perf_counter()))
+            return
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((label, event))
+
+    def drain(self) -> list[tuple[str, float]]:
+        """Read the intervals since the last call; synchronizes with the device.
+
+        Returns:
+            (label, seconds) of each. The last mark is kept as the start of the next interval.
+        """
+        marks, self._marks = self._marks, self._marks[-1:]
+        if self._cuda and marks:
+            marks[-1][1].synchronize()
+        return [
+            (label, before.elapsed_time(after) / 1e3 if self._cuda else after - before)
+            for (_, before), (label, after) in zip(marks, marks[1:], strict=False)
+        ]
+
+    def seconds(self) -> list[float]:
+        """The intervals of `drain` without their labels."""
+        return [seconds for _, seconds in self.drain()]
+
+    def reset(self) -> None:
+        """Forget all marks."""
+        self._marks = []
