@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NEWEST := .venv-newest
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: help install demo quick test test-full check format notebooks
+.PHONY: help install demo quick test test-full test-newest check docs format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make quick   install and run the tests that start no process: a minute"
 	@echo "make test    install and run the CPU tests"
 	@echo "make test-full  the same, and the long ones"
+	@echo "make test-newest  the CPU tests with the newest transformers and TRL, without Unsloth, in $(NEWEST)"
 	@echo "make check   install, lint and type-check"
+	@echo "make docs    write docs/configuration.md from the schema"
 	@echo "make format  install and format the code"
 	@echo "make notebooks  convert examples/notebooks/ into notebooks_converted/"
 
@@ -19,7 +22,8 @@ install: $(INSTALLED)
 
 # On a host without an NVIDIA GPU torch is pinned to the tested build, and Unsloth goes in without its dependencies: they
 # ask for CUDA libraries. Where even that fails, the transformers backend serves.
-$(INSTALLED): pyproject.toml constraints.txt
+# On a GPU host the versions that ran on GPUs go in; constraints-gpu.txt says why Unsloth comes without its dependencies.
+$(INSTALLED): pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
@@ -28,7 +32,10 @@ ifeq ($(GPU),)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps unsloth unsloth_zoo || echo "Unsloth could not be installed; the transformers backend will be used."
 else
-	$(BIN)/python -m pip install -q -e '.[dev,unsloth]'
+	$(BIN)/python -m pip install -q -c constraints-gpu.txt torch
+	$(BIN)/python -m pip install -q -c constraints-gpu.txt -e '.[dev]' bitsandbytes torchvision torchao tyro cut_cross_entropy \
+		einops msgspec hf_transfer diffusers sentencepiece protobuf typer pydantic json5 nest-asyncio structlog
+	$(BIN)/python -m pip install -q -c constraints-gpu.txt --no-deps unsloth unsloth_zoo
 endif
 	@touch $@
 
@@ -46,10 +53,25 @@ test: $(INSTALLED)
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(ELSEWHERE)"
 
+# Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows.
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEWEST)
+	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install -q --upgrade pip
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt torch
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
+	@touch $@
+
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(INSTALLED)
+	$(BIN)/python -m finetune.config.reference > docs/configuration.md
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -35,6 +35,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("eos_token pad_token", "it comes from the tokenizer and model.chat_template"),
     ("dataset_text_field", "use data.columns, such as {text: content}"),
     ("dataset_num_proc", "use data.num_proc"),
+    ("activation_checkpointing", "use training.gradient_checkpointing"),
     ("truncation_mode", "use data.over_length"),
     ("completion_only_loss", "use data.assistant_only_loss"),
     ("packing_strategy padding_free eval_packing pad_to_multiple_of", "use data.packing and data.pack_length"),

@@ -6,6 +6,7 @@ Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import pickle
@@ -78,7 +79,17 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         disable_tqdm=True,
         report_to="none",
     )
-    return trl.SFTConfig(**settings)
+    return trl.SFTConfig(**_with_present_names(settings))
+
+
+def _with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with `gradient_checkpointing*` under the names that replace them from transformers 5.18 on."""
+    present = {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    settings = dict(settings)
+    for kind in ("checkpointing", "checkpointing_kwargs"):
+        if f"activation_{kind}" in present and f"gradient_{kind}" in settings:
+            settings.setdefault(f"activation_{kind}", settings.pop(f"gradient_{kind}"))
+    return settings
 
 
 class SFTTrainer(trl.SFTTrainer):

@@ -591,7 +591,8 @@ print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value f
     assert TrainingConfig().optim in optimizers and TrainingConfig().lr_scheduler_type in schedulers
     # What is refused by name exists or existed; what is ours is not refused.
     former = {"extra", "group_by_length", "logging_dir", "skip_prepare_dataset"}
-    assert set(MANAGED) - set(real) == former
+    newer = {"activation_checkpointing"}  # from transformers 5.18 on
+    assert former <= set(MANAGED) - set(real) <= former | newer
 
 
 def test_tables_name_what_exists():
