@@ -9,7 +9,7 @@ import sys
 from finetune import __version__
 from finetune.runtime.command import BAD_INPUT, DONE
 
-VERBS = {
+COMMANDS = {
     "train": "train a model; --dry-run runs and measures everything on one device first",
     "prepare": "tokenize, mask and pack the data ahead of time, and print what became of the rows",
     "parity": "check that training your configuration gives the same result on any number of GPUs",
@@ -24,15 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        lines = [f"  {name:10} {about}" for name, about in VERBS.items()]
+        lines = [f"  {name:10} {about}" for name, about in COMMANDS.items()]
         sys.stdout.write("usage: finetune COMMAND [--help] ...\n\n" + "\n".join(lines) + "\n")
         return DONE if argv else BAD_INPUT
     if argv[0] == "--version":
         sys.stdout.write(f"{__version__}\n")
         return DONE
-    if argv[0] not in VERBS:
-        near = difflib.get_close_matches(argv[0], VERBS, n=1)
-        hint = f"Nearest is `{near[0]}`." if near else f"The commands are {', '.join(VERBS)}."
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"Nearest is `{near[0]}`." if near else f"The commands are {', '.join(COMMANDS)}."
         if argv[0].endswith((".yaml", ".yml")):
             hint = f"To train with this configuration: finetune train --config {argv[0]}"
         sys.stderr.write(f"error: unknown command: `{argv[0]}`. {hint}\n")

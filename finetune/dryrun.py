@@ -1,6 +1,6 @@
 """`--dry-run`: would the real run work, and how fast? The same code on one device, measured; the longest rows first.
 
-Models, checkpoints and the output folder are not kept. The measurement itself is, as a small JSON file in the cache.
+Only the measurement is kept, as a small JSON file in the cache: no model, no checkpoint, no output folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from finetune.measure.trial import Attempt, Trial
 
 SMOKE_BYTES = 2**20
-SMOKE_SECONDS = 400  # ranks give each other 300 s, and say then who is missing
+SMOKE_SECONDS = 400  # ranks wait 300 s for each other and then report which is missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,12 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
     checkpoints.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
-    together = smoke(strategy.visible_gpus())  # while all GPUs are still in sight, and empty
+    together = smoke(strategy.visible_gpus())  # while all GPUs are still visible and empty
     try:
         if together is not None and not together["ok"]:
             raise RunError(
-                f"the {together['world_size']} GPUs cannot talk to each other: {together['message']}. One alone "
-                "can be tried with CUDA_VISIBLE_DEVICES=0."
+                f"the {together['world_size']} GPUs cannot communicate: {together['message']}. To try one "
+                "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
         job = session.open_session(config, real, demo=demo, hooks=hooks)
         from finetune.measure import trial
@@ -74,11 +74,11 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         report.print_introduction(job, resume.Start())
         session.check_space(config, job.model)
         show_example(job)
-        # Beside the real output folder, so that the real disk is tried.
+        # Next to the real output folder: the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
             outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
     except RunError as error:
-        full = is_out_of_memory(error)  # while the model was loaded: no row had come
+        full = is_out_of_memory(error)  # while loading the model, before any row
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
     outcome.measured["collectives"] = together
     print_report(config, outcome, launch_line(world))
@@ -86,11 +86,11 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
 
 
 def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
-    """Train on the longest rows and on typical ones, look for the largest micro-batch that fits, then save, spoil,
+    """Train on the longest rows and on typical ones, look for the largest micro-batch that fits, then save, zero,
     reload and compare.
 
     Raises:
-        RunError: a loss that is not finite, no disk space, weights that are others after reloading.
+        RunError: a loss that is not finite, no disk space, weights that differ after reloading.
     """
     from finetune.measure import measurements
     from finetune.measure.trial import holds_its_state
@@ -108,14 +108,14 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     except RunError as error:
         if not is_out_of_memory(error):
             raise
-        full = str(error)  # and not the error itself: its frames hold what filled the memory
+        full = str(error)  # not the error itself: its frames keep the memory in use
     finally:
         logger.close()
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (
-                "weights, gradients and the optimizer's state fill the device without any row, so rows do not matter; "
-                "`finetune advise` looks for what would fit."
+                "weights, gradients and the optimizer's state fill the device before any row is processed; "
+                "`finetune advise` searches for settings that fit."
             )
             about = {"out_of_memory": True, "state_fits": False}
             return Outcome(go=False, reason=f"{full} Tried: {reason}", measured=about)
@@ -142,7 +142,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
 
 
 def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:
-    """GiB: the peak of training at the worst micro-batch, the device's, and what others hold of it."""
+    """GiB: the peak of training at the worst micro-batch, the device's, and what other processes hold of it."""
     outside = getattr(trial.memory, "outside_bytes", None)
     return {
         "peak_gib": measured.peak_memory_bytes / 2**30,
@@ -189,13 +189,13 @@ def projection(measured: Measurement, world: int) -> dict[str, Any]:
 
 
 def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
-    """Look for the largest micro-batch that fits; `start` is a size that did, None where the present one did not."""
+    """Search for the largest micro-batch that fits; `start` is a size that fits, None if the current one does not."""
     from finetune.measure import trial as trials
 
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
     if memory.limit_bytes is None:
-        return {"attempts": [], "reason": "a CPU run has no memory limit of its own: nothing was searched"}
+        return {"attempts": [], "reason": "a CPU run has no separate memory limit: nothing was searched"}
     if start is None:
         sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
@@ -218,7 +218,7 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
 
 
 def smoke(gpus: int) -> dict[str, Any] | None:
-    """A short all-reduce over all GPUs of this machine, in processes of their own; None where there are not several."""
+    """A short all-reduce over all GPUs of this machine, in separate processes; None with fewer than two GPUs."""
     if gpus < 2:
         return None
     arguments = ["comm", "--world-sizes", str(gpus), "--sizes", str(SMOKE_BYTES), "--runs", "1", "--steps", "5"]
@@ -228,8 +228,8 @@ def smoke(gpus: int) -> dict[str, Any] | None:
         try:
             done = subprocesses.run(command, timeout=SMOKE_SECONDS)
         except subprocess.TimeoutExpired:
-            said = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` says where they wait"
-            return {"world_size": gpus, "ok": False, "message": said}
+            message = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` shows where they wait"
+            return {"world_size": gpus, "ok": False, "message": message}
         if done.returncode:
             return {"world_size": gpus, "ok": False, "message": done.stderr.strip()[-2000:].removeprefix("error: ")}
         found = json.loads(place.read_text())["collectives"]["all_reduce"][0]
@@ -245,22 +245,24 @@ def process_start() -> float:
 
 
 def is_out_of_memory(error: RunError) -> bool:
-    """Whether a full device is behind an error."""
+    """Whether an error was caused by a full device."""
     import torch
 
     return isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
-def _too_large(said: str, sizes: dict[str, Any]) -> str:
+def _too_large(message: str, sizes: dict[str, Any]) -> str:
     if sizes.get("flag"):
-        return f"{said} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
+        return (
+            f"{message} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
+        )
     if sizes["attempts"]:
-        return f"{said} Tried: no smaller micro-batch fits either; `finetune advise` looks for what would."
-    return said
+        return f"{message} Tried: no smaller micro-batch fits either; `finetune advise` searches for settings that fit."
+    return message
 
 
 def check_reload(trainer: Any, folder: Path) -> None:
-    """Save the trained weights, spoil them in memory, load them from the disk, and compare with what they were.
+    """Save the trained weights, zero them in memory, load them from disk, and compare.
 
     Raises:
         RunError: they differ, so a saved model would not be the trained one.
@@ -288,20 +290,20 @@ def check_reload(trainer: Any, folder: Path) -> None:
 
 
 def show_example(job: Any) -> None:
-    """One row, what is learnt of it marked."""
+    """Print one row with its supervised tokens marked."""
     from finetune.data.template import Encoded, preview
 
     ids, labels = job.data.train[0]
-    console().print("One training row; what is learnt is marked:", highlight=False)
+    console().print("One training row; supervised tokens are marked:", highlight=False)
     example = Encoded(input_ids=ids, labels=labels)
     print_line(preview(example, job.tokenizer, color=console().is_terminal))
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------------------------
 
 
 def print_report(config: Config, outcome: Outcome, line: str) -> None:
-    """Say go or no-go, with what was measured and the launch line for the real run."""
+    """Print go or no-go, with what was measured and the launch line for the real run."""
     if outcome.go:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):
@@ -323,8 +325,8 @@ def table(measured: dict[str, Any]) -> Table:
     device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
     shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
     parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
-    shown.add_row("a typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
-    shown.add_row("speed on one device", f"{whole['tokens_per_second']:,.0f} tokens/s on rows as they come")
+    shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
+    shown.add_row("speed on one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
     length = f"{whole['steps']:,.0f} steps in {duration(3600 * whole['hours_on_one_device'])}"
     shown.add_row("the whole run on one device", f"{length}, of which {whole['start_up_seconds']:.0f} s to start up")
     if measured["collectives"]:
@@ -337,27 +339,27 @@ def table(measured: dict[str, Any]) -> Table:
 
 
 def notes(measured: dict[str, Any]) -> list[str]:
-    """What the figures mean for the settings, in sentences."""
+    """What the figures mean for the settings."""
     sizes, memory = measured["micro_batch_search"], measured["memory"]
-    said = []
+    lines = []
     if not sizes["attempts"]:
-        said.append(f"Micro-batch size: {sizes['reason']}.")
+        lines.append(f"Micro-batch size: {sizes['reason']}.")
     elif sizes["largest_that_fits"] is None:
-        said.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (0.8 of the memory).")
+        lines.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (0.8 of the memory).")
     else:
         tried = ", ".join(_attempt(one) for one in sizes["attempts"])
-        said.append(
+        lines.append(
             f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (0.8 of the memory): {tried}. The largest that fits "
             f"is {sizes['largest_that_fits']}. Recommended: {sizes['flag']}"
         )
     if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
-        said.append("warning: the peak is above 0.8 of the memory; fragmentation may yet end the run.")
+        lines.append("warning: the peak is above 0.8 of the memory; fragmentation may still end the run.")
     if (memory["held_by_others_gib"] or 0.0) * 2**30 > OUTSIDE_NOTED:
-        said.append(
+        lines.append(
             f"warning: {memory['held_by_others_gib']:.1f} GiB of this GPU are held outside this program: another "
             "process uses it, and these timings are not what the GPU can do alone."
         )
-    return said
+    return lines
 
 
 def _attempt(one: dict[str, Any]) -> str:
@@ -368,7 +370,7 @@ def _attempt(one: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, whichever says most."""
+    """Hours, minutes or seconds, whichever reads best."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} hours"
     return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"

@@ -1,7 +1,7 @@
 """Secrets in texts and values: found by the shape of tokens, by names such as `api_key`, and in addresses.
 
-Everything that may reach a log, a report or a script passes here: errors, run.json, and what `convert` writes. The
-shapes are prefixes that services give their tokens. A secret without a shape is found only by the name beside it.
+Everything that may reach a log, a report or a script passes through here: errors, run.json, and what `convert` writes.
+Shapes are the prefixes that services give their tokens. A secret without one is found only by the name beside it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _TOKENIZER_WORDS = frozenset(
     " vision user assistant system tool think prompt per max min num added extra additional decoder forced prefix"
     " suffix middle separator space blank newline".split()
 )
-_MOST_NAMED = 200_000  # characters of a text in which names are looked at
+_MOST_NAMED = 200_000  # characters of a text that are searched for names
 
 
 def is_secret_name(name: str) -> bool:
@@ -146,7 +146,7 @@ def variable_for(name: str) -> str:
 
 
 def shaped(text: str) -> Iterator[Found]:
-    """The secrets that are known by their form, wherever they stand: tokens of services, private keys, and the user
+    """The secrets that are known by their form, anywhere in the text: tokens of services, private keys, and the user
     and password of an address. They may overlap."""
     for pattern, variable in _SHAPED:
         for match in pattern.finditer(text):
@@ -186,7 +186,7 @@ def _beside_names(text: str) -> Iterator[Found]:
 
 
 def merged(found: list[Found]) -> list[Found]:
-    """In order; those that overlap as one, which the longest one names."""
+    """In order; overlapping ones merged, named by the first."""
     kept: list[Found] = []
     for item in sorted(found, key=lambda item: (item.start, -item.end)):
         if kept and item.start < kept[-1].end:

@@ -1,4 +1,4 @@
-"""What a training script of one's own calls: its functions, and the settings in the YAML file beside it.
+"""Entry point for custom training scripts: the script's functions, and the settings in the YAML file beside it.
 
     from finetune import script
 
@@ -10,8 +10,8 @@
         raise SystemExit(script.run(__file__, dataset=build_dataset))
 
 `accelerate launch my.py` then trains on any number of ranks, as `finetune.train` does, and `python my.py --dry-run`
-tries it on one device. Imports of torch, unsloth, transformers or datasets stand inside the functions: this program
-chooses the device and repairs what needs repair before it imports them.
+tests it on one device. Import torch, unsloth, transformers and datasets inside the functions: this program chooses the
+device and applies its patches before it imports them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def run(
     Args:
         file: the script's `__file__`.
         dataset: gets the tokenizer; returns rows in one of the formats of `data.format` (a `datasets.Dataset` or any
-            iterable of mappings), or a pair of them: to train on, and held out. Called once per machine; the result is
-            kept until the script, a file that it names, the tokenizer or the settings of the data change.
+            iterable of mappings), or a pair (training rows, held-out rows). Called once per machine; the result is kept
+            until the script, a file that it names, the tokenizer or the settings of the data change.
             `data.train_file` or `data.dataset_name` replaces it.
         tokenizer: gets the tokenizer, after it is loaded, on every rank; may return another one.
         model: gets the model with its adapter, and the tokenizer, on every rank; may return another model.
         trainer: gets the trainer, after it is built, on every rank; to add callbacks.
         save: gets the trained model and the tokenizer, after the final model is in training.output_dir; called by the
-            main rank alone, when the other ranks have gone: for exports, which may take their time.
+            main rank only, after the other ranks have ended: for exports, which may take long.
 
     Returns:
         The exit code of the process: 0 done, 1 failed, 2 bad configuration or input, 130 interrupted.

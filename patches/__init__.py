@@ -1,6 +1,6 @@
-"""Repairs of defects in the installed stack, one file each, in the order in which they are looked at.
+"""Patches for defects of the installed libraries, one file each, in the order in which they are probed.
 
-EARLY runs before `import unsloth`, LATE after it. A patch is applied only where its probe finds the defect.
+EARLY runs before `import unsloth`, LATE after it. A patch is applied only if its probe finds the defect.
 """
 
 from patches import (

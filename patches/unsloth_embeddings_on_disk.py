@@ -4,7 +4,7 @@ With `modules_to_save` or target_modules of `embed_tokens` or `lm_head` and Unsl
 `get_peft_model` saves the weights that PEFT is about to copy as TEMPORARY/NAME_OR_PATH/*.pt, which for a local model is
 that model's own folder, and reads them back as a memory map on the CPU.
 Without this: every rank writes the same file while others have it mapped; a folder that cannot be written ends the
-run; and DDP, which asks for one kind of device, gets weights on two (this program's *one device per rank* refuses
+run; and DDP, which requires one kind of device, gets weights on two (this program's *one device per rank* refuses
 that). With it the copy stays where it is, for the memory of one embedding on each GPU.
 """
 
@@ -24,13 +24,13 @@ NAMES = ("offload_input_embeddings", "offload_output_embeddings")
 
 
 def _loaded() -> tuple[ModuleType | None, dict[str, Callable[..., Any]]]:
-    """The module, and those of the functions that it has; nothing where `import unsloth` has not loaded it (a CPU)."""
+    """The module, and those of the functions that it has; nothing if `import unsloth` has not loaded it (on a CPU)."""
     module = sys.modules.get(MODULE)
     return module, {name: vars(module)[name] for name in NAMES if module is not None and name in vars(module)}
 
 
 def needed() -> bool:
-    """Whether a model of two small layers leaves a file on disk, or layers that are others."""
+    """Whether a model of two small layers leaves a file on disk, or changes the layers."""
     _, functions = _loaded()
     if not functions:
         return False
@@ -45,7 +45,7 @@ def needed() -> bool:
 
 
 class _Layers:
-    """As much of a model as the functions ask for."""
+    """The parts of a model that the functions use."""
 
     def __init__(self, first: Any, last: Any, folder: Path) -> None:
         self._first, self._last = first, last

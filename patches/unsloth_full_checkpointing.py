@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that the other kind avoids for towers
+UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that non-reentrant avoids for towers
 REMOVE_WHEN = None  # unreleased: 2026.8.22 to 2026.10.9 have it (benchmarks/release_probes.py)
 
 MODULE = "unsloth.models.vision"
@@ -27,7 +27,7 @@ MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")  # the f
 
 
 def _loaded() -> ModuleType | None:
-    """The module, if `import unsloth` has loaded it and it decides in a way known here."""
+    """The module, if `import unsloth` has loaded it and its decision has a form known here."""
     module = sys.modules.get(MODULE)
     known = module is not None and hasattr(getattr(module, "FastBaseModel", None), "post_patch_model")
     return module if known and _question(module) and hasattr(module, PREPARES) else None
@@ -77,7 +77,7 @@ def _reentrant_on_two_ranks(module: ModuleType) -> bool:
 
 
 def apply() -> None:
-    """Answer for text models what is answered on one rank."""
+    """Give text models the answer of one rank."""
     module = _loaded()
     question = _question(module)
     if module is None or question is None or not needed():

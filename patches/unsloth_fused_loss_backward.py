@@ -1,8 +1,8 @@
-"""The backward of Unsloth's fused cross entropy takes the incoming gradient for 1, whatever it is.
+"""The backward of Unsloth's fused cross entropy assumes an incoming gradient of 1.
 
 The loss of a rank carries the factor world size, which the mean that DDP takes over the ranks' gradients removes again.
-A backward that drops the factor leaves the mean alone. Older releases of unsloth_zoo only; a defect of its own beside
-the loss that is a view: copying that loss ends the error and leaves the gradients as wrong as they were.
+A backward that drops the factor leaves the mean alone. Older releases of unsloth_zoo only; a separate
+defect from the loss that is a view: copying that loss removes the error but not the wrong gradients.
 Without this: gradients of 1/world_size under DDP, while the logged loss is right. Adam hides it; gradient clipping, the
 logged gradient norm, weight decay and SGD do not.
 """
@@ -16,7 +16,7 @@ REMOVE_WHEN = "unsloth_zoo>=2026.5.1"
 
 
 def needed() -> bool:
-    """Whether twice the loss has anything but twice the gradient; a gradient of zero or NaN is no proof of health."""
+    """Whether twice the loss does not have twice the gradient; a gradient of zero or NaN counts as a defect."""
     module = fused_loss()
     if module is None:
         return False
@@ -32,7 +32,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Ask for the gradients at the incoming gradient that the backward assumes, and scale them by the one that came.
+    """Ask for the gradients at the incoming gradient that the backward assumes, and scale them by the actual one.
 
     It assumes 1, or the factor of the fp16 gradient scaler, which its saved gradients then hold already.
     """
@@ -48,7 +48,7 @@ def apply() -> None:
         assumed = 1.0 if ctx.scaling is None else ctx.scaling
         gradients = original(ctx, torch.full_like(grad_output, assumed))
         factor = grad_output / assumed
-        # Not in place: the gradients are saved tensors, and a graph that is kept is walked again.
+        # Not in place: the gradients are saved tensors, and a retained graph is traversed again.
         return tuple(None if part is None else part * factor for part in gradients)
 
     module.UnslothFusedLoss.backward = staticmethod(backward)

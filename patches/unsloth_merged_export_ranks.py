@@ -1,13 +1,13 @@
-"""Unsloth's merged, GGUF and quantised exports do not ask which rank they run on.
+"""Unsloth's merged, GGUF and quantized exports do not check which rank they run on.
 
 `save_pretrained_merged`, `save_pretrained_gguf`, their push_to_hub_ forms and the functions behind them take
 `is_main_process=True` by default and look no further, on GPUs and on a CPU. transformers 5 itself leaves the weights of
 a model without adapters to rank 0; merged weights, adapters, tokenizers and GGUF files it does not see.
 Without this: every rank merges the whole model at once (memory times world size) and writes the same files, so that
-they may be torn or mixed, or pushes them to the hub once a rank.
+they may be damaged or mixed, or pushes them to the hub once per rank.
 
 With it, rank 0 exports and the others return None at once. They do not wait: an export may outlast the timeout of the
-process group, and a script that asks rank 0 alone, as many do, would wait for ever in a collective. A caller whose
+process group, and a script that asks rank 0 alone, as many do, would wait forever in a collective. A caller whose
 other ranks read the files next waits for rank 0 itself. A model that is spread over ranks (FSDP2, ZeRO-3) is let
 through on all of them: Unsloth gathers it there, and writes once.
 """
@@ -59,7 +59,7 @@ def _loaded(names: dict[str, tuple[str, ...]]) -> list[Callable]:
 
 
 def needed() -> bool:
-    """Whether an export begins to work on a rank that is told that it is rank 1 of 2."""
+    """Whether an export begins to work on rank 1 of 2."""
     return any(_works_on_rank_1(export) for export in _loaded(PROBED))
 
 
@@ -83,13 +83,13 @@ def _works_on_rank_1(export: Callable) -> bool:
     with mock.patch.multiple(torch.distributed, **second, **collectives), tempfile.TemporaryDirectory() as folder:
         try:
             export(Model(), folder, tokenizer=object())
-        except Exception:  # whatever it stumbles over, it has not left the work to rank 0
+        except Exception:  # whatever failed, it has not left the work to rank 0
             return True
     return False
 
 
 def apply() -> None:
-    """Put the question for the rank in front of every export, wherever Unsloth has bound its name."""
+    """Check the rank before every export, wherever Unsloth has bound its name."""
     if not needed():
         return
     holders = [

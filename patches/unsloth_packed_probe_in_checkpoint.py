@@ -19,12 +19,12 @@ REMOVE_WHEN = None  # unreleased: unsloth 2026.10.9 has it
 
 MODULE = "unsloth.utils.hf_packed_attention"
 NAME = "_varlen_in_graph_probe"
-HEAD_WIDTH, HEADS = 64, 2  # any that the kernel takes
+HEAD_WIDTH, HEADS = 64, 2  # any that the kernel accepts
 
 
 def _loaded() -> ModuleType | None:
-    """The module, where Unsloth is in use and has the trial. Where there is no GPU Unsloth leaves it out; loading it,
-    and half of Unsloth with it, would take as long as the rest of the start."""
+    """The module, if Unsloth is in use and has the trial. Without a GPU Unsloth does not load it; loading it, and half
+    of Unsloth with it, would take as long as the rest of the startup."""
     if "unsloth" not in sys.modules:
         return None
     import torch
@@ -43,7 +43,7 @@ def _same(tensor: Any) -> Any:
 
 
 def needed() -> bool:
-    """Whether hooks such as those of checkpointing see what the trial saves. Where there is no GPU it saves nothing."""
+    """Whether hooks such as those of checkpointing see what the trial saves. Without a GPU it saves nothing."""
     module = _loaded()
     if module is None:
         return False
@@ -62,7 +62,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Give the trial hooks of its own, which do nothing: of those in effect only the innermost are called."""
+    """Run the trial under hooks that do nothing: only the innermost hooks in effect are called."""
     module = _loaded()
     if module is None or not needed():
         return

@@ -65,6 +65,9 @@ def own_options() -> Options:
 def _run(options: argparse.Namespace) -> int:
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or a folder with --check. See finetune convert --help.")
+    from finetune.convert.emit import ruff
+
+    ruff()  # if it is missing, nothing can be written: end before the notebook's code runs
     if options.check is not None:
         return _check(options)
     outcome = convert(options.notebook, keep_inference=options.keep_inference)

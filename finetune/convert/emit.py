@@ -108,7 +108,8 @@ def ruff() -> str:
         from ruff import find_ruff_bin
     except ImportError:
         raise UserError(
-            "ruff, which formats and checks converted scripts, is not installed: pip install ruff"
+            "ruff, which formats and checks converted scripts, is not installed. Install it with "
+            "`pip install 'finetune[convert]'`."
         ) from None
     return find_ruff_bin()
 

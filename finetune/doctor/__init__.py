@@ -1,4 +1,6 @@
-"""`python -m finetune.doctor`: a report on this machine for a bug report."""
+"""`finetune doctor`: a report on this machine and what would stop a run, for bug reports."""
 
-from finetune.doctor.command import answer as answer
-from finetune.doctor.command import main as main
+from finetune.doctor.command import main
+from finetune.doctor.look import answer
+
+__all__ = ["answer", "main"]

@@ -1,8 +1,8 @@
-"""`finetune parity`: does the number of ranks change what is computed? The same steps on each world size, compared.
+"""`finetune parity`: does the number of ranks change the result? Compares the same steps on several world sizes.
 
-Runs the first optimizer steps of the user's own configuration on one rank (which accumulates what the others share) and
-on each world size asked for, in processes of their own, and compares the first gradient, the losses, the held-out loss
-and the trained weights. Clipping and the learning-rate schedule are off: clipping would hide a gradient that is wrong
+Runs the first optimizer steps of the user's configuration on one rank (which accumulates what several ranks share) and
+on each requested world size, in separate processes, and compares the first gradient, the losses, the held-out loss
+and the trained weights. Clipping and the learning-rate schedule are off: clipping would hide a gradient that is off
 by a factor.
 """
 
@@ -39,14 +39,14 @@ def own_options() -> Options:
     ranks = "numbers of ranks to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
     found.add("--steps", count, "N", "optimizer steps of each run (default: %(default)s)", 4)
-    found.add("--without", str, "NAME,...", "patches to leave out, or `all`: shows what they are worth", "")
+    found.add("--without", str, "NAME,...", "patches to leave out, or `all`: shows the effect of each", "")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a run may be from the reference. Sums in another order differ by the rounding of the type they are taken
-    in: 2^-24 for float32, 2^-9 for bfloat16, each times the square root of some thousands of terms."""
+    """How far a run may be from the reference. Sums taken in a different order differ by the rounding of their
+    type: 2^-24 for float32, 2^-9 for bfloat16, times the square root of some thousands of terms."""
 
     ratio: float  # of the first gradient's norm, and of every step's, from 1
     cosine: float  # of the gradient, at least
@@ -54,8 +54,8 @@ class Tolerance:
     weights: float  # norm of the difference over norm
 
 
-WORST_SHOWN = 3  # tensors named where a gradient differs
-PIECE = 2**24  # elements that are compared at a time: 128 MiB in float64
+WORST_SHOWN = 3  # tensors named if a gradient differs
+PIECE = 2**24  # elements compared at a time: 128 MiB in float64
 
 TOLERANCES = {
     "float32": Tolerance(ratio=1e-4, cosine=0.99999, loss=1e-5, weights=1e-4),
@@ -76,7 +76,7 @@ class Comparison:
     eval_loss: float | None
     weights: float
     tensors: tuple[tuple[str, float, float], ...]  # each one's gradient, the worst first: name, ratio, cosine
-    failures: tuple[str, ...]  # what is out of tolerance, in words
+    failures: tuple[str, ...]  # descriptions of what is out of tolerance
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         runs = {world: start(world, Path(folder) / str(world), steps, options.without, rest) for world in worlds}
         found = [compare(Path(folder) / str(worlds[0]), Path(folder) / str(world), world) for world in worlds[1:]]
-    say(runs[worlds[0]], found)
+    print_comparison(runs[worlds[0]], found)
     proven = not any(one.failures for one in found)
     if options.json:
         from finetune.runtime.files import write_json
@@ -116,10 +116,10 @@ def run(argv: list[str]) -> int:
 
 
 def start(world: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
-    """One run, to its end; its run.json.
+    """Run one world size to its end and return its run.json.
 
     Raises:
-        UserError, RunError: what the run said when it failed.
+        UserError, RunError: the error of the run that failed.
     """
     out.mkdir(parents=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
@@ -128,9 +128,9 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
     with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
         done = subprocesses.run(command, env=env)
     if done.returncode:
-        said = subprocesses.error_of(done.stderr + done.stdout)
-        kind = UserError if done.returncode == 2 or said else RunError
-        raise kind(f"the run on {world} ranks failed: {said or (done.stdout + done.stderr)[-3000:]}")
+        message = subprocesses.error_of(done.stderr + done.stdout)
+        kind = UserError if done.returncode == 2 or message else RunError
+        raise kind(f"the run on {world} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())
 
 
@@ -146,7 +146,7 @@ class Products:
 
     @property
     def ratio(self) -> float:
-        """Norm of the second over that of the first; 1 where neither has one, as the first half of an adapter in the
+        """Norm of the second over that of the first; 1 if both are zero, like the A matrix of an adapter in the
         first step."""
         if self.first == 0:
             return 1.0 if self.second == 0 else math.inf
@@ -160,7 +160,7 @@ class Products:
 
     @property
     def distance(self) -> float:
-        """Norm of the difference over that of the first."""
+        """Norm of the difference over the norm of the first."""
         if self.apart == 0:
             return 0.0
         return math.sqrt(self.apart / self.first) if self.first else math.inf
@@ -173,7 +173,7 @@ class Products:
 
     @classmethod
     def sum(cls, each: Iterable[Products]) -> Products:
-        """Those of all tensors laid end to end."""
+        """The products of all tensors concatenated."""
         each = list(each)
         return cls(
             first=sum(one.first for one in each),
@@ -184,10 +184,10 @@ class Products:
 
 
 def products(reference: Path, other: Path) -> dict[str, Products]:
-    """By tensor, in float64. A piece at a time: all weights of a large model in float64 are more than a host holds.
+    """Per tensor, in float64, one piece at a time: a host may not hold all weights of a large model in float64.
 
     Raises:
-        RunError: the two files hold other tensors.
+        RunError: the two files hold different tensors.
     """
     from safetensors import safe_open
 
@@ -195,7 +195,7 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
     with safe_open(reference, "pt") as first, safe_open(other, "pt") as second:
         if set(first.keys()) != set(second.keys()):
             names = sorted(set(first.keys()) ^ set(second.keys()))[:5]
-            raise RunError(f"the runs trained other tensors, which is not to be compared: {', '.join(names)}")
+            raise RunError(f"the runs trained different tensors and cannot be compared: {', '.join(names)}")
         for name in sorted(first.keys()):
             one, two = first.get_tensor(name).flatten(), second.get_tensor(name).flatten()
             pieces = [
@@ -206,7 +206,7 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
 
 
 def compare(reference: Path, other: Path, world: int) -> Comparison:
-    """Two runs, by what they wrote. Pure but for reading."""
+    """Compare two runs by the files that they wrote."""
     import numpy as np
     from safetensors.torch import load_file
 
@@ -216,28 +216,28 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         products(reference / f"{name}.safetensors", other / f"{name}.safetensors") for name in ("gradient", "weights")
     )
     norms = [load_file(folder / "norms.safetensors")["norms"].double() for folder in folders]
-    # The coarsest type in which sums are taken: of autocast, which is for GPUs, and of the gradients themselves.
+    # The coarsest type in which sums are taken: that of autocast, which only GPUs use, and that of the gradients.
     types = {product.dtype for product in gradients.values()}
     types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
     allowed = max((TOLERANCES[name] for name in types if name in TOLERANCES), key=lambda tolerance: tolerance.ratio)
 
     whole = Products.sum(gradients.values())
     ratio, cosine = whole.ratio, whole.cosine
-    floor = 1e-12 * whole.first  # tensors without a gradient to speak of (norm 1e-6 of all) say nothing
+    floor = 1e-12 * whole.first  # negligible gradients (norm below 1e-6 of the total) are not compared
     each = [(key, found.ratio, found.cosine) for key, found in gradients.items() if found.first > floor]
     tensors = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))
     norm = float(((norms[1] - norms[0]).abs() / norms[0]).max())
-    # numpy's: a NaN is the largest, where Python's max passes over it.
+    # np.max propagates NaN; Python's max may ignore it.
     loss = float(np.max([abs(a - b) / abs(a) for a, b in zip(one["losses"], two["losses"], strict=True)]))
     early, late = one["eval_loss_after"], two["eval_loss_after"]
     eval_loss = None if early is None else abs(early - late) / abs(early)
     weights_apart = Products.sum(weights.values()).distance
 
-    failures = []  # `not ... <=`: what is no number is no proof either
+    failures = []  # `not ... <=`: NaN fails as well
     if not abs(ratio - 1) <= allowed.ratio:
         failures.append(f"the gradient is {ratio:.4f} times the reference's (allowed 1 +- {allowed.ratio:g})")
     if not cosine >= allowed.cosine:
-        failures.append(f"the gradient points elsewhere: cosine {cosine:.6f} (at least {allowed.cosine})")
+        failures.append(f"the gradient has a different direction: cosine {cosine:.6f} (at least {allowed.cosine})")
     if not norm <= allowed.ratio:
         failures.append(f"a step's gradient norm differs by {norm:.1e} (allowed {allowed.ratio:g})")
     if not loss <= allowed.loss:
@@ -259,8 +259,8 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
     )
 
 
-def say(reference: dict[str, Any], found: list[Comparison]) -> None:
-    """A table for people, and what is out of tolerance."""
+def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
+    """Print a table, and what is out of tolerance."""
     shown = Table(title=f"Against {reference['world_size']} rank(s), {reference['steps']} steps", title_justify="left")
     for column in ("ranks", "gradient ratio - 1", "1 - cosine", "norm", "loss", "held-out loss", "weights", ""):
         shown.add_column(column, justify="right")

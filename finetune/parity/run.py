@@ -23,7 +23,7 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
 
 
 def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:
-    """Train `steps` optimizer steps of the configuration, with nothing that would hide a wrong gradient."""
+    """Train `steps` optimizer steps without clipping or a schedule, which would hide a wrong gradient."""
     from finetune import train
 
     training = replace(
@@ -33,9 +33,9 @@ def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks 
         save_steps=0,
         eval_steps=0,
         resume_from_checkpoint=False,
-        strategy=None,  # the ranks that are compared are launched already
+        strategy=None,  # the ranks are already launched
         overwrite_output_dir=False,
-        max_grad_norm=0.0,  # clipping would turn a gradient of any size into the same one
+        max_grad_norm=0.0,  # clipping would hide the size of the gradient
         warmup_steps=0.0,
         lr_scheduler_type="constant",
     )

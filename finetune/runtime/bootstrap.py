@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 
 import patches
 from finetune.errors import UserError
@@ -76,7 +75,7 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before the backend was chosen: Unsloth must be imported first.")
 
-    verdicts = core.run(chosen(patches.EARLY, without)) if backend != "transformers" else []
+    verdicts = core.run(patches.EARLY, without) if backend != "transformers" else []
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
@@ -91,15 +90,9 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
     else:
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
-        verdicts += core.run(chosen(patches.LATE, without))
+        verdicts += core.run(patches.LATE, without)
     quiet_libraries(log_level)
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
-
-
-def chosen(listed: tuple[ModuleType, ...], without: Collection[str]) -> list[ModuleType]:
-    """The patches of a list, but for those named in `without` ("all" for none)."""
-    names = {patch.__name__.rpartition(".")[2]: patch for patch in listed}
-    return [patch for name, patch in names.items() if name not in without and "all" not in without]
 
 
 def quiet_libraries(level: str) -> None:

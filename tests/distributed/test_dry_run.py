@@ -40,7 +40,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     words = " ".join(done.stdout.split())
     assert "GO. Nothing was kept but the measurement." in words and "saved and reloaded" in words
     assert "accelerate launch" in words and "--dry-run" not in words.split("GO.")[1]
-    assert "a CPU run has no memory limit of its own: nothing was searched" in words
+    assert "a CPU run has no separate memory limit: nothing was searched" in words
     assert "⟦" in words  # one example, its learnt part marked
     assert sorted(path for path in tmp_path.iterdir() if path != cache) == before
     verdict = json.loads((cache / "dry.json").read_text())
@@ -73,7 +73,7 @@ def check(verdict: dict, cache: Path) -> None:
     widest = micro_batches[0]["tokens"]
     assert widest == -(-verdict["longest_row_tokens"] // 8) * 8 * 8
     sizes = {one["tokens"] for one in micro_batches[6:]}
-    assert max(sizes) <= widest and len(sizes) > 2  # after the worst, rows as they come
+    assert max(sizes) <= widest and len(sizes) > 2  # after the longest rows, typical ones
     # Four steps of 16, 16, 16 and 12 rows, projected from their own sizes.
     assert measured["steps"] == 4 and measured["tokens_per_step"] == lengths["tokens"] / 4
     whole = verdict["projection"]

@@ -184,6 +184,15 @@ def test_packages_that_a_process_installs_are_in_the_report(notebook: Callable[.
 
 
 @pytest.mark.process
+def test_without_ruff_nothing_is_converted(
+    notebook: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ruff", None)  # `import ruff` raises ImportError
+    assert main([str(notebook()), "--out", str(tmp_path / "out")]) == 2
+    assert "pip install 'finetune[convert]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> None:
     script = converted(notebook(*ALL)).script
     assert formatted(script) == script

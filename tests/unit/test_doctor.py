@@ -18,7 +18,8 @@ import torch
 
 import patches
 from finetune.config import Config, load
-from finetune.doctor import command as doctor
+from finetune.doctor import checks, look, report, tested_versions
+from finetune.engine import checkpoints
 from finetune.runtime import bootstrap
 from tests import launch
 from tests.nvml import Card, install
@@ -107,14 +108,14 @@ def test_no_secret_and_no_home_is_shown(healthy: tuple[str, dict[str, Any]]) -> 
     assert set(found["environment"]) == {
         *("FINETUNE_CACHE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
         *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SECRET_TOKEN", "TORCH_SHOW"),
-    } | {name for name in os.environ if name.startswith(doctor.SHOWN_PREFIXES) or name == "CUDA_VISIBLE_DEVICES"}
+    } | {name for name in os.environ if name.startswith(look.SHOWN_PREFIXES) or name == "CUDA_VISIBLE_DEVICES"}
     assert "Triton cache" in text and "~/.triton/cache" in text
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("401 for hf_AbCdEfGhIjKl at the hub", "401 for *** at the hub"),
+        ("401 for hf_AbCdEfGhIjKlMnOp at the hub", "401 for *** at the hub"),
         ("GET https://user:word@host/x", "GET https://***@host/x"),
         ("token='0123456789abcdef0123'", "token='***'"),
         ('{"api_key": "AbCdEfGhIjKlMnOpQrStUvWx"}', '{"api_key": "***"}'),
@@ -128,7 +129,7 @@ def test_masks(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in os.environ:
         if re.search("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", name):
             monkeypatch.delenv(name)
-    assert doctor.without_secrets({"a": [text, 1, None]}) == {"a": [expected, 1, None]}
+    assert report.without_secrets({"a": [text, 1, None]}) == {"a": [expected, 1, None]}
 
 
 def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_values_of_secret_variables_are_masked_anywhere(monkeypatch: pytest.Monk
     monkeypatch.setenv("DB_PASSWORD", "local-abc-and-more")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sometimes")  # no secret
     text = "local-abc-and-more, local-abc, sometimes"
-    assert doctor.without_secrets(text) == "***, ***, sometimes"
+    assert report.without_secrets(text) == "***, ***, sometimes"
 
 
 # --- exit codes -----------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_a_library_that_dies_is_named(tmp_path: Path) -> None:
     fakes = {"torch": "import os\nos.abort()"}
     done = examine(tmp_path / "home", "--json", str(tmp_path / "report.json"), fakes=fakes)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "stop: backend and patches: the process that asked died with SIGABRT" in done.stdout.splitlines()[1]
+    assert "stop: backend and patches: the subprocess died with SIGABRT" in done.stdout.splitlines()[1]
     found = json.loads((tmp_path / "report.json").read_text())
     assert "SIGABRT" in found["unknown"]["devices"]
     assert found["versions"]["transformers"] == version("transformers")  # what can be known is
@@ -234,13 +235,14 @@ def two_gpus(healthy: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str]:
-    states = {one["name"]: (one["state"], one["reason"]) for one in doctor.judge(load(list(arguments)), found)}
+    states = {one["name"]: (one["state"], one["reason"]) for one in checks.judge(load(list(arguments)), found)}
     return states.get(name, ("absent", ""))
 
 
 @pytest.mark.process
 def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
-    states = {one["name"]: one["state"] for one in doctor.judge(Config(), two_gpus)}
+    two_gpus["versions"] |= tested_versions.GPU | {"torch": tested_versions.GPU["torch"] + "+cu130"}
+    states = {one["name"]: one["state"] for one in checks.judge(Config(), two_gpus)}
     assert set(states.values()) == {"ok"}, states
     assert verdict("devices", two_gpus) == ("ok", "2 x NVIDIA H200; each ran a kernel")
 
@@ -305,7 +307,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     missing = verdict("model and data files", two_gpus, *data)
     assert missing[0] == "stop" and "csv" in missing[1]
 
-    monkeypatch.setattr(doctor.checkpoints.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: types.SimpleNamespace(total=9, free=2**20))
     assert verdict("output folder", two_gpus)[0] == "stop"
 
 
@@ -323,19 +325,42 @@ def test_batch_on_the_gpus_that_are_here(two_gpus: dict[str, Any]) -> None:
 @pytest.mark.process
 def test_versions_that_are_missing_or_not_tested(two_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def found_with(*texts: str) -> tuple[str, str]:
-        monkeypatch.setattr(doctor, "_requirements", lambda: list(texts))
+        monkeypatch.setattr(checks, "_requirements", lambda: list(texts))
         return verdict("versions", two_gpus)
 
     assert found_with("torch>=2", 'nowhere-at-all; extra == "unsloth"', 'pytest>=999; extra == "dev"')[0] == "ok"
     assert found_with("nowhere-at-all>=1", "torch>=2")[0] == "stop"
     state, reason = found_with("torch>=999", 'rich>=999; extra == "unsloth"')
     assert state == "warning" and f"torch {version('torch')} is not >=999" in reason and "rich" in reason
-    monkeypatch.setattr(doctor, "_requirements", lambda: None)
+    monkeypatch.setattr(checks, "_requirements", lambda: None)
     assert verdict("versions", two_gpus)[0] == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("file", "pins"), [("constraints.txt", tested_versions.CPU), ("constraints-gpu.txt", tested_versions.GPU)]
+)
+def test_tested_versions_are_those_of_the_constraints(file: str, pins: dict[str, str]) -> None:
+    lines = (launch.ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert set(pins) == set(bootstrap.LIBRARIES)
+    assert {f"{name}=={number}" for name, number in pins.items()} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("devices", "pins"), [([], tested_versions.CPU), (gpus(1), tested_versions.GPU)], ids=["cpu", "gpu"]
+)
+def test_another_set_than_the_tested_one_is_a_warning(devices: list[dict[str, Any]], pins: dict[str, str]) -> None:
+    def found_with(**other: str | None) -> tuple[str, str]:
+        verdict = checks.CHECKS["tested versions"](Config(), {"devices": devices, "versions": pins | other})
+        assert verdict is not None
+        return verdict
+
+    assert found_with(torch=pins["torch"] + "+cu130", unsloth=None)[0] == "ok"
+    state, reason = found_with(trl="1.99.0")
+    assert state == "warning" and f"trl 1.99.0 (tested: {pins['trl']})" in reason and "torch" not in reason
+
+
 def test_requirements_are_those_of_pyproject() -> None:
-    needed = doctor._requirements()
+    needed = checks._requirements()
     assert needed is not None and any(text.startswith("torch>=") for text in needed)
     assert any(text.startswith("unsloth>=") and "extra" in text for text in needed)
 
@@ -356,8 +381,8 @@ def test_devices_as_torch_and_the_driver_tell_them(nvml: bool, monkeypatch: pyte
     """CUDA_VISIBLE_DEVICES=3,0: torch's GPU 0 is the driver's 3, found by its name and not by its place."""
     cards = [Card(), Card(), Card(), Card(processes=(99,))]
     install(monkeypatch, cards, {(0, 3): "PHB"}, peers=False, nvml=nvml, visible=[3, 0])
-    monkeypatch.setattr(doctor, "_computes", lambda index: index == 0 or torch.zeros(1)[3])
-    found = doctor.look_at_devices()
+    monkeypatch.setattr(look, "_computes", lambda index: index == 0 or torch.zeros(1)[3])
+    found = look.look_at_devices()
     assert [device["free_gib"] for device in found["devices"]] == ([4.0, 1.0] if nvml else [7.0, None])
     assert [device["compute_capability"] for device in found["devices"]] == ["9.0", "9.0"]
     assert [device["computes"] for device in found["devices"]] == [True, False]
@@ -378,27 +403,27 @@ def test_folder_counts_a_file_once_and_gives_up_on_many(tmp_path: Path, monkeypa
     (tmp_path / "blobs" / "x").write_bytes(b"1" * 2**20)
     (tmp_path / "link").symlink_to(tmp_path / "blobs" / "x")
     (tmp_path / "loop").symlink_to(tmp_path)
-    size = doctor.folder(tmp_path)["size_gib"]
+    size = look.folder(tmp_path)["size_gib"]
     assert size == pytest.approx(2**-10, rel=0.01)
-    later = doctor.folder(tmp_path / "not" / "yet")
+    later = look.folder(tmp_path / "not" / "yet")
     assert later["size_gib"] is None and later["size_unknown"] == "it does not exist yet" and later["writable"]
-    assert not doctor.folder(tmp_path / "blobs" / "x" / "below")["writable"]
-    monkeypatch.setattr(doctor, "MOST_FILES", 2)
-    assert "more than 2 files" in doctor.folder(tmp_path)["size_unknown"]
+    assert not look.folder(tmp_path / "blobs" / "x" / "below")["writable"]
+    monkeypatch.setattr(look, "MOST_FILES", 2)
+    assert "more than 2 files" in look.folder(tmp_path)["size_unknown"]
 
 
 def test_profile_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    assert doctor._default_profile() is None
+    assert look._default_profile() is None
     file = tmp_path / "accelerate" / "default_config.yaml"
     file.parent.mkdir()
     file.write_text((launch.PROFILES / "ddp_2.yaml").read_text() + "main_process_ip: 10.9.8.7\n")
-    found = doctor._default_profile()
+    found = look._default_profile()
     assert found is not None and found["num_processes"] == 2 and "main_process_ip" not in found
     file.write_text("a: [")
-    assert "error" in (doctor._default_profile() or {})
+    assert "error" in (look._default_profile() or {})
 
 
 @pytest.mark.process
@@ -406,12 +431,12 @@ def test_report_of_many_gpus(two_gpus: dict[str, Any]) -> None:
     pairs = [{"gpus": [a, b], "kind": "NV18", "peer_access": True} for a in range(8) for b in range(a + 1, 8)]
     line = "8 x NVIDIA H200, NV18 between all pairs, peer access"
     found = two_gpus | {"devices": gpus(8), "topology": pairs, "topology_line": line}
-    text = doctor.plain(found)
+    text = report.plain(found)
     assert f"  machine       {line}\n" in text
     assert "  all 28 pairs  NV18, peer access\n" in text
     assert "  GPU 7  NVIDIA H200, compute capability 9.0, 139.8 GiB, 139.3 free\n" in text
     pairs[3] |= {"kind": None, "peer_access": False}
-    assert "  GPUs 0 and 4  unknown link, no peer access\n" in doctor.plain(found)
+    assert "  GPUs 0 and 4  unknown link, no peer access\n" in report.plain(found)
 
 
 @pytest.mark.process
@@ -423,12 +448,12 @@ def test_a_terminal_gets_colours_and_the_same_words(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "400")
     found = two_gpus | {"checks": [{"name": "batch", "state": "stop", "reason": "does not [fit]"}]}
-    doctor.show(found)
+    report.show(found)
     shown = capsys.readouterr().out
     assert "\x1b[" in shown
     words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert words.startswith("finetune doctor: a run would not start here.\n  stop: batch: does not [fit]\n")
-    assert words.split() == doctor.plain(found).split()
+    assert words.split() == report.plain(found).split()
 
 
 # --- the page that a report is read with ----------------------------------------------------------------------------

@@ -51,5 +51,5 @@ def test_what_is_no_number_is_no_proof(tmp_path: Path, wrong: float) -> None:
 
 def test_other_tensors_are_refused(tmp_path: Path) -> None:
     one, two = run(tmp_path / "1", {"a": torch.ones(2)}), run(tmp_path / "2", {"b": torch.ones(2)})
-    with pytest.raises(RunError, match="other tensors"):
+    with pytest.raises(RunError, match="different tensors"):
         parity.compare(one, two, 2)

@@ -69,6 +69,17 @@ def test_core_skips_applies_and_checks() -> None:
     assert state["applied"] == 1
 
 
+def test_a_patch_that_is_left_out_is_recorded_and_not_applied() -> None:
+    def fail() -> None:
+        raise AssertionError("a patch that was left out ran")
+
+    broken, unknown = module(needed=lambda: True, apply=fail), module(needed=lambda: 1 / 0, apply=fail)
+    expected = {"name": "made_up", "applied": False, "reason": "left out by --without"}
+    assert core.run([broken], ["made_up"])[0].to_dict() == expected | {"needed": True}
+    assert core.run([broken], ["all"])[0].to_dict() == expected | {"needed": True}
+    assert core.run([unknown], ["made_up"])[0].to_dict() == expected | {"needed": None}
+
+
 def test_core_stops_on_a_patch_that_does_not_help_and_on_a_probe_that_fails() -> None:
     with pytest.raises(RuntimeError, match="still there"):
         core.run([module(needed=lambda: True, apply=lambda: None)])

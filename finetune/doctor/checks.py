@@ -1,0 +1,245 @@
+"""What would stop a run, or deserves a warning."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from finetune.config import Config
+from finetune.doctor import tested_versions
+from finetune.doctor.look import Found, cut_batch, wants_cpu
+from finetune.engine import checkpoints, session
+from finetune.errors import UserError
+
+BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
+SHARED_MEMORY_GIB = 1.0  # NCCL's troubleshooting guide asks for `docker run --shm-size=1g`; Docker's default is 64 MB
+NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb", "glusterfs", "wekafs", "9p", "fuse.")
+
+# State ("ok", "warning", "stop" or "unknown") and reason; None: the check does not apply.
+Verdict = tuple[str, str] | None
+
+
+def judge(config: Config, found: Found) -> list[dict[str, str]]:
+    """Run every check. The state "stop" means that a run would end there."""
+    verdicts = {name: check(config, found) for name, check in CHECKS.items()}
+    known = ((name, *one) for name, one in verdicts.items() if one is not None)
+    return [{"name": name, "state": state, "reason": " ".join(reason.split())} for name, state, reason in known]
+
+
+def _ranks(config: Config, found: Found) -> Verdict:
+    launcher, gpus = found["launcher"], len(found["devices"])
+    if "error" in launcher:
+        return "stop", launcher["error"]
+    ranks = launcher["local_world_size"]
+    if gpus == 0 or wants_cpu():
+        return "ok", f"on the CPU; {ranks} on this machine"
+    if ranks > gpus:
+        return "stop", f"{ranks} processes were launched on this machine and {gpus} GPUs are visible; launch {gpus}"
+    return "ok", f"{ranks} launched here, {gpus} possible"
+
+
+def _allowed_versions(config: Config, found: Found) -> Verdict:
+    """Whether the installed versions are in the allowed ranges. Extras that are not installed are ignored."""
+    from packaging.requirements import Requirement
+
+    texts = _requirements()
+    if texts is None:
+        return "unknown", "finetune is not installed as a package: the versions that it needs are not known"
+    missing, outside = [], []
+    for requirement in map(Requirement, texts):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "unsloth"}):
+            continue
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            if requirement.name == "nvidia-ml-py":  # needed only for details of this report
+                outside.append("nvidia-ml-py is not installed")
+            elif "extra" not in str(requirement.marker):
+                missing.append(requirement.name)
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            outside.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+    if missing:
+        return "stop", f"not installed: {', '.join(missing)}; install this project with pip, which installs them"
+    if outside:
+        return "warning", f"outside the allowed range: {'; '.join(outside)}"
+    return "ok", "all in the allowed ranges"
+
+
+def _requirements() -> list[str] | None:
+    """What pyproject.toml requires, from the installed package or from the source folder that is run."""
+    try:
+        return requires("finetune") or []
+    except PackageNotFoundError:
+        file = Path(__file__).parent.parent.parent / "pyproject.toml"
+    if not file.is_file():
+        return None
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    extra = (f'{text}; extra == "unsloth"' for text in project["optional-dependencies"]["unsloth"])
+    return [*project["dependencies"], *extra]
+
+
+def _tested_versions(config: Config, found: Found) -> Verdict:
+    """Whether the libraries have exactly the versions that this release was tested with."""
+    versions, is_gpu = found["versions"], bool(found["devices"])
+    tested, file = (tested_versions.GPU, "constraints-gpu.txt") if is_gpu else (tested_versions.CPU, "constraints.txt")
+    installed = {name: (versions.get(name) or "").partition("+")[0] for name in tested}  # torch has +cu130 or +cpu
+    other = [name for name in tested if installed[name] not in ("", tested[name])]
+    if other:
+        differences = ", ".join(f"{name} {installed[name]} (tested: {tested[name]})" for name in other)
+        return "warning", f"not the tested set: {differences}. The tested set is in {file} of the project"
+    return "ok", f"the tested set, {file}"
+
+
+def _stack(config: Config, found: Found) -> Verdict:
+    stack = found["stack"]
+    if "error" in stack:
+        return "stop", stack["error"]
+    applied = [patch["name"] for patch in stack["patches"] if patch["applied"]]
+    return (
+        "ok",
+        f"{stack['backend']}; {len(stack['patches'])} patches checked, applied: {', '.join(applied) or 'none'}",
+    )
+
+
+def _devices(config: Config, found: Found) -> Verdict:
+    devices, unknown = found["devices"], found["unknown"]
+    broken = [f"computing on GPU {device['index']}" for device in devices if not device["computes"]]
+    if broken:
+        return "stop", "; ".join(f"{name} fails: {unknown.get(name, 'a wrong result')}" for name in broken)
+    if devices:
+        return "ok", f"{len(devices)} x {devices[0]['name']}; each ran a kernel"
+    why = unknown.get("devices", "torch sees none")
+    if found["driver_gpus"]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        gpus = f"the driver has {found['driver_gpus']} GPUs and torch none (CUDA_VISIBLE_DEVICES: {visible or 'empty'})"
+        return "warning", f"{gpus}: {why}; a run would use the CPU"
+    return "ok", f"no GPU: {why}; a run would use the CPU"
+
+
+def _gpu_memory(config: Config, found: Found) -> Verdict:
+    known = [device for device in found["devices"] if device["free_gib"] is not None]
+    busy = [device for device in known if device["free_gib"] < BUSY_SHARE * device["memory_gib"]]
+    said = [f"GPU {one['index']} has {one['free_gib']:.1f} of {one['memory_gib']:.1f} GiB free" for one in busy]
+    used = [one for one in found["devices"] if one.get("other_processes") and one not in busy]
+    said += [f"GPU {one['index']} has {len(one['other_processes'])} other process(es)" for one in used]
+    if said:
+        return "warning", f"{'; '.join(said)}: something else uses it"
+    return ("ok", "free") if known else None
+
+
+def _like_gpus(config: Config, found: Found) -> Verdict:
+    if len(found["devices"]) < 2:
+        return None
+    if found["differences"]:
+        return "warning", f"they differ, and a step takes as long as the slowest ({'; '.join(found['differences'])})"
+    return "ok", "all alike"
+
+
+def _profile(config: Config, found: Found) -> Verdict:
+    """Whether `accelerate launch` works with its default profile. A command that names one ignores it."""
+    profile, gpus = found["accelerate_profile"], len(found["devices"])
+    if profile is None:
+        return None
+    advice = "give --config_file accelerate_configs/..."
+    if "error" in profile:
+        return "warning", f"cannot be read ({profile['error']}); {advice}"
+    total, machines = profile.get("num_processes") or 1, profile.get("num_machines") or 1
+    if profile.get("distributed_type") == "MULTI_CPU" and total > 1:
+        return "warning", f"distributed_type MULTI_CPU starts one process and not {total}; {advice}"
+    if gpus and not profile.get("use_cpu") and total // machines > gpus:
+        return "warning", f"it starts {total // machines} processes here and {gpus} GPUs are visible; {advice}"
+    return "ok", f"{total} processes on {machines} machine(s)"
+
+
+def _output(config: Config, found: Found) -> Verdict:
+    training, path = config.training, Path(config.training.output_dir)
+    try:
+        if config.given:  # without a configuration, an earlier run in the default folder does not matter
+            resuming = bool(training.resume_from_checkpoint)
+            checkpoints.check_output(path, resuming=resuming, overwrite=training.overwrite_output_dir)
+        else:
+            checkpoints.check_space(path, checkpoints.SPARE_BYTES, "the run's records")
+    except UserError as error:
+        return "stop", str(error)
+    return "ok", "can be written, with room for a run's records"
+
+
+def _data_cache(config: Config, found: Found) -> Verdict:
+    cache = next(one for one in found["folders"] if one["name"] == "data cache")
+    if not cache["writable"]:
+        return "stop", f"{cache['path']} cannot be written; set data.cache_dir, or the variable FINETUNE_CACHE"
+    return "ok", f"{cache['disk_free_gib']:.1f} GiB free"
+
+
+def _shared_memory(config: Config, found: Found) -> Verdict:
+    shared = found["machine"]["shared_memory_gib"]
+    if len(found["devices"]) < 2 or shared is None or shared >= SHARED_MEMORY_GIB:
+        return None
+    return "warning", f"/dev/shm has {shared:.2f} GiB, too little for NCCL; start the container with --shm-size=1g"
+
+
+def _triton_cache(config: Config, found: Found) -> Verdict:
+    kind = next(one["file_system"] for one in found["folders"] if one["name"] == "Triton cache")
+    if not found["devices"] or kind is None or not kind.startswith(NETWORK_FILE_SYSTEMS):
+        return None
+    return "warning", (
+        f"it is on {kind}, where ranks that compile at the same time can fail with FileNotFoundError or EBUSY (triton "
+        "issue 11512); set TRITON_CACHE_DIR to a folder of a local disk"
+    )
+
+
+def _files(config: Config, found: Found) -> Verdict:
+    if config.demo:
+        return None
+    try:
+        session.check_present(config)
+    except UserError as error:
+        return "stop", str(error)
+    return "ok", "all that must be on this machine is present"
+
+
+def _batch(config: Config, found: Found) -> Verdict:
+    """Whether the global batch can be divided among the launched ranks, or among some number of the GPUs here."""
+    if config.demo:
+        return None
+    launched, most = found["launcher"].get("world_size", 1), max(len(found["devices"]), 1)
+    possible = [launched] if launched > 1 else list(range(1, most + 1))
+    refused = {world: cut["refused"] for world in possible if "refused" in (cut := cut_batch(config, world))}
+    if len(refused) == len(possible):
+        return "stop", refused[possible[-1]]
+    if possible[-1] in refused:
+        fit = ", ".join(str(world) for world in possible if world not in refused)
+        return "warning", f"not all {most} GPUs here can be used, but {fit}: {refused[most]}"
+    return "ok", f"exact on {possible[-1]} rank(s)"
+
+
+def _4bit(config: Config, found: Found) -> Verdict:
+    if not config.model.load_in_4bit:
+        return None
+    installed = found["versions"]["bitsandbytes"]
+    if installed is None:
+        return "stop", "model.load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"
+    return "ok", f"bitsandbytes {installed}"
+
+
+CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
+    "one device per rank": _ranks,
+    "versions": _allowed_versions,
+    "tested versions": _tested_versions,
+    "backend and patches": _stack,
+    "devices": _devices,
+    "GPU memory": _gpu_memory,
+    "like GPUs": _like_gpus,
+    "accelerate's default profile": _profile,
+    "output folder": _output,
+    "data cache": _data_cache,
+    "shared memory": _shared_memory,
+    "Triton cache": _triton_cache,
+    "model and data files": _files,
+    "batch": _batch,
+    "4-bit weights": _4bit,
+}
