@@ -21,7 +21,7 @@ from finetune.engine import checkpoints, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import strategy
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, distributed, subprocesses
+from finetune.runtime import bootstrap, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import OUTSIDE_NOTED
@@ -383,15 +383,13 @@ def intended_batch(config: Config) -> tuple[int, Batch]:
 
 
 def launch_line(world: int) -> str:
-    """The `accelerate launch` command of the real run on `world` devices, with the arguments that were given."""
+    """The command that launches the real run on `world` devices, with the arguments that were given."""
     import torch
 
     target, given = strategy.given_command()
     given = [argument for argument in without_json(given) if argument not in ("--dry-run", "--dry_run")]
-    devices = [*(["--multi_gpu"] if world > 1 else []), "--num_processes", str(world)]
-    if not torch.cuda.is_available():
-        devices.insert(0, "--cpu")
-    return shlex.join(["accelerate", "launch", *devices, *target, *redact_arguments(given)])
+    launcher = launch_lines.shown(world, on_cpu=not torch.cuda.is_available())
+    return shlex.join([*launcher, *target, *redact_arguments(given)])
 
 
 def _existing(folder: Path) -> Path:

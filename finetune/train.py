@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from finetune.config import Batch, Config, resolve_batch
+from finetune.config import Config, resolve_batch
 from finetune.engine import checkpoints, invariants, metrics, report, restart, resume, session
 from finetune.engine.record import RunRecord
 from finetune.errors import describe
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.engine.samples import Question
     from finetune.engine.trainer import SFTTrainer
-    from finetune.runtime.bootstrap import Stack
 
 STARTED = time.time()
 
@@ -65,14 +64,14 @@ def run_locked(
     if demo is not None:
         print_line(demo.introduction())
     record = RunRecord(output_dir)
-    job, start = open_and_compare(config, batch, demo, record, without, hooks)
-    if (done := resume.finished(config, start, job.plan().digest(), total_steps(job))) is not None:
+    job, start = session.open_and_compare(config, batch, demo, record, without, hooks)
+    if (done := resume.finished(config, start, job.plan().digest(), session.total_steps(job))) is not None:
         report.print_finished(config.training.output_dir, done)
         write_result(config, done)
         distributed.finish()
         return DONE
     session.check_space(config, job.model)
-    take_over(output_dir, overwrite=overwrite)
+    checkpoints.take_over(output_dir, overwrite=overwrite)
     report.print_introduction(job, start)
     with session.recorded(record, job, start):
         stopped = train(job, record, start, parity_dump)
@@ -81,47 +80,6 @@ def run_locked(
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
         export(job, record)
     return INTERRUPTED if stopped else DONE
-
-
-def open_and_compare(
-    config: Config,
-    batch: Batch,
-    demo: ModuleType | None,
-    record: RunRecord,
-    without: Collection[str],
-    hooks: Hooks,
-) -> tuple[Job, resume.Start]:
-    """The job and where it starts. All that must agree with a checkpoint is compared before the first write.
-
-    Raises:
-        UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
-    """
-    start = resume.Start()
-
-    def choose_start(stack: Stack) -> None:
-        from finetune.engine.model import resolve_dtype
-
-        nonlocal start
-        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
-
-    job = session.open_session(
-        config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
-    )
-    return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
-
-
-def total_steps(job: Job) -> int:
-    """Optimizer steps of the whole run."""
-    return resume.total_steps(job.config, job.plan().steps_per_epoch)
-
-
-def take_over(output_dir: Path, *, overwrite: bool) -> None:
-    """Remove what earlier runs left behind: partial files, and with `overwrite` the whole run. All ranks call it."""
-    if distributed.ranks().is_main:
-        checkpoints.remove_leftovers(output_dir)
-        if overwrite:
-            checkpoints.clear(output_dir)
-    distributed.barrier()
 
 
 def write_result(config: Config, result: dict) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.redact import redact_arguments
-from finetune.runtime import nccl
+from finetune.runtime import launch_lines, nccl
 from finetune.runtime.hardware import Hardware
 
 PROFILE = "profile.yaml"
@@ -48,11 +48,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
         f"use_cpu: {str(on_cpu).lower()}\n"
         "debug: false\n"
     )
-    if on_cpu and world > 1:  # accelerate supports several ranks on a CPU only with a profile
-        how = ["torchrun", "--standalone", "--nproc_per_node", str(world)]
-    else:
-        how = ["accelerate", "launch", *(["--multi_gpu"] if world > 1 else []), *(["--cpu"] if on_cpu else [])]
-        how += ["--num_processes", str(world)]
+    how = launch_lines.shown(world, on_cpu=on_cpu)
     if out is not None:
         how = ["accelerate", "launch", "--config_file", str(out / PROFILE)]
     environment = {one.name: one.value for one in chosen}

@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.runtime import subprocesses
+from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import console, print_line
 
 REQUEST, RESULT = "request.json", "result.json"
@@ -44,10 +43,9 @@ def ranks(
         RunError: a rank failed or died; the others were stopped.
     """
     env = {**DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         Path(folder, REQUEST).write_text(json.dumps({"timeout_seconds": TIMEOUT_SECONDS, **request}))
-        command = [sys.executable, *(launcher if world_size > 1 else []), "-m", module, folder]
+        command = [*launch_lines.ranks(world_size), "-m", module, folder]
         code, output = _follow(command, env, title)
         if code:
             raise _failure(code, output, world_size)

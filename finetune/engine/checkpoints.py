@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
-from finetune.runtime import disk, files
+from finetune.runtime import disk, distributed, files
 from finetune.runtime.files import remove, remove_whole
 from finetune.runtime.files import staging as staging
 
@@ -251,6 +251,15 @@ def remove_leftovers(output_dir: Path) -> None:
         for path in list(output_dir.iterdir()):
             if _LEFTOVER.fullmatch(path.name):
                 remove(path)
+
+
+def take_over(output_dir: Path, *, overwrite: bool) -> None:
+    """Remove what earlier runs left behind: partial files, and with `overwrite` the whole run. All ranks call it."""
+    if distributed.ranks().is_main:
+        remove_leftovers(output_dir)
+        if overwrite:
+            clear(output_dir)
+    distributed.barrier()
 
 
 def check_space(output_dir: Path, needed: int, what: str) -> None:

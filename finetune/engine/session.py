@@ -83,6 +83,38 @@ def open_session(
     return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=met)
 
 
+def open_and_compare(
+    config: Config,
+    batch: Batch,
+    demo: ModuleType | None,
+    record: RunRecord,
+    without: Collection[str],
+    hooks: Hooks,
+) -> tuple[Job, resume.Start]:
+    """The job and where it starts. All that must agree with a checkpoint is compared before the first write.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
+    """
+    start = resume.Start()
+
+    def choose_start(stack: Stack) -> None:
+        from finetune.engine.model import resolve_dtype
+
+        nonlocal start
+        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
+
+    job = open_session(
+        config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
+    )
+    return job, resume.confirm(start, config, job.model, job.plan().digest(), total_steps(job))
+
+
+def total_steps(job: Job) -> int:
+    """Optimizer steps of the whole run."""
+    return resume.total_steps(job.config, job.plan().steps_per_epoch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """A trainer, what it logs, and what stops it."""

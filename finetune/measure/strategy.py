@@ -20,7 +20,7 @@ from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.measure import rules
 from finetune.redact import redact_arguments
-from finetune.runtime import distributed
+from finetune.runtime import distributed, launch_lines
 from finetune.runtime.command import print_line
 
 
@@ -135,10 +135,7 @@ def relaunch(decision: Decision) -> None:
     Environment variables that the user has set keep their values.
     """
     target, arguments = given_command()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc_per_node", str(decision.world_size), *target, *arguments),
-    ]
+    command = [*launch_lines.torchrun(decision.world_size), *target, *arguments]
     print_line(f"  {shlex.join(redact_arguments(command))}")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from finetune.config import load, resolve_batch
 from finetune.errors import RunError, UserError
-from finetune.runtime import subprocesses
+from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts
 
@@ -122,8 +121,7 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
         UserError, RunError: the error of the run that failed.
     """
     out.mkdir(parents=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
-    command = [sys.executable, *launcher, "-m", "finetune.parity.run", str(out), str(steps), without, *arguments]
+    command = [*launch_lines.ranks(world), "-m", "finetune.parity.run", str(out), str(steps), without, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
         done = subprocesses.run(command, env=env)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import train
 from finetune.config import load
 from finetune.engine import checkpoints, session
 from finetune.engine.record import RunRecord
@@ -249,7 +248,7 @@ def test_partial_files_of_dead_runs_are_removed_and_nothing_else(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("")
     (tmp_path / junk[3]).write_text("{")
-    train.take_over(tmp_path, overwrite=True)
+    checkpoints.take_over(tmp_path, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
 
 
