@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def tokenising(path: Path) -> dict:
-    """CPU seconds to render, tokenise and mask all rows, over those of `Tokenizer.encode_batch` on their texts."""
+    """CPU seconds to render, tokenize and mask all rows, over those of `Tokenizer.encode_batch` on their texts."""
     from finetune.data.formats import Conversation
     from finetune.data.template import Encoder
 

@@ -186,7 +186,7 @@ def compare(run: dict, one: dict, two: dict) -> dict:
 def learnt_difference(one: Path | None, two: Path | None) -> float | None:
     """How far apart two adapters are: the norm of the difference of all B matrices over the norm of the first ones'.
 
-    B starts at zero, so all that it holds was learnt. Ranks that each learn from their own rows alone would be far
+    B starts at zero, so all that it holds was supervised. Ranks that each learn from their own rows alone would be far
     apart here after a few steps, where the loss of a model of random weights has hardly moved. For a figure, not for a
     verdict: Adam turns what bf16 rounds differently in small gradients into whole steps. None without two adapters.
     """
@@ -195,9 +195,9 @@ def learnt_difference(one: Path | None, two: Path | None) -> float | None:
     if not (one and two and one.is_file() and two.is_file()):
         return None
     a, b = load_file(one), load_file(two)
-    learnt = [name for name in a if "lora_B" in name]
-    apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in learnt)
-    whole = sum(float(a[name].double().square().sum()) for name in learnt)
+    supervised = [name for name in a if "lora_B" in name]
+    apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in supervised)
+    whole = sum(float(a[name].double().square().sum()) for name in supervised)
     return (apart / whole) ** 0.5 if whole else None
 
 

@@ -12,7 +12,7 @@ two GPUs with one batch each. The script is the one people copied; on two GPUs i
 cloned by hand as guides for several GPUs have it, and with the patches of this project. Prints one line of JSON per
 stack and variant, also to OUT/old_stack.jsonl; OUT/old_stack.log has the output of every process. Exit 2: too few GPUs.
 
-The gradients are those that the optimiser gets, unclipped. A third one, of torch's cross entropy of the model's own
+The gradients are those that the optimizer gets, unclipped. A third one, of torch's cross entropy of the model's own
 logits, row by row, without trainer and fused loss, says whether one GPU is a reference at all.
 """
 
@@ -51,7 +51,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def train(variant: str, model_folder: Path, out: Path) -> dict[str, Any]:
-    """The script of a user, one optimiser step; rank 0 leaves its gradients in `out`. Returns what it saw."""
+    """The script of a user, one optimizer step; rank 0 leaves its gradients in `out`. Returns what it saw."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     # Ranks that write the same generated trainer at once were a defect of its own (unslothai/unsloth#3031).
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(out / f"unsloth_compiled_cache_{rank}")
@@ -84,7 +84,7 @@ def train(variant: str, model_folder: Path, out: Path) -> dict[str, Any]:
             return (loss, outputs) if return_outputs else loss
 
     class Keep(transformers.TrainerCallback):
-        """Writes the gradients that the optimiser is about to take."""
+        """Writes the gradients that the optimizer is about to take."""
 
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
             if rank == 0:

@@ -47,10 +47,10 @@ def main() -> int:
         ids = torch.tensor([whole[: config["data"]["max_length"]]], device=device)
         with torch.no_grad():
             logits = model(ids).logits[0].float()
-        learnt = range(len(prompt), min(len(prompt) + len(answer), ids.shape[1]))
+        supervised = range(len(prompt), min(len(prompt) + len(answer), ids.shape[1]))
         scores = torch.log_softmax(logits, -1)
-        total -= sum(float(scores[place - 1, ids[0, place]]) for place in learnt)
-        count += len(learnt)
+        total -= sum(float(scores[place - 1, ids[0, place]]) for place in supervised)
+        count += len(supervised)
     prompt = torch.tensor([prompt], device=device)
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
     generated = tokenizer.decode(made[0, prompt.shape[1] :])

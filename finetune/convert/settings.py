@@ -95,7 +95,7 @@ _LEFT_OUT = {
     "compute_metrics": "evaluation gives the loss and the perplexity",
     "preprocess_logits_for_metrics": "evaluation gives the loss and the perplexity",
     "model_init_kwargs": "the model section says how the model is loaded",
-    "dataset_kwargs": "the package tokenises once, and drops other columns itself",
+    "dataset_kwargs": "the package tokenizes once, and drops other columns itself",
     "bf16": "model.dtype says it",
     "fp16": "model.dtype says it",
     "tf32": "the package decides it by the device",
@@ -523,7 +523,7 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     if given.pop("loftq_config", None):
         raise Refusal(
             "R4",
-            "the adapter's weights are initialised by LoftQ (loftq_config), which no settings can say; leave"
+            "the adapter's weights are initialized by LoftQ (loftq_config), which no settings can say; leave"
             " loftq_config and init_lora_weights out",
             plan.program.statements[plan.key.get("adapter", plan.key["trainer"])].cell,
         )
@@ -554,7 +554,7 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
 
 
 def _not_token_ids(what: Described, plan: Plan) -> None:
-    """Refuse rows that the notebook tokenises itself: the package wants texts or conversations."""
+    """Refuse rows that the notebook tokenizes itself: the package wants texts or conversations."""
     kwargs = what.config.get("dataset_kwargs")
     found = isinstance(kwargs, dict) and kwargs.get("skip_prepare_dataset")
     for place in plan.hooks["dataset"] + plan.hooks["module"]:
@@ -566,7 +566,7 @@ def _not_token_ids(what: Described, plan: Plan) -> None:
                 isinstance(node, ast.Dict) and any(getattr(k, "value", 0) == "input_ids" for k in node.keys)
             )
     if found:
-        raise Refusal("R4", "the notebook tokenises its rows itself; give the trainer rows of text or messages")
+        raise Refusal("R4", "the notebook tokenizes its rows itself; give the trainer rows of text or messages")
 
 
 def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
@@ -584,7 +584,7 @@ def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
 
 
 def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
-    """Which columns are learnt. TRL and Unsloth learn all of a text, and all of a conversation unless they are told."""
+    """Which columns are supervised. By default TRL and Unsloth train on all of a text and of a conversation."""
     columns = _columns(plan)
     if plan.formatting is not None:
         settings.set("data.format", "text")
@@ -615,7 +615,7 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
     if not columns:
         settings.notes.append(
             "the columns of the data set are not known before it is loaded: as TRL does with conversations, all of a "
-            "row is learnt; set data.assistant_only_loss: true where rows are prompt and completion"
+            "row is supervised; set data.assistant_only_loss: true where rows are prompt and completion"
         )
 
 
@@ -835,12 +835,12 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
         raise Refusal(
             "R4",
             f"SFTTrainer is given a data collator of the notebook's own ({_short(value)}), which decides what is"
-            " learnt",
+            " supervised",
         )
     settings.notes.append(f"SFTTrainer: {key} is left out: {_LEFT_OUT[key]}")
 
 
-# --- what is learnt of a text -----------------------------------------------------------------------------------------
+# --- which part of a text is supervised ------------------------------------------------------------------------------
 
 
 def _responses(settings: Settings, what: Described, plan: Plan) -> None:

@@ -15,10 +15,10 @@ IGNORE = -100
 
 
 def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None) -> dict[str, torch.Tensor]:
-    """One micro-batch. Where nothing is learnt labels are -100.
+    """One micro-batch. Where nothing is supervised labels are -100.
 
     Args:
-        rows: the documents of each row; an empty list is a dummy row, of which nothing is learnt.
+        rows: the documents of each row; an empty list is a dummy row, of which nothing is supervised.
         pack_length: of packs, which are laid end to end as one line: input_ids, labels and position_ids, int64
             [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments]. None for rows of one document,
             padded to the longest: input_ids, attention_mask and labels, int64 [len(rows), width].
@@ -35,9 +35,9 @@ def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int)
     lengths: list[int] = []
     for number, documents in enumerate(rows):
         place = number * pack_length
-        for ids, learnt in documents:
+        for ids, supervised in documents:
             input_ids[place : place + len(ids)] = ids
-            labels[place : place + len(ids)] = learnt
+            labels[place : place + len(ids)] = supervised
             place += len(ids)
             lengths.append(len(ids))
         lengths += filler_segments((number + 1) * pack_length - place)
@@ -59,9 +59,9 @@ def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torc
     labels = np.full((len(rows), width), IGNORE, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)
     for number, documents in enumerate(rows):
-        for ids, learnt in documents:
+        for ids, supervised in documents:
             input_ids[number, : len(ids)] = ids
-            labels[number, : len(ids)] = learnt
+            labels[number, : len(ids)] = supervised
             mask[number, : len(ids)] = 1
         mask[number, 0] = 1  # a row without any visible token has no softmax to compute
     return {

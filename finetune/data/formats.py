@@ -78,7 +78,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages for a chat template; assistant turns from the message `learn_from` on are learnt."""
+    """Messages for a chat template; assistant turns from the message `learn_from` on are supervised."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -87,7 +87,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Plain text; what follows its first `learn_from` characters (and the EOS that the encoder adds) is learnt."""
+    """Plain text; what follows its first `learn_from` characters (and the EOS that the encoder adds) is supervised."""
 
     text: str
     learn_from: int = 0

@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def label_tokens(self) -> np.ndarray:
-        """int64 [n_rows], tokens of each row that are learnt."""
+        """int64 [n_rows], tokens of each row that are supervised."""
         return self.packs.totals(self.rows.label_tokens)
 
     @property

@@ -84,7 +84,8 @@ def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]
         line("  rows split into several", [f"{one['split']:,}" for one in each])
     line("  exact duplicates", [f"{one['duplicates']:,}" for one in each])
     line("tokens", [f"{one['tokens']:,}" for one in each])
-    line("  learnt", [f"{one['label_tokens']:,} ({one['label_tokens'] / max(one['tokens'], 1):.0%})" for one in each])
+    shares = [one["label_tokens"] / max(one["tokens"], 1) for one in each]
+    line("  supervised", [f"{one['label_tokens']:,} ({share:.0%})" for one, share in zip(each, shares, strict=True)])
     line("mean length (tokens)", [f"{one['tokens'] / max(one['rows_kept'], 1):,.1f}" for one in each])
     packed = [layouts[name] for name in ledgers]
     if any(one["pack_length"] for one in packed):

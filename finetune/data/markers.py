@@ -1,9 +1,9 @@
-"""Which tokens of a plain text are learnt, told from the markers that open its turns.
+"""Which tokens of a plain text are supervised, by the markers that open its turns.
 
 The rule of Unsloth's `train_on_responses_only`, so that a text gets the labels that it had in a notebook: a response
-goes from behind a response marker to the end-of-sequence token (learnt, too), or to what opens the next turn (not
-learnt), or to the end of the text. Here the rule is applied to the whole text, and a text that is too long is cut
-afterwards, so that a marker that the cut would halve is never learnt.
+goes from behind a response marker to the end-of-sequence token (supervised, too), or to what opens the next turn (not
+supervised), or to the end of the text. Here the rule is applied to the whole text, and a text that is too long is cut
+afterwards, so that a marker that the cut would halve is never supervised.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Marker:
 
 
 class Markers:
-    """The labels of tokenised texts.
+    """The labels of tokenized texts.
 
     Args:
         response: text that opens a turn to learn.
@@ -114,7 +114,7 @@ class Markers:
         return found[-1:] if self._last_only else found
 
     def labels(self, ids: np.ndarray, ignore: int) -> np.ndarray:
-        """int32 [length]: the ids where they are learnt, else `ignore`."""
+        """int32 [length]: the ids where they are supervised, else `ignore`."""
         labels = np.full(len(ids), ignore, dtype=np.int32)
         for first, stop in self.spans(ids):
             labels[first:stop] = ids[first:stop]
@@ -189,7 +189,7 @@ def of_template(tokenizer: Any, template: str | None) -> tuple[str, str]:
     they are for: learn the three answers and nothing that was asked.
 
     Raises:
-        UserError: there is no template, it refuses the conversation, or the markers cannot be told.
+        UserError: there is no template, it refuses the conversation, or its markers cannot be determined.
     """
     probe = _Probe(tokenizer, template)
     text = probe.render(_messages(_ANSWERS))
@@ -199,7 +199,7 @@ def of_template(tokenizer: Any, template: str | None) -> tuple[str, str]:
     end = probe.end_of_question(response)
     response = response[len(end) :]
     instruction = _shared_end(before_questions, probe.tokens)
-    # gpt-oss closes an earlier answer as it closes a question, and the last one otherwise: only that end is learnt.
+    # gpt-oss closes an earlier answer as it closes a question, and the last one otherwise: only that end is supervised.
     if tail.startswith(end):
         instruction = instruction.removeprefix(end)
     instruction, response = probe.stripped(instruction), probe.stripped(response)
@@ -207,7 +207,7 @@ def of_template(tokenizer: Any, template: str | None) -> tuple[str, str]:
     for one, other in product(("", " ", "\n"), repeat=2):
         if instruction and response and probe.is_learnt(text, one + instruction, other + response):
             return one + instruction, other + response
-    raise probe.refuse(f"an answer is told neither from a question nor from what is around it in {shown}")
+    raise probe.refuse(f"an answer cannot be told apart from a question or its surroundings in {shown}")
 
 
 def _messages(answers: Sequence[str]) -> list[dict[str, str]]:
@@ -272,10 +272,10 @@ class _Probe:
         except UserError:
             return False
         ids = np.array(_tokenise(self._tokenizer, text), dtype=np.int32)
-        learnt = [self._tokenizer.decode(ids[first:stop].tolist()) for first, stop in markers.spans(ids)]
-        return len(learnt) == len(_ANSWERS) and all(
+        supervised = [self._tokenizer.decode(ids[first:stop].tolist()) for first, stop in markers.spans(ids)]
+        return len(supervised) == len(_ANSWERS) and all(
             answer in words and not any(question in words for question in _QUESTIONS)
-            for answer, words in zip(_ANSWERS, learnt, strict=True)
+            for answer, words in zip(_ANSWERS, supervised, strict=True)
         )
 
     def refuse(self, why: str) -> UserError:

@@ -64,7 +64,7 @@ class Packs:
 
 
 def filler_segments(tokens: int) -> list[int]:
-    """Lengths of the segments, of which nothing is learnt, that fill a pack up by so many tokens; all of a dummy row.
+    """Lengths of the padding segments that complete a pack by so many tokens; all of a dummy row.
 
     One segment would be a document as long as the pack: quadratic in time, and where all segments are of one length
     Unsloth 2026.10.9 takes another attention (`_torch_varlen_beats_segments`). On H200s ranks that had a dummy row of

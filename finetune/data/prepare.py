@@ -35,7 +35,7 @@ Item = tuple[dict[str, Any], str]  # a row and where it stands
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The tokenised training and held-out rows of a configuration."""
+    """The tokenized training and held-out rows of a configuration."""
 
     train: Rows
     eval: Rows | None
@@ -47,7 +47,7 @@ class Data:
 
 
 def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
-    """Tokenise and mask the data of `config`, or map what an earlier run or another rank has prepared.
+    """Tokenize and mask the data of `config`, or map what an earlier run or another rank has prepared.
 
     Takes no part in any process group: ranks of one machine meet at a file lock.
 
@@ -63,7 +63,7 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
     instruction, response, found = data.instruction_part, data.response_part, ""
     if response == "auto":
         instruction, response = of_template(tokenizer, template)
-        found = f"; from the chat template: {response!r} opens what is learnt, {instruction!r} what is not"
+        found = f"; from the chat template: {response!r} opens what is supervised, {instruction!r} what is not"
     markers = None
     if response is not None:
         markers = Markers(tokenizer, response, instruction, last_only=data.last_turn_only)

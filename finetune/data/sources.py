@@ -33,7 +33,7 @@ def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
 
     `where` is for people: "train.jsonl:17" (physical line) or "x.parquet:row 17"; both count from 1. Memory is bounded
     by a line or a record batch, except for .json, which is one document. Raises UserError for anything that cannot be
-    read exactly: a file that is missing, empty, torn, of another encoding, or holds something that is not a row.
+    read exactly: a file that is missing, empty, truncated, in another encoding, or holds something that is not a row.
     """
     for path in expand(files):
         empty = True
@@ -195,7 +195,7 @@ def _reader(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def _read_text(path: Path, reader: Any) -> Iterator[tuple[Row, str]]:
-    """A torn archive shows only while it is being read, so its errors are named here, around the reading."""
+    """A truncated archive is found only while it is being read, so its errors are named here, around the reading."""
     try:
         yield from reader(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

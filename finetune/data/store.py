@@ -1,4 +1,4 @@
-"""Tokenised rows on disk: written once into a content-addressed folder, then mapped by every rank of the machine."""
+"""Tokenized rows on disk: written once into a content-addressed folder, then mapped by every rank of the machine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _INFO = "entry.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Tokenised documents, memory-mapped.
+    """Tokenized documents, memory-mapped.
 
     dataset:       the same file as a `datasets.Dataset` with columns input_ids and labels
     lengths:       int32 [n], tokens of each document
-    label_tokens:  int32 [n], those that are learnt. The first token of a document never is: nothing stands before it.
+    label_tokens:  int32 [n], those that are supervised. The first token of a document never is: it has no context.
     """
 
     dataset: Any

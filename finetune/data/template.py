@@ -1,6 +1,6 @@
 """Conversations -> token ids and labels, for any chat template, exact at the token.
 
-The whole conversation is rendered once and tokenised once. What is learnt is a set of spans of that text, one for each
+The whole conversation is rendered once and tokenized once. Supervised is a set of spans of that text, one for each
 assistant turn: from where the generation prompt ends to the end-of-turn token. A span is found, in this order,
 
 1. by the template's own `{% generation %}` marks;
@@ -41,7 +41,7 @@ IGNORE = -100  # the label that torch's cross entropy leaves out
 
 OverLength = Literal["truncate", "drop", "split"]
 Span = tuple[int, int]
-_Rendered = tuple[int, str, list[Span]]  # index of the row, its text, what is learnt of it
+_Rendered = tuple[int, str, list[Span]]  # index of the row, its text, what is supervised of it
 
 # The templates in their published form, without tools and images; a role that they do not know is refused.
 TEMPLATES = {
@@ -131,7 +131,7 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoded:
     """One document. `input_ids` and `labels` are int32 of the same length n; `labels` is IGNORE (-100) outside what is
-    learnt and always at position 0, which nothing precedes. `shortened`: the row was longer than max_length."""
+    supervised and always at position 0, which nothing precedes. `shortened`: the row was longer than max_length."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -143,17 +143,17 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenises and labels conversations and texts; picklable, so that worker processes can have it.
+    """Tokenizes and labels conversations and texts; picklable, so that worker processes can have it.
 
-    assistant_only_loss: only assistant turns (of Text: what follows `learn_from`) are learnt, each with its end-of-turn
+    assistant_only_loss: only assistant turns (of Text: after `learn_from`) are supervised, each with its end-of-turn
         token but not the whitespace behind that; else everything is.
     last_turn_only: of the assistant turns only the last one.
-    markers: what of a Text is learnt, instead of what follows its `learn_from`. Such a text says itself where it ends.
+    markers: which part of a Text is supervised, instead of what follows `learn_from`. Such a text marks its own end.
     max_length: in tokens, None for no limit. Longer rows are cut at the end ("truncate"), refused ("drop"), or made
         into several pieces ("split"): each but the first begins with the last token of the piece before, as context,
         so that every label is predicted exactly once. Pieces without any label are left out.
 
-    A token that reaches over the edge of a span is learnt if the part outside is whitespace only (" Hello" after
+    A token that reaches over the edge of a span is supervised if the part outside is whitespace only (" Hello" after
     "Assistant:" + " " keeps its first word) and left out otherwise.
 
     Raises UserError where the tokenizer is not a fast one and where the template cannot be masked exactly.
@@ -178,7 +178,7 @@ class Encoder:
         if last_turn_only and not assistant_only_loss:
             raise UserError("learning the last turn only needs data.assistant_only_loss: true")
         if max_length is not None and max_length < 2:
-            raise UserError(f"data.max_length is {max_length}; at least 2, as the first token is never learnt")
+            raise UserError(f"data.max_length is {max_length}; at least 2, as the first token is never supervised")
         self._tokenizer = tokenizer
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._template = chat_template
@@ -194,13 +194,13 @@ class Encoder:
         token = "|".join(re.escape(content) for content in reversed(added)) or "(?!)"
         self._byte_lengths = _byte_lengths(tokenizer)
         self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
-        self._shape: _Shape | None = None  # not needed where the template marks the turns, or all is learnt
+        self._shape: _Shape | None = None  # not needed where the template marks the turns, or all is supervised
         if chat_template is not None and assistant_only_loss and not self._marked:
             self._shape = self._learn_shape()
 
     def encode_batch(self, rows: Sequence[Conversation | Text]) -> list[list[Encoded] | RowError]:
         """One entry for each row: its pieces (one, unless split) or why it cannot be used (reasons: template_error,
-        mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenised once."""
+        mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenized once."""
         results: dict[int, list[Encoded] | RowError] = {}
         rendered: list[_Rendered] = []
         plain: list[_Rendered] = []
@@ -241,7 +241,7 @@ class Encoder:
         self, group: list[_Rendered], *, eos: int | None, add_special_tokens: bool = False
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(index, ids, labels) for each; with `eos`, that token closes the document unless its text ends with it, and
-        the last token is learnt."""
+        the last token is supervised."""
         end = self._special.get("eos_token")
         by_length = [self._byte_lengths is not None and not add_special_tokens and t.isascii() for _, t, _ in group]
         for fast in (True, False):
@@ -295,7 +295,7 @@ class Encoder:
                 pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=stop - start < length))
         if not pieces:
             cut = f" in the first {limit} of {length} tokens" if bounds[-1][1] < length else ""
-            raise RowError("no_label", f"no token is learnt{cut}")
+            raise RowError("no_label", f"no token is supervised{cut}")
         return pieces
 
     # --- text and spans ---------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Encoder:
             raise RowError("template_error", f"the chat template failed: {error}") from error
 
     def _marked_spans(self, row: Conversation, first_turn: int) -> tuple[str, list[Span]]:
-        """The marks are the template author's word on what is learnt, and are taken as they are."""
+        """The marks are the template author's word on what is supervised, and are taken as they are."""
         text, spans = self._render_marked(row.messages, row.tools)
         earlier = any(message["role"] == "assistant" for message in row.messages[:first_turn])
         skip = len(self._render_marked(row.messages[:first_turn], row.tools)[1]) if earlier else 0
@@ -428,7 +428,7 @@ class Encoder:
         return start, end
 
     def _around(self, row: Conversation, text: str, turn: int) -> tuple[str, str]:
-        """What the template writes before and after the turn's content, told from a placeholder in its place."""
+        """What the template writes before and after the turn's content, found with a placeholder in its place."""
         marked = {"role": "assistant", "content": _mark(turn)}
         if marked == row.messages[turn]:
             whole = text
@@ -522,19 +522,19 @@ class Encoder:
 
 
 def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.text.Text:
-    """One example for people: what is learnt in bold green, what is context dimmed. Without colour (a log file, a
-    terminal without it) what is learnt stands between the brackets \u27e6 and \u27e7."""
+    """One example for people: what is supervised in bold green, what is context dimmed. Without color (a log file, a
+    terminal without it) what is supervised stands between the brackets \u27e6 and \u27e7."""
     import rich.text
 
-    learnt = encoded.labels != IGNORE
-    edges = [0, *(np.flatnonzero(learnt[1:] != learnt[:-1]) + 1).tolist(), len(learnt)]
+    supervised = encoded.labels != IGNORE
+    edges = [0, *(np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist(), len(supervised)]
     result = rich.text.Text()
     for start, stop in zip(edges, edges[1:], strict=False):
         text = tokenizer.decode(encoded.input_ids[start:stop].tolist(), clean_up_tokenization_spaces=False)
         if not color:
-            result.append(f"\u27e6{text}\u27e7" if learnt[start] else text)
+            result.append(f"\u27e6{text}\u27e7" if supervised[start] else text)
         else:
-            result.append(text, style="bold green" if learnt[start] else "dim")
+            result.append(text, style="bold green" if supervised[start] else "dim")
     return result
 
 
@@ -551,8 +551,8 @@ def _mark(index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """How a template writes an assistant turn: `header` (not learnt), `extra` (learnt; Qwen3's empty thinking block),
-    the words, `end` (learnt; `inner_end` when messages follow). `tail` is all it writes after the words at the end."""
+    """How a template writes an assistant turn: `header` (not supervised), `extra` (supervised; Qwen3's empty thinking
+    block), the words, `end` (supervised; `inner_end` if messages follow). `tail` is what follows the last words."""
 
     header: str
     extra: str
@@ -587,7 +587,7 @@ def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
     """The length in bytes of every token, int32 [vocabulary], or None where lengths do not give places in ASCII text.
 
     Offsets cost the tokenizer a quarter of its time. A byte-level one (GPT-2, Llama 3, Qwen) needs none: its tokens are
-    the bytes of the text, one after another, and a Unicode normalisation leaves ASCII as it is.
+    the bytes of the text, one after another, and a Unicode normalization leaves ASCII as it is.
     """
     from tokenizers import decoders, normalizers
 
@@ -612,7 +612,9 @@ def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
 
 
 def _ambiguous(turn: int, why: str) -> RowError:
-    return RowError("mask_ambiguous", f"message {turn + 1} cannot be told from its context in the rendered text: {why}")
+    return RowError(
+        "mask_ambiguous", f"message {turn + 1} cannot be told apart from its context in the rendered text: {why}"
+    )
 
 
 # The two functions below give the tokens [first, stop) of a span of the text. At an edge of the span, a token that

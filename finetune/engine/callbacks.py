@@ -1,4 +1,4 @@
-"""What a run tells while it trains: TensorBoard, progress, and the request to stop."""
+"""What a run logs while it trains (TensorBoard, progress), and the request to stop."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class RunLogger(TrainerCallback):
         self.first_step_at: float | None = None
         self._window = [0, 0]  # tokens and squared lengths since the last record
         self._measured = [0, 0, 0.0]  # the same and seconds, over all steps but the first, which compiles
-        self._accounted: tuple[float, float] | None = None  # what DDP told last
+        self._accounted: tuple[float, float] | None = None  # DDP's last report
         self._exposed: list[float] = []  # seconds of communication of the steps that DDP accounts for
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -398,7 +398,7 @@ class ProgressLines:
             self._bar.start()
 
     def step(self, state: TrainerState) -> None:
-        """One optimiser step is done."""
+        """One optimizer step is done."""
         if self._bar:
             self._bar.update(self._task, completed=state.global_step)
 

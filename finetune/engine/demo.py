@@ -3,8 +3,8 @@
 A small Llama with random weights, its tokenizer and an instruction data set, made from code and a seed: no download.
 From the folder written here on, everything is the code path of a user's own model and data.
 
-The task is to follow eight kinds of instruction about small scenes, such as "What colour is the last thing? Anna has a
-red key. Ben has a blue map." No fact (owner, colour and thing) of a held-out scene occurs in training, so a right
+The task is to follow eight kinds of instruction about small scenes, such as "What color is the last thing? Anna has a
+red key. Ben has a blue map." No fact (owner, color and thing) of a held-out scene occurs in training, so a right
 answer was read from the prompt and not remembered.
 """
 
@@ -22,7 +22,7 @@ from filelock import FileLock
 from finetune.config import Config
 from finetune.errors import RunError
 
-VERSION = 1  # raise it with every change of what materialise writes: folders of another version are not reused
+VERSION = 1  # raise it with every change of what materialize writes: folders of another version are not reused
 TRAIN_ROWS = 6144
 EVAL_ROWS = 192
 KINDS = 8
@@ -54,7 +54,7 @@ MODEL_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoPaths:
-    """What `materialise` wrote: a Hugging Face model folder and two JSONL files of {"messages": [user, assistant]}."""
+    """What `materialize` wrote: a Hugging Face model folder and two JSONL files of {"messages": [user, assistant]}."""
 
     model_dir: Path
     train_file: Path
@@ -63,14 +63,14 @@ class DemoPaths:
 
 class Fact(NamedTuple):
     name: str
-    colour: str
+    color: str
     thing: str
 
     def __str__(self) -> str:
-        return f"{self.name} has a {self.colour} {self.thing}."
+        return f"{self.name} has a {self.color} {self.thing}."
 
 
-def materialise(folder: Path, seed: int = 0) -> DemoPaths:
+def materialize(folder: Path, seed: int = 0) -> DemoPaths:
     """Write the demo of this seed under `folder`, or find it there, whole, from an earlier call.
 
     The same seed and library versions give the same bytes. Several processes may call at once: one writes, the others
@@ -152,8 +152,8 @@ def _instruction(kind: int, facts: Sequence[Fact]) -> tuple[str, str]:
     return (
         (f"Who is named first? {scene}", first.name),
         (f"Who is named last? {scene}", last.name),
-        (f"What does the first person have? {scene}", f"a {first.colour} {first.thing}"),
-        (f"What colour is the last thing? {scene}", f"It is {last.colour}."),
+        (f"What does the first person have? {scene}", f"a {first.color} {first.thing}"),
+        (f"What color is the last thing? {scene}", f"It is {last.color}."),
         (f"List the names: {scene}", ", ".join(names)),
         (f"List the names backwards: {scene}", ", ".join(reversed(names))),
         (f"List the names in capitals: {scene}", ", ".join(names).upper()),
@@ -224,7 +224,7 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
 
 
 def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
-    """The configuration values of the demo, by section; the paths are those of `materialise`.
+    """The configuration values of the demo, by section; the paths are those of `materialize`.
 
     Full fine-tuning: an adapter on random weights has nothing to adapt. Float32: the same on a CPU and on a GPU.
     """

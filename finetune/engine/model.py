@@ -246,7 +246,7 @@ def _check_bitsandbytes(bits: int) -> None:
         ) from None
 
 
-# Attention that keeps documents of one line apart, told by position ids that restart or by the documents' lengths.
+# Attention kernels that keep the documents of a packed row apart, by restarting position ids or by lengths.
 _PACKS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 # What Unsloth itself leaves unpacked: soft-capped attention that cannot be compiled so, and attention sinks.
 _UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
@@ -292,7 +292,7 @@ def prepare_for_packs(model: Any, stack: Stack) -> None:
 def generate(
     model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
 ) -> list[str]:
-    """Greedy answers to tokenised prompts, as text without special tokens.
+    """Greedy answers to tokenized prompts, as text without special tokens.
 
     Args:
         prompts: token ids of each prompt, ending where the assistant speaks.

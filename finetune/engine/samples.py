@@ -27,17 +27,17 @@ class Question:
 
 
 def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
-    """The first `count` rows that end in a learnt answer to a prompt; rows learnt from their start have none."""
+    """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
     for index in range(len(rows)):
         if len(found) == count:
             break
         ids, labels = rows[index]
-        learnt = np.flatnonzero(labels != -100)
-        breaks = np.flatnonzero(np.diff(learnt) > 1)
-        start = int(learnt[breaks[-1] + 1] if len(breaks) else learnt[0])
+        supervised = np.flatnonzero(labels != -100)
+        breaks = np.flatnonzero(np.diff(supervised) > 1)
+        start = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
         if start > 1:
-            end = int(learnt[-1]) + 1
+            end = int(supervised[-1]) + 1
             reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
             found.append(Question(prompt=ids[:start].tolist(), reference=reference, answer_tokens=end - start))
     return found

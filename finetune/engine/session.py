@@ -74,7 +74,7 @@ def open_session(
     from finetune.engine.job import open_job
 
     if demo is not None:
-        demo.materialise(bootstrap.cache_folder())
+        demo.materialize(bootstrap.cache_folder())
 
     def met() -> None:
         if before_loading is not None:

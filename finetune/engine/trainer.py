@@ -123,7 +123,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.plan = plan
         self.layout = layout
         self.eval_layout = eval_layout
-        self.resumed_step = 0  # the optimiser step that a resumed run starts from
+        self.resumed_step = 0  # the optimizer step that a resumed run starts from
         self.retention = checkpoints.Retention()
         self.manifest: dict[str, Any] = {}  # what each checkpoint's manifest says beside step, plan and files
         self._rebuilds = False
@@ -148,10 +148,10 @@ class SFTTrainer(trl.SFTTrainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As transformers has it. Many of its optimisers are in packages of their own.
+        """As transformers has it. Many of its optimizers are in packages of their own.
 
         Raises:
-            UserError: the package is not installed, or the optimiser lacks an argument.
+            UserError: the package is not installed, or the optimizer lacks an argument.
         """
         try:
             return trl.SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
@@ -205,7 +205,7 @@ class SFTTrainer(trl.SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """The micro-batches of one optimiser step, and the label tokens of the whole global batch.
+        """The micro-batches of one optimizer step, and the label tokens of the whole global batch.
 
         The plan knows that number beforehand, so counting costs neither a collective nor a wait for the GPU.
         """
@@ -272,7 +272,7 @@ class SFTTrainer(trl.SFTTrainer):
     def _loss_of_model_that_ignores_counts(
         self, model: Any, inputs: dict[str, Any], total: torch.Tensor
     ) -> torch.Tensor:
-        """The same loss from a model whose forward returns the mean over its own micro-batch whatever it is told."""
+        """The same loss from a model whose forward ignores the count and returns the mean over its micro-batch."""
         own = (inputs["labels"][:, 1:] != -100).sum()
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -542,7 +542,7 @@ def _from_host(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 class _PlanLoader(DataLoader):
-    """A DataLoader that tells its rank view which epoch begins; plain DataLoaders have no `set_epoch`."""
+    """A DataLoader that passes the epoch to its rank view; plain DataLoaders have no `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]

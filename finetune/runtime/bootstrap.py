@@ -112,7 +112,7 @@ def quiet_libraries(level: str) -> None:
 
 @contextlib.contextmanager
 def errors_only() -> Iterator[None]:
-    """Inside, transformers tells errors alone."""
+    """Inside, transformers logs errors only."""
     import transformers
 
     level = transformers.utils.logging.get_verbosity()
@@ -128,7 +128,7 @@ def _set_environment() -> None:
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth's download that counts environments
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Unsloth writes the classes that it generates into the working directory unless told where.
+    # Unsloth writes the classes it generates into the working directory by default.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth_compiled"))
     if not Path("/dev/nvidiactl").exists():
         # CPU runs: threads that spin while they wait for each other stall when anything else wants a core (on 2 cores

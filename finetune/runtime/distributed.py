@@ -225,7 +225,7 @@ def drain_nccl_work() -> None:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronisation."""
+    """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronization."""
     if _host_group is None:
         return [value]
     import torch.distributed as dist

@@ -369,7 +369,7 @@ def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_o
     """NV and the number of NVLinks, or the PCI level that two GPUs meet at, as `nvidia-smi topo -m` has them.
 
     Args:
-        nvml: the module pynvml, initialised.
+        nvml: the module pynvml, initialized.
         one, other: NVML handles; None of a GPU that NVML does not know.
         ends_of_one, ends_of_other: `nvlink_ends` of each.
 
@@ -389,7 +389,7 @@ def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_o
 
 
 def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
-    """Where each active NVLink of a GPU ends: the PCI address of a GPU or of a switch; None where it is not told."""
+    """Where each active NVLink of a GPU ends: the PCI address of a GPU or of a switch; None if it is unknown."""
     found: list[Any] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS if handle is not None else 0):
         try:

@@ -1,4 +1,4 @@
-"""The functions of a user's own script that a run calls, each at one place, and how a mistake in them is told."""
+"""The functions of a user's script that a run calls, and how an error in them is reported."""
 
 from __future__ import annotations
 

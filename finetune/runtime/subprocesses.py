@@ -50,8 +50,8 @@ def start(
 
 
 def error_of(said: str) -> str | None:
-    """The first error that a program of this project told, with its indented lines (one for each problem); None where
-    it told none."""
+    """The first error that a program of this project printed, with its indented lines (one per problem); None if
+    it printed none."""
     lines = iter(said.splitlines())
     for line in lines:
         if line.startswith("error: "):

@@ -41,7 +41,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     assert "GO. Nothing was kept but the measurement." in words and "saved and reloaded" in words
     assert "accelerate launch" in words and "--dry-run" not in words.split("GO.")[1]
     assert "a CPU run has no separate memory limit: nothing was searched" in words
-    assert "⟦" in words  # one example, its learnt part marked
+    assert "⟦" in words  # one example, its supervised part marked
     assert sorted(path for path in tmp_path.iterdir() if path != cache) == before
     verdict = json.loads((cache / "dry.json").read_text())
     check(verdict, cache)
@@ -92,7 +92,7 @@ def check(verdict: dict, cache: Path) -> None:
     [
         (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
         (3, 7, 1, "CUDA ran out of memory with 8 rows .* Tried: the largest that fits is 3 rows at a time "),
-        (3, 0, 1, "Tried: weights, gradients and the optimizer's state fill the device without any row, so rows do "),
+        (3, 0, 1, "Tried: weights, gradients and the optimizer's state fill the device before any row is processed"),
     ],
     ids=["fits", "full", "full without rows"],
 )

@@ -56,8 +56,8 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
         size = ["--training.per_device_eval_batch_size", {1: "8", 2: "3", 4: "1"}[ranks]]
         runs[ranks] = spied(ranks, [*arguments, *size], tmp_path / str(ranks), tmp_path)
     # The first run's ranks prepared the data together, each row once; the others found it in the cache.
-    assert tokenised(tmp_path / f"spy-{worlds[0]}") == 161 and not any(
-        tokenised(tmp_path / f"spy-{ranks}") for ranks in worlds[1:]
+    assert tokenized(tmp_path / f"spy-{worlds[0]}") == 161 and not any(
+        tokenized(tmp_path / f"spy-{ranks}") for ranks in worlds[1:]
     )
     one = runs[1]
     assert one["ledger"]["train"]["layout"]["pack_length"] == (200 if packing else None)
@@ -95,8 +95,8 @@ def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: b
     assert_same_weights(tmp_path / "1", again)
 
 
-def tokenised(spy: Path) -> int:
-    file = spy / "tokenised.txt"
+def tokenized(spy: Path) -> int:
+    file = spy / "tokenized.txt"
     return sum(map(int, file.read_text().split())) if file.exists() else 0
 
 

@@ -20,7 +20,7 @@ def count_tokenized() -> None:
     encode = template.Encoder.encode_batch
 
     def encode_counted(self: Any, rows: Any) -> Any:
-        with (FOLDER / "tokenised.txt").open("a") as file:
+        with (FOLDER / "tokenized.txt").open("a") as file:
             file.write(f"{len(rows)}\n")
         return encode(self, rows)
 

@@ -193,6 +193,7 @@ def test_without_ruff_nothing_is_converted(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 def test_the_script_stays_as_it_is_under_ruff(notebook: Callable[..., Path]) -> None:
     script = converted(notebook(*ALL)).script
     assert formatted(script) == script

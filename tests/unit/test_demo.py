@@ -16,7 +16,7 @@ from tests import launch
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> demo.DemoPaths:
-    return demo.materialise(tmp_path_factory.mktemp("demo"))
+    return demo.materialize(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def facts(prompt: str) -> set[tuple[str, str, str]]:
 @pytest.mark.process
 def test_another_process_writes_the_same_bytes(paths: demo.DemoPaths, tmp_path: Path) -> None:
     """Another process: hash seeds, of Python and of the tokenizer's trainer, differ there."""
-    code = "import sys, pathlib; from finetune import demo; demo.materialise(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from finetune.engine import demo; demo.materialize(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
     assert contents(tmp_path / home(paths).name) == contents(home(paths))
@@ -69,7 +69,7 @@ import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune.engine import demo, metrics
 torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-demo.materialise(pathlib.Path(sys.argv[1]))
+demo.materialize(pathlib.Path(sys.argv[1]))
 """
     done = launch.python(["-c", code, str(tmp_path)], cache=tmp_path.parent)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ demo.materialise(pathlib.Path(sys.argv[1]))
 
 
 def test_another_seed_gives_other_weights_and_other_rows(paths: demo.DemoPaths, tmp_path: Path) -> None:
-    other = contents(home(demo.materialise(tmp_path, seed=1)))
+    other = contents(home(demo.materialize(tmp_path, seed=1)))
     for name, content in contents(home(paths)).items():
         if name in ("model/model.safetensors", "train.jsonl", "eval.jsonl"):
             assert other[name] != content, name
@@ -87,21 +87,21 @@ def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
     import torch
 
     before = torch.random.get_rng_state()
-    demo.materialise(tmp_path)
+    demo.materialize(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_whole_demo_is_reused_and_a_torn_one_is_written_again(tmp_path: Path) -> None:
-    paths = demo.materialise(tmp_path)
+    paths = demo.materialize(tmp_path)
     whole = contents(home(paths))
     paths.eval_file.write_text("kept\n")
-    demo.materialise(tmp_path)
+    demo.materialize(tmp_path)
     assert paths.eval_file.read_text() == "kept\n"
 
     (paths.model_dir / "model.safetensors").unlink()
     left_behind = home(paths).with_name(f"{home(paths).name}.unfinished")
     (left_behind / "model").mkdir(parents=True)
-    demo.materialise(tmp_path)
+    demo.materialize(tmp_path)
     assert contents(home(paths)) == whole
     assert not left_behind.exists()
 
@@ -113,15 +113,15 @@ def test_a_call_that_fails_leaves_no_demo(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(demo, "_write_model", no_space)
         with pytest.raises(RunError, match="No space left on device"):
-            demo.materialise(tmp_path)
+            demo.materialize(tmp_path)
     assert not list(tmp_path.glob("*/train.jsonl"))
-    assert demo.materialise(tmp_path).train_file.is_file()
+    assert demo.materialize(tmp_path).train_file.is_file()
 
 
 def test_what_was_not_written_whole_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_write_model", lambda *_: None)
     with pytest.raises(RunError, match="files are missing"):
-        demo.materialise(tmp_path)
+        demo.materialize(tmp_path)
     assert not demo._home(tmp_path, 0).exists()
 
 
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pat
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(RunError, match=re.escape(str(file))):
-        demo.materialise(file / "demo")
+        demo.materialize(file / "demo")
 
 
 def test_no_held_out_prompt_and_no_fact_of_one_occurs_in_training(paths: demo.DemoPaths) -> None:
@@ -157,7 +157,7 @@ SCENE = "Anna has a red key. Ben has a blue map."
         (f"Who is named first? {SCENE}", "Anna"),
         (f"Who is named last? {SCENE}", "Ben"),
         (f"What does the first person have? {SCENE}", "a red key"),
-        (f"What colour is the last thing? {SCENE}", "It is blue."),
+        (f"What color is the last thing? {SCENE}", "It is blue."),
         (f"List the names: {SCENE}", "Anna, Ben"),
         (f"List the names backwards: {SCENE}", "Ben, Anna"),
         (f"List the names in capitals: {SCENE}", "ANNA, BEN"),

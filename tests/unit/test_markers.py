@@ -138,12 +138,12 @@ def test_labels_are_those_of_unsloth(reference: dict, name: str, last_only: bool
     tokenizer, instruction, response = MARKERS[name]
     markers = Markers(tokenizer_for(tokenizer), response, instruction, last_only=last_only)
     case = reference[name, last_only]
-    learnt = 0
+    supervised = 0
     for ids, labels in zip(case["input_ids"], case["labels"], strict=True):
         found = markers.labels(np.array(ids, dtype=np.int32), IGNORE).tolist()
         assert found == labels, tokenizer_for(tokenizer).decode(ids)
-        learnt += sum(label != IGNORE for label in labels)
-    assert learnt > ROWS
+        supervised += sum(label != IGNORE for label in labels)
+    assert supervised > ROWS
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, text: str, markers: Markers | None) -> tuple[list[int], list[int]]:
@@ -242,7 +242,7 @@ SHIPPED_EOS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "qwen-2.5": "
 SHIPPED_TOKEN = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|</?think>|</?tool_call>|\[/?INST\]")
 # Where EOS is not what closes a turn, Unsloth learns what closes the last answer of these and not what closes an
 # earlier one: a space, or the thought in the generation prompt, keeps it from seeing how a turn opens. Here both are
-# learnt, as they are by all other templates.
+# supervised, as they are by all other templates.
 CLOSES_THE_LAST_ONLY = {"starling, another eos", "gemma-4-thinking, another eos", "qwen3-thinking, another eos"}
 
 
@@ -316,14 +316,14 @@ def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: d
         instruction, response = of_template(tokenizer, tokenizer.chat_template)
         markers = Markers(tokenizer, response, instruction)
         closing = set(tokenizer.convert_tokens_to_ids(["<turn|>", "<|im_end|>", "<|end_of_turn|>", "\u010a"]))
-        differ, learnt = set(), 0
+        differ, supervised = set(), 0
         for ids, labels in zip(case["input_ids"], case["labels"], strict=True):
             mine = markers.labels(np.array(ids, dtype=np.int32), IGNORE).tolist()
             differ |= {pair for pair in zip(mine, labels, strict=True) if pair[0] != pair[1]}
-            learnt += sum(label != IGNORE for label in mine)
+            supervised += sum(label != IGNORE for label in mine)
         if name in CLOSES_THE_LAST_ONLY:
             assert differ and differ <= {(token, IGNORE) for token in closing}, name
-        elif differ or learnt < 3 * len(case["input_ids"]):
+        elif differ or supervised < 3 * len(case["input_ids"]):
             wrong[name] = (instruction, response)
     assert not wrong
     assert len(cases) > len(TEMPLATES) + 40 and cases.keys() >= CLOSES_THE_LAST_ONLY
@@ -351,8 +351,8 @@ UNTOLD = {
     "there is none": None,
     "it refuses a conversation of 6 messages: no": "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}",
     "each message once": "{% for m in messages[-1:] %}<|im_start|>{{ m.content }}{% endfor %}",
-    "neither from a question": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-    "neither from": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "apart from a question": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    "apart from": "{% for m in messages %}{{ m.content }}{% endfor %}",
 }
 
 
@@ -408,12 +408,13 @@ def test_markers_found_are_told_and_count_for_the_cache(tmp_path: Path) -> None:
     data = prepared(tmp_path, tokenizer, [{"text": ROW + ROW}], "--data.response_part", "auto")
     assert (data.fingerprint, data.cached) == (by_hand.fingerprint, True)  # nothing else differs
     assert data.format == by_hand.format + (
-        r"; from the chat template: '<|im_start|>assistant\n' opens what is learnt, '<|im_start|>user\n' what is not"
+        r"; from the chat template: '<|im_start|>assistant\n' opens what is supervised, "
+        r"'<|im_start|>user\n' what is not"
     )
     tokenizer.chat_template = mistral
     rows = [{"text": "<s> [INST] the cat [/INST] runs</s>"}]
     other = prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")
-    assert not other.cached and "'[/INST]' opens what is learnt" in other.format
+    assert not other.cached and "'[/INST]' opens what is supervised" in other.format
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="there is none"):
         prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")

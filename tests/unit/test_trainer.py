@@ -45,7 +45,7 @@ def trainer(*, accepts: bool, world_size: int = 1, accumulation: int = 1) -> Any
 
 
 def batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Rows of tokens; a negative one is context and not learnt."""
+    """Rows of tokens; a negative one is context and not supervised."""
     ids = torch.tensor([[abs(token) for token in row] for row in rows])
     labels = torch.tensor([[token if token > 0 else -100 for token in row] for row in rows])
     return {"input_ids": ids, "labels": labels}

@@ -64,7 +64,7 @@ def fails_with(encoder: Encoder, row: Conversation | Text) -> RowError:
     return result
 
 
-def learnt(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """The decoded runs of label tokens; also checks that a label is the token of its place."""
     runs: list[list[int]] = []
     before = IGNORE
@@ -140,12 +140,12 @@ def test_labels_are_the_assistants_words_and_the_end_of_turn(
     says = case.says(messages)
 
     encoded = encode_one(encoder_for(name, trim_offsets), messages)
-    assert learnt(encoded, tokenizer) == says
+    assert supervised(encoded, tokenizer) == says
     text = tokenizer.apply_chat_template(messages, chat_template=case.template, tokenize=False)
     assert encoded.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
     encoded = encode_one(encoder_for(name, trim_offsets, last_turn_only=True), messages)
-    assert learnt(encoded, tokenizer) == says[-1:]
+    assert supervised(encoded, tokenizer) == says[-1:]
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,7 +162,7 @@ def test_labels_equal_the_mask_of_marked_templates(messages: list[dict[str, str]
         assert encoded.input_ids.tolist() == reference["input_ids"]
         assert ((encoded.labels != IGNORE) == expected).all()
     last = encode_one(Encoder(tokenizer, CHATML_MARKED, last_turn_only=True), messages)
-    assert learnt(last, tokenizer) == CHATML.says(messages)[-1:]
+    assert supervised(last, tokenizer) == CHATML.says(messages)[-1:]
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_qwen3_learns_the_thinking_that_the_template_keeps() -> None:
         {"role": "assistant", "reasoning_content": "just now", "content": "two"},
     ]
     encoded = encode_one(encoder_for("qwen3"), messages)
-    assert learnt(encoded, tokenizer_for("qwen3")) == [
+    assert supervised(encoded, tokenizer_for("qwen3")) == [
         "one<|im_end|>",
         "<think>\njust now\n</think>\n\ntwo<|im_end|>",
     ]
@@ -190,18 +190,18 @@ def test_a_generation_prompt_that_opens_the_thinking() -> None:
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
     )
     encoder, tokenizer = Encoder(tokenizer_for("qwen3"), template), tokenizer_for("qwen3")
-    assert learnt(encode_one(encoder, HELLO * 2), tokenizer) == [
+    assert supervised(encode_one(encoder, HELLO * 2), tokenizer) == [
         "Hello, you!<|im_end|>",
         "\n</think>\n\nHello, you!<|im_end|>",
     ]
     thought = [HELLO[0], HELLO[1] | {"reasoning_content": "Be kind."}]
-    assert learnt(encode_one(encoder, thought), tokenizer) == ["Be kind.\n</think>\n\nHello, you!<|im_end|>"]
+    assert supervised(encode_one(encoder, thought), tokenizer) == ["Be kind.\n</think>\n\nHello, you!<|im_end|>"]
     # Nemotron renders an empty block in another way than its prompt opens one: they share <think>.
     nemotron = template.replace("'<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n'", "'<think></think>'")
     encoded = encode_one(Encoder(tokenizer, nemotron), HELLO)
-    assert learnt(encoded, tokenizer) == ["</think>Hello, you!<|im_end|>"]
+    assert supervised(encoded, tokenizer) == ["</think>Hello, you!<|im_end|>"]
     bare = template.replace("loop.last", "false")
-    assert learnt(encode_one(Encoder(tokenizer, bare), HELLO * 2), tokenizer) == CHATML.says(HELLO * 2)
+    assert supervised(encode_one(Encoder(tokenizer, bare), HELLO * 2), tokenizer) == CHATML.says(HELLO * 2)
 
 
 def test_another_token_at_the_very_end() -> None:
@@ -212,8 +212,8 @@ def test_another_token_at_the_very_end() -> None:
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     encoder, tokenizer = Encoder(tokenizer_for("phi3"), template), tokenizer_for("phi3")
-    assert learnt(encode_one(encoder, HELLO * 2), tokenizer) == ["Hello, you!<|end|>", "Hello, you!<|endoftext|>"]
-    assert learnt(encode_one(encoder, HELLO * 2 + HELLO[:1]), tokenizer) == ["Hello, you!<|end|>"] * 2
+    assert supervised(encode_one(encoder, HELLO * 2), tokenizer) == ["Hello, you!<|end|>", "Hello, you!<|endoftext|>"]
+    assert supervised(encode_one(encoder, HELLO * 2 + HELLO[:1]), tokenizer) == ["Hello, you!<|end|>"] * 2
 
 
 def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
@@ -225,7 +225,7 @@ def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
         {"role": "assistant", "content": "It is 2."},
     ]
     encoded = encode_one(encoder_for("qwen3"), messages)
-    assert learnt(encoded, tokenizer_for("qwen3")) == [
+    assert supervised(encoded, tokenizer_for("qwen3")) == [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "<think>\n\n</think>\n\nIt is 2.<|im_end|>",
     ]
@@ -237,7 +237,7 @@ def test_only_turns_from_learn_from_on_are_learnt() -> None:
     messages = [*HELLO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}]
     for encoder in (encoder_for("chatml"), Encoder(tokenizer_for("chatml"), CHATML_MARKED)):
         encoded = encode_one(encoder, messages, learn_from=3)
-        assert learnt(encoded, tokenizer_for("chatml")) == ["more<|im_end|>"]
+        assert supervised(encoded, tokenizer_for("chatml")) == ["more<|im_end|>"]
 
 
 def test_everything_is_learnt_without_assistant_only_loss() -> None:
@@ -264,7 +264,7 @@ def test_a_first_word_joined_with_the_prompts_space_is_learnt(by_offsets: bool) 
     assert encoder._byte_lengths is not None
     encoder._byte_lengths = None if by_offsets else encoder._byte_lengths
     encoded = encode_one(encoder, [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "Hello"}])
-    assert learnt(encoded, tokenizer) == [" Hello</s>"]
+    assert supervised(encoded, tokenizer) == [" Hello</s>"]
 
 
 def test_a_token_that_is_partly_the_prompts_word_is_not_learnt() -> None:
@@ -282,7 +282,7 @@ def test_a_last_character_of_several_tokens_is_learnt_whole() -> None:
     template = PLAIN.replace("eos_token", "'\n'")  # no end-of-turn token stands behind it
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: BOT: x"])
     messages = [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "🙂"}]
-    assert learnt(encode_one(Encoder(tokenizer, template), messages * 2), tokenizer) == ["🙂", "🙂"]
+    assert supervised(encode_one(Encoder(tokenizer, template), messages * 2), tokenizer) == ["🙂", "🙂"]
 
 
 def test_sentencepiece_style_tokens() -> None:
@@ -306,7 +306,7 @@ def test_a_vocabulary_that_lacks_characters_does_not_shift_the_labels() -> None:
     encoder = Encoder(tokenizer, CHATML.template)
     assert encoder._byte_lengths is not None
     messages = [{"role": "user", "content": "QQQQQ there"}, HELLO[1]]  # has no Q
-    assert learnt(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
+    assert supervised(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
 
 
 def test_bos_comes_once() -> None:
@@ -321,14 +321,14 @@ def test_bos_comes_once() -> None:
     assert isinstance(text, Encoded)
     assert text.input_ids.tolist().count(bos) == 1
     assert text.input_ids[0] == bos and text.labels[0] == IGNORE
-    assert learnt(text, tokenizer) == ["Hello there<eos>"]
+    assert supervised(text, tokenizer) == ["Hello there<eos>"]
 
 
 def test_plain_text_learns_the_completion_and_eos() -> None:
     tokenizer = tokenizer_for("chatml")
     text = Text(text="Question: how many? Answer: 42", learn_from=len("Question: how many? Answer:"))
     ((piece,),) = Encoder(tokenizer, None).encode_batch([text])  # type: ignore[misc]
-    assert learnt(piece, tokenizer) == [" 42<|im_end|>"]
+    assert supervised(piece, tokenizer) == [" 42<|im_end|>"]
     ((piece,),) = Encoder(tokenizer, None, assistant_only_loss=False).encode_batch([text])  # type: ignore[misc]
     assert piece.label_tokens == len(piece.input_ids) - 1
     with pytest.raises(UserError, match="no chat template"):
@@ -387,7 +387,7 @@ def test_rows_that_fail_are_told_apart_and_do_not_touch_the_others() -> None:
     assert isinstance(failed, RowError) and failed.reason == "template_error" and "System role" in failed.detail
     assert isinstance(unlearnt, RowError) and unlearnt.reason == "no_label"
     for result in (good, again):
-        assert isinstance(result, list) and learnt(result[0], tokenizer_for("gemma")) == GEMMA.says(HELLO)
+        assert isinstance(result, list) and supervised(result[0], tokenizer_for("gemma")) == GEMMA.says(HELLO)
     twice = [HELLO[0], HELLO[0], HELLO[1]]
     assert fails_with(encoder_for("mistral"), Conversation(messages=twice)).reason == "template_error"
 
@@ -395,7 +395,7 @@ def test_rows_that_fail_are_told_apart_and_do_not_touch_the_others() -> None:
 def test_a_message_that_the_template_leaves_out_is_not_lost_silently() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HELLO]
     encoder = Encoder(tokenizer_for("mistral"), MISTRAL_V3)
-    assert learnt(encode_one(encoder, HELLO), tokenizer_for("mistral")) == MISTRAL.says(HELLO)
+    assert supervised(encode_one(encoder, HELLO), tokenizer_for("mistral")) == MISTRAL.says(HELLO)
     error = fails_with(encoder, Conversation(messages=system))
     assert error.reason == "not_rendered" and "message 1" in error.detail
     developer = [{"role": "developer", "content": "Be brief."}, *HELLO]
@@ -436,7 +436,7 @@ def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     encoder = Encoder(tokenizer_for("chatml"), template)
-    assert learnt(encode_one(encoder, HELLO), tokenizer_for("chatml")) == CHATML.says(HELLO)
+    assert supervised(encode_one(encoder, HELLO), tokenizer_for("chatml")) == CHATML.says(HELLO)
     tangled = [HELLO[0], {"role": "assistant", "content": "Really?"}]
     assert fails_with(encoder, Conversation(messages=tangled)).reason == "mask_ambiguous"
 
@@ -454,9 +454,9 @@ def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.Mo
 
 def test_each_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for("qwen3"), []
-    tokenise = Encoder._tokenise
+    tokenize = Encoder._tokenise
     monkeypatch.setattr(
-        Encoder, "_tokenise", lambda self, texts, *a, **k: seen.extend(texts) or tokenise(self, texts, *a, **k)
+        Encoder, "_tokenise", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
     )
     rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
     encoder.encode_batch(rows)
@@ -474,7 +474,7 @@ def test_truncation_left_on_in_the_tokenizer_does_not_matter() -> None:
     tokenizer = build_tokenizer(CHATML.tokens, CHATML.eos)
     encoder = Encoder(tokenizer, CHATML.template)
     tokenizer("a long text that is cut", truncation=True, max_length=3)
-    assert learnt(encode_one(encoder, LONG), tokenizer) == CHATML.says(LONG)
+    assert supervised(encode_one(encoder, LONG), tokenizer) == CHATML.says(LONG)
 
 
 # --- templates by name ------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def test_named_templates_render_as_published(name: str) -> None:
     )
     # phi: without the EOS behind the last turn; mistral: without the space before [INST].
     assert ours == theirs.removesuffix(PHI3.eos).replace(" [INST]", "[INST]")
-    assert learnt(encode_one(Encoder(tokenizer, TEMPLATES[name]), messages), tokenizer) == case.says(messages)
+    assert supervised(encode_one(Encoder(tokenizer, TEMPLATES[name]), messages), tokenizer) == case.says(messages)
 
 
 def test_load_template(tmp_path: Any) -> None:
