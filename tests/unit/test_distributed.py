@@ -96,7 +96,9 @@ def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:
 def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() -> None:
     """A launcher ends all ranks with the first that fails: rank 1 may not be it. It is ended by it, or speaks."""
     assert as_rank("0", RAISE).stderr == "error: [rank 0] bad input\n"
-    ended = as_rank("1", f"distributed.threading.Event.wait = lambda *a: os.kill(os.getpid(), 15); import os; {RAISE}")
+    event = "types.SimpleNamespace(wait=lambda *a: os.kill(os.getpid(), 15))"
+    patch = f"import os, types; distributed.threading = types.SimpleNamespace(Event=lambda: {event})"
+    ended = as_rank("1", f"{patch}; {RAISE}")
     assert ended.returncode == -15 and ended.stderr == ""
     alone = as_rank("1", f"distributed.QUIET_SECONDS = 0.0; {RAISE}")
     assert alone.returncode == 2 and alone.stderr == "error: [rank 1] bad input\n"
