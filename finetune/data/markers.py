@@ -138,7 +138,7 @@ def _marker(tokenizer: Any, text: str, key: str) -> _Marker:
     """
     ids = _tokenise(tokenizer, text)
     if not ids:
-        raise UserError(f"{key} is {text!r}, which is no token to {tokenizer.name_or_path!r}; give another marker")
+        raise UserError(f"{key} is {text!r}, which is not a token of {tokenizer.name_or_path!r}; give another marker")
     start, stop = 0, len(ids)
     for neighbour in _NEIGHBOURS:
         stop = min(stop, len(commonprefix([ids, _tokenise(tokenizer, text + neighbour)])))

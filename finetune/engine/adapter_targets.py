@@ -69,8 +69,8 @@ def _matches_regex(pattern: str, names: list[str]) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error as error:
         raise UserError(
-            f"lora.target_modules is no valid regular expression: `{pattern}` ({error}). Give a list of module names, "
-            "a regular expression for whole names, or all-linear."
+            f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "
+            "names, a regular expression for whole names, or all-linear."
         ) from None
 
 

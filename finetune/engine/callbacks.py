@@ -314,9 +314,9 @@ class RunLogger(TrainerCallback):
         bad = [step for step, loss in enumerate(losses, start=first) if not math.isfinite(loss)]
         if bad:
             raise RunError(
-                f"The loss of step {bad[0]} is not finite ({losses[bad[0] - first]}). Training on would keep nothing "
-                "of worth. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
-                "place of float16; then go on from the last checkpoint with training.resume_from_checkpoint: true."
+                f"The loss of step {bad[0]} is not finite ({losses[bad[0] - first]}). Further training is "
+                "pointless. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
+                "place of float16; then resume from the last checkpoint with training.resume_from_checkpoint: true."
             )
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -202,7 +202,7 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     held += [path.name for path in checkpoints(output_dir)]
     if held and not resuming and not overwrite:
         raise UserError(
-            f"training.output_dir is {output_dir}, which holds another run ({', '.join(held[:4])}). To go on with it "
+            f"training.output_dir is {output_dir}, which holds another run ({', '.join(held[:4])}). To resume it, "
             "set training.resume_from_checkpoint: true; for a new run give another folder, or set "
             "training.overwrite_output_dir: true to replace it."
         )

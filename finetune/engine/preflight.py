@@ -317,8 +317,8 @@ def _check_adapter(config: Config, adapter: dict | None) -> None:
     if not config.lora.continue_adapter:
         raise UserError(
             f"model.model_name_or_path is {name}, which is already an adapter of {base}. A second adapter would "
-            "replace it. To go on training this one set lora.continue_adapter: true; to start anew give the base "
-            "model."
+            "replace it. To continue training this one, set lora.continue_adapter: true; to start a new one, give "
+            "the base model."
         )
     wanted = {"r": config.lora.r, "lora_alpha": config.lora.lora_alpha}
     found = {key: adapter.get(key) for key in wanted}

@@ -234,7 +234,8 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     try:
         yield
     except BaseException as error:
-        record.fail(distributed.first_failure(describe(error)))
+        with interrupt.deferred():  # a signal meanwhile must not leave run.json at "running"
+            record.fail(distributed.first_failure(describe(error)))
         raise
 
 

@@ -106,7 +106,7 @@ def in_words(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
     if hardware.device == "cpu":
         return "no NCCL setting: ranks on a CPU meet through gloo"
     if not links:
-        return "no NCCL setting: " + ("the links are not known" if links is None else "one GPU has nobody to talk to")
+        return "no NCCL setting: " + ("the links are not known" if links is None else "one GPU does not communicate")
     if any(link.peer_access is None for link in links):
         return "no NCCL setting: peer access is not known, and NCCL finds out"
     if all(link.peer_access for link in links):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,22 @@ def test_a_disk_that_is_full_at_the_very_end(
     shown = capsys.readouterr().err
     assert "No space left on the disk" in shown and "run.json" in shown and "Traceback" not in shown
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_signal_while_a_failure_is_recorded_waits(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json says that the run failed, not that it is running."""
+    write = record.write_json
+
+    def write_and_stop(path: Path, content: dict[str, Any]) -> None:
+        if content.get("status") == "failed":
+            signal.raise_signal(signal.SIGTERM)
+        write(path, content)
+
+    def fail(trainer: Any) -> None:
+        raise ValueError("the fault of this test")
+
+    monkeypatch.setattr(record, "write_json", write_and_stop)
+    assert run(arguments, Hooks(trainer=fail)) == 1
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
