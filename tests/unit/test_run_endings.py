@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from finetune import train
 from finetune.config import load
 from finetune.engine import record
 from finetune.runtime import command as verb
+from finetune.runtime import interrupt
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from tests import tiny
 from tests.unit.test_resume import in_this_process
@@ -75,16 +75,16 @@ def test_a_signal_while_a_failure_is_recorded_waits(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.json says that the run failed, not that it is running."""
-    write = record.write_json
+    write, deferred = record.write_json, []
 
-    def write_and_stop(path: Path, content: dict[str, Any]) -> None:
+    def look_and_write(path: Path, content: dict[str, Any]) -> None:
         if content.get("status") == "failed":
-            signal.raise_signal(signal.SIGTERM)
+            deferred.append(interrupt._deferred)
         write(path, content)
 
     def fail(trainer: Any) -> None:
         raise ValueError("the fault of this test")
 
-    monkeypatch.setattr(record, "write_json", write_and_stop)
+    monkeypatch.setattr(record, "write_json", look_and_write)
     assert run(arguments, Hooks(trainer=fail)) == 1
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
+    assert deferred == [1] and json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
