@@ -207,7 +207,7 @@ def of_template(tokenizer: Any, template: str | None) -> tuple[str, str]:
     for one, other in product(("", " ", "\n"), repeat=2):
         if instruction and response and probe.is_learnt(text, one + instruction, other + response):
             return one + instruction, other + response
-    raise probe.refuse(f"an answer cannot be told apart from a question or its surroundings in {shown}")
+    raise probe.refuse(f"an answer cannot be distinguished from a question or its surroundings in {shown}")
 
 
 def _messages(answers: Sequence[str]) -> list[dict[str, str]]:

@@ -613,7 +613,7 @@ def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
 
 def _ambiguous(turn: int, why: str) -> RowError:
     return RowError(
-        "mask_ambiguous", f"message {turn + 1} cannot be told apart from its context in the rendered text: {why}"
+        "mask_ambiguous", f"message {turn + 1} cannot be distinguished from its context in the rendered text: {why}"
     )
 
 

@@ -351,8 +351,8 @@ UNTOLD = {
     "there is none": None,
     "it refuses a conversation of 6 messages: no": "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}",
     "each message once": "{% for m in messages[-1:] %}<|im_start|>{{ m.content }}{% endfor %}",
-    "apart from a question": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-    "apart from": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "distinguished from a question": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    "distinguished from": "{% for m in messages %}{{ m.content }}{% endfor %}",
 }
 
 
