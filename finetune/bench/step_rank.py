@@ -57,7 +57,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     job = session.open_session(config, batch, demo=demo)
     from finetune.bench.windows import Windows
-    from finetune.engine.callbacks import peak_memory_gib
+    from finetune.engine import memory
 
     built = session.build_trainer(job, out)
     trainer, logger = built.trainer, built.logger
@@ -69,7 +69,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
         finally:
             logger.close()
     own = figures(windows)
-    own |= {"peak_memory_gib": peak_memory_gib(), "states": windows.states, "profile": windows.profile}
+    own |= {"peak_memory_gib": memory.peak_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)
     return {
         "backend": job.stack.backend,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from finetune.data.store import Rows
 from finetune.engine.model import generate
@@ -54,6 +55,14 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
 
 
+def texts(tokenizer: Any, asked: Sequence[Question], given: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(prompt, the model's answer, right answer) of each question, as text."""
+    return [
+        (tokenizer.decode(question.prompt, skip_special_tokens=True).strip(), answer, question.reference)
+        for question, answer in zip(asked, given, strict=True)
+    ]
+
+
 def table(
     tokenizer: Any, asked: Sequence[Question], before: Sequence[str], after: Sequence[str], count: int = 3
 ) -> Table:
@@ -61,9 +70,11 @@ def table(
     shown = Table(title="The model's own answers to held-out prompts", title_justify="left", show_lines=True)
     for column in ("prompt", "right answer", "before training", "after training"):
         shown.add_column(column, overflow="fold")
-    for question, early, late in list(zip(asked, before, after, strict=True))[:count]:
-        prompt = tokenizer.decode(question.prompt, skip_special_tokens=True).strip()
-        shown.add_row(
-            *(text if len(text) < 400 else text[:400] + " ..." for text in (prompt, question.reference, early, late))
-        )
+    for (prompt, early, right), late in list(zip(texts(tokenizer, asked, before), after, strict=True))[:count]:
+        shown.add_row(*(Text(_shortened(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
     return shown
+
+
+def _shortened(text: str) -> str:
+    clean = "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+    return clean if len(clean) < 400 else clean[:400] + " ..."

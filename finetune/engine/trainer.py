@@ -24,7 +24,7 @@ from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import checkpoints
+from finetune.engine import checkpoints, token_statistics
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import distributed, files, interrupt, launcher
@@ -143,6 +143,9 @@ class SFTTrainer(trl.SFTTrainer):
         model.register_forward_pre_hook(_from_host, with_kwargs=True)
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
         self._step_loss: torch.Tensor | None = None
+        self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
+        self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
+        self._eval_tokens: token_statistics.TokenStatistics | None = None  # of the last micro-batch
         self._counts_checked = False
         self._gradients_in_buckets = self._first_buckets_freed = False
 
@@ -260,14 +263,27 @@ class SFTTrainer(trl.SFTTrainer):
             # TRL's head computes the token losses without keeping the logits. Its own compute_loss around it waits for
             # the GPU several times a step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+            self._note_tokens(outputs, inputs)
             loss = -outputs.log_probs.sum() / num_items_in_batch * self.args.world_size
         else:
             # TRL's fused head needs Triton and a GPU; transformers' loss does not.
-            loss = transformers.Trainer.compute_loss(
-                self, model, inputs, num_items_in_batch=num_items_in_batch, **kwargs
+            loss, outputs = transformers.Trainer.compute_loss(
+                self, model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch, **kwargs
             )
+            self._note_tokens(outputs, inputs)
         # A fused loss returned as a view cannot be modified in place, as DDP and accelerate do (unsloth issue 3452).
         return loss.clone() if loss._is_view() else loss
+
+    def _note_tokens(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Keep what this forward pass yields beside the loss: in evaluation whatever it has; in training only what the
+        fused head has computed anyway."""
+        if torch.is_grad_enabled():
+            entropy, is_top1 = getattr(outputs, "entropy", None), getattr(outputs, "is_top1", None)
+            if entropy is not None and is_top1 is not None:
+                sums = torch.stack([is_top1.sum().float(), entropy.detach().sum().float()])
+                self._top1_and_entropy = sums if self._top1_and_entropy is None else self._top1_and_entropy + sums
+        else:
+            self._eval_tokens = token_statistics.of_outputs(outputs, inputs["labels"])
 
     def _loss_of_model_that_ignores_counts(
         self, model: Any, inputs: dict[str, Any], total: torch.Tensor
@@ -315,13 +331,20 @@ class SFTTrainer(trl.SFTTrainer):
             distributed.drain_nccl_work()
             self._first_buckets_freed = True
 
-    def drain_step_losses(self) -> list[float]:
-        """Losses of the steps since the last call, in nats per label token, equal on all ranks; waits for the GPU."""
+    def take_step_losses(self) -> list[float]:
+        """This rank's share of the losses of the steps since the last call: their mean over ranks is the loss in nats
+        per supervised token. Synchronizes with the device."""
         if not self.step_losses:
             return []
         own = torch.stack(self.step_losses).double().tolist()
         self.step_losses.clear()
-        return [total / self.args.world_size for total in distributed.sum_over_ranks(own)]
+        return own
+
+    def take_token_statistics(self) -> tuple[float, float] | None:
+        """(supervised tokens whose label was the likeliest, summed entropy in nats) of this rank since the last call;
+        None if the loss does not yield them. Synchronizes with the device."""
+        sums, self._top1_and_entropy = self._top1_and_entropy, None
+        return None if sums is None else tuple(sums.tolist())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Counted from the plan at logging steps instead (see callbacks): transformers walks all modules each time."""
@@ -347,17 +370,31 @@ class SFTTrainer(trl.SFTTrainer):
         one = torch.ones((), dtype=torch.int64, device=self.args.device)  # ask for sums: divide by one label token
         size = self.args.per_device_eval_batch_size
         order = layout.largest_first()[self.args.process_index :: self.args.world_size]
-        losses = []
+        losses, documents, tokens = [], [], []
         for start in range(0, len(order), size):
             batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
+            inputs, self._eval_tokens = self._prepare_inputs(batch), None
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=one)
+                loss = self.compute_loss(self.model, inputs, num_items_in_batch=one)
             losses.append(loss.double() / self.args.world_size)
+            if self._eval_tokens is not None:
+                documents.append(token_statistics.document_losses(self._eval_tokens, inputs))
+                tokens.append(torch.stack([self._eval_tokens.is_top1.sum(), self._eval_tokens.entropy.sum()]).double())
+                self._eval_tokens = None
         if losses:
             total = float(torch.stack(losses).sum())
-        summed, labels = distributed.sum_over_ranks([total, float(layout.label_tokens[order].sum())])
+        known = len(tokens) == len(losses)  # of all micro-batches, or the means would be of some
+        top1, entropy = torch.stack(tokens).sum(0).tolist() if known and tokens else (0.0, 0.0)
+        summed, labels, top1, entropy, unknown = distributed.sum_over_ranks(
+            [total, float(layout.label_tokens[order].sum()), top1, entropy, float(not known)]
+        )
         self.model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": summed / labels}
+        self.eval_document_losses = []
+        if not unknown:
+            metrics |= {f"{metric_key_prefix}_token_accuracy": top1 / labels, f"{metric_key_prefix}_entropy": entropy / labels}
+            own = torch.cat(documents).tolist() if documents else []
+            self.eval_document_losses = [loss for part in distributed.gather_objects(own) for loss in part]
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

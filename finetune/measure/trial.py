@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.engine import memory as process_memory
 from finetune.engine.job import Job
 from finetune.engine.phases import PhaseTimer
 from finetune.engine.session import build_trainer
@@ -123,10 +124,10 @@ class CudaMemory:
         self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        process_memory.reset()
 
     def peak_bytes(self) -> float:
-        return float(torch.cuda.max_memory_allocated())
+        return process_memory.peak_gib() * 2**30
 
 
 class HostMemory:
@@ -137,9 +138,7 @@ class HostMemory:
     def reset(self) -> None: ...
 
     def peak_bytes(self) -> float:
-        from finetune.engine.callbacks import peak_memory_gib
-
-        return peak_memory_gib() * 2**30
+        return process_memory.peak_gib() * 2**30
 
 
 def memory_of(device: str) -> Memory:

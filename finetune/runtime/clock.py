@@ -20,15 +20,14 @@ class Clock:
         """
         self._cuda = device == "cuda"
         self._marks: list[tuple[str, Any]] = []
+        self._free: list[Any] = []  # CUDA events that have been read, to record again
 
     def mark(self, label: str = "") -> None:
         """End the interval since the last mark; `label` names that interval, not the next one."""
         if not self._cuda:
             self._marks.append((label, time.perf_counter()))
             return
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else _event()
         event.record()
         self._marks.append((label, event))
 
@@ -41,10 +40,13 @@ class Clock:
         marks, self._marks = self._marks, self._marks[-1:]
         if self._cuda and marks:
             marks[-1][1].synchronize()
-        return [
+        intervals = [
             (label, before.elapsed_time(after) / 1e3 if self._cuda else after - before)
             for (_, before), (label, after) in zip(marks, marks[1:], strict=False)
         ]
+        if self._cuda:
+            self._free += [event for _, event in marks[:-1]]
+        return intervals
 
     def seconds(self) -> list[float]:
         """The intervals of `drain` without their labels."""
@@ -53,3 +55,9 @@ class Clock:
     def reset(self) -> None:
         """Forget all marks."""
         self._marks = []
+
+
+def _event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)

@@ -247,6 +247,19 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's float64 `values`, in rank order, on every rank; of the same length on all. On the host."""
+    if _host_group is None:
+        return [list(values)]
+    import torch
+    import torch.distributed as dist
+
+    own = torch.tensor(values, dtype=torch.float64)
+    parts = [torch.empty_like(own) for _ in range(ranks().world_size)]
+    dist.all_gather(parts, own, group=_host_group)
+    return [part.tolist() for part in parts]
+
+
 class DelayedFlag:
     """ "Has any rank raised its flag?", asked every step and answered one step later, so that no step waits.
 
