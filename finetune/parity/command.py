@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
         RunError: one of the runs failed.
     """
     options, rest = own_options().split(argv)
-    config = load(rest, verb="parity")
+    config = load(rest, command="parity")
     worlds, steps = options.world_sizes, options.steps
     if len(worlds) < 2:
         raise UserError(

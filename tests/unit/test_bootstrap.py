@@ -58,7 +58,7 @@ def test_the_users_compiler_settings_survive_the_import_of_unsloth(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Unsloth removes them; a module of that name here does the same."""
-    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.KEPT)]
+    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.RESTORED)]
     (tmp_path / "unsloth.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
