@@ -96,7 +96,7 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
 
 
 def quiet_libraries(level: str) -> None:
-    """Set the libraries' log level on rank 0, and "error" on other ranks. Hides their progress bars from "warning" up."""
+    """Set the libraries' log level on rank 0, and "error" on other ranks; above "info" their progress bars are hidden."""
     import datasets
     import transformers
 
@@ -148,8 +148,8 @@ def _set_environment() -> None:
 
 
 def _has_expandable_segments() -> bool:
-    """Whether the driver supports the virtual memory mapping they need. WSL (unsloth issue 3511) and NVIDIA Tegra boards
-    (unsloth issue 2401) do not."""
+    """Whether the driver supports the virtual memory mapping that they need. WSL (unsloth issue 3511) and NVIDIA Tegra
+    boards (unsloth issue 2401) do not."""
     if sys.platform != "linux" or "microsoft" in os.uname().release.lower():
         return False
     return not Path("/etc/nv_tegra_release").exists()

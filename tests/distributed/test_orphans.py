@@ -73,7 +73,7 @@ def end_of(pid: int) -> int | None:
 
 
 def saved(out: Path) -> dict[str, Any]:
-    """The record of an interrupted run, every step of which is in a whole checkpoint."""
+    """The record of an interrupted run, every step of which is in a complete checkpoint."""
     record = launch.read(out)
     assert record["status"] == "interrupted" and len(record["losses"]) == record["steps"] >= 3
     assert checkpoints.damage(out / f"checkpoint-{record['steps']}") is None
