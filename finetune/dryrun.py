@@ -24,7 +24,7 @@ from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import bootstrap, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
-from finetune.runtime.hardware import OUTSIDE_NOTED
+from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import without_json
 
@@ -354,7 +354,7 @@ def notes(measured: dict[str, Any]) -> list[str]:
         )
     if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
         lines.append("warning: the peak is above 0.8 of the memory; fragmentation may still end the run.")
-    if (memory["held_by_others_gib"] or 0.0) * 2**30 > OUTSIDE_NOTED:
+    if (memory["held_by_others_gib"] or 0.0) * 2**30 > NOTABLE_OUTSIDE_BYTES:
         lines.append(
             f"warning: {memory['held_by_others_gib']:.1f} GiB of this GPU are held outside this program: another "
             "process uses it, and these timings are not what the GPU can do alone."

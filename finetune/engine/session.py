@@ -16,7 +16,7 @@ from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
 from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
 from finetune.runtime.command import console
-from finetune.runtime.hardware import when_full
+from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
@@ -264,5 +264,5 @@ def out_of_memory(job: Job) -> Iterator[None]:
         raise RunError(
             f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
             f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less memory" if others else "") + ". "
-            f"({when_full(error)})"
+            f"({out_of_memory_details(error)})"
         ) from error

@@ -39,7 +39,7 @@ def reason(error: BaseException) -> str | None:
 
 
 def reason_in_text(error: BaseException) -> str | None:
-    """Why a file could not be written, from a library's error: safetensors and torch keep only the text or the number of
+    """Why a file could not be written, from a library's error: safetensors and torch keep only the text or number of
     the system's error, and torch sometimes neither. None if the error is not about writing a file."""
     text = str(error)
     if number := re.search(r"\(os error (\d+)\)", text):  # as Rust writes it

@@ -140,7 +140,7 @@ from pathlib import Path
 from finetune import train
 from finetune.runtime import interrupt
 
-interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEPS = 0.1, 1.0, 0
+interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEP_FACTOR = 0.1, 1.0, 0
 from finetune.engine import session
 build = session.build_trainer
 

@@ -389,7 +389,7 @@ def measured(step: float, ranks: int) -> dict[str, Any]:
     sent = (
         {"exposed": figure(step / 10), "hidden": figure(step / 20)} if ranks > 1 else {"exposed": None, "hidden": None}
     )
-    own = {"seconds": parts | sent, "memory_gib": 1.5, "utilisation": 0.87}
+    own = {"seconds": parts | sent, "memory_gib": 1.5, "utilization": 0.87}
     return {"step_seconds": figure(step), "ranks": [own] * ranks, "conditions": {"warnings": ["it grew warm"]}}
 
 
