@@ -96,7 +96,7 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
 
 
 def quiet_libraries(level: str) -> None:
-    """Set the libraries' log level: `level` on rank 0, errors only on others. Above "info", hide their progress bars."""
+    """Set the libraries' log level: `level` on rank 0, "error" on others. Above "info", hide their progress bars."""
     import datasets
     import transformers
 

@@ -56,9 +56,10 @@ def test_an_error_keeps_its_problems() -> None:
         "setting up\nerror: [rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key\nW1 torchrun"
     )
     assert (
-        subprocesses.error_of(said) == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
+        subprocesses.first_error(said)
+        == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
     )
-    assert subprocesses.error_of("Traceback (most recent call last):\n  File x") is None
+    assert subprocesses.first_error("Traceback (most recent call last):\n  File x") is None
 
 
 def wait_for(look, count: int) -> list[int]:
