@@ -151,7 +151,7 @@ def request(why: str) -> None:
 
 
 def drop_closed_output(streams: tuple[int, ...] = (1, 2)) -> None:
-    """Redirect stdout and stderr to the null device if their reader has ended; writing would end the run before it saves.
+    """Redirect stdout and stderr to the null device if their reader has ended: a write would end the run unsaved.
 
     Args:
         streams: file descriptors.

@@ -33,7 +33,7 @@ NO_PEERS = Setting(
     "peer access behind a host bridge (ACS, IOMMU) hang",
 )
 
-# The settings of the published study on two RTX 4070 Ti SUPER behind a PCIe host bridge, and whether they are used here.
+# The settings of the published study (two RTX 4070 Ti SUPER behind a PCIe host bridge), and whether they are used here
 STUDY = (
     Setting(name="NCCL_P2P_DISABLE", value="1", reason="used if no pair has peer access, as there: see settings()"),
     Setting(

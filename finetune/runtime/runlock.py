@@ -115,7 +115,7 @@ def _release(path: Path, lock: int) -> None:
 
 
 def _lock(lock: int) -> bool | None:
-    """Lock an open file: True if this process has locked it, False if another one has, None if locks are unsupported."""
+    """Lock an open file: True if this process got the lock, False if another one has it, None without lock support."""
     if fcntl is None:
         return None
     try:

@@ -174,7 +174,7 @@ OTHER = "Process 498 has 43.10 GiB memory in use. "
 @pytest.mark.parametrize(
     ("other", "reserved_gib", "said"),
     [
-        (OTHER, 35.8, "Other processes use 43.3 of this GPU's 79.2 GiB: end them (nvidia-smi lists them), or take "),
+        (OTHER, 35.8, "Other processes use 43.3 of this GPU's 79.2 GiB: end them (nvidia-smi lists them), or select "),
         (OTHER, 77.5, "CUDA out of memory. Tried"),  # a container's driver counts this process by another number
         ("", 35.8, "CUDA out of memory. Tried"),
     ],
