@@ -158,7 +158,7 @@ def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(runlock, "_acquire", full)
-    with pytest.raises(UserError, match="cannot be written: No space left"), runlock.held(tmp_path):
+    with pytest.raises(UserError, match="cannot be written there: No space left"), runlock.held(tmp_path):
         raise AssertionError
 
 
