@@ -55,10 +55,8 @@ def test_an_error_keeps_its_problems() -> None:
     said = (
         "setting up\nerror: [rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key\nW1 torchrun"
     )
-    assert (
-        subprocesses.first_error(said)
-        == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
-    )
+    message = "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
+    assert subprocesses.first_error(said) == message
     assert subprocesses.first_error("Traceback (most recent call last):\n  File x") is None
 
 
