@@ -449,7 +449,7 @@ def test_the_whole_story_on_two_like_gpus(
     advice = json.loads(report.read_text())
     assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
-    assert "# no pair of GPUs can read" in (out / "environment.sh").read_text()
+    assert "# no pair of GPUs has peer access" in (out / "environment.sh").read_text()
     assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
     # For the score of the real run, which has the environment that was measured, and of no other.
     same = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}
