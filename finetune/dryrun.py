@@ -223,7 +223,10 @@ def check_collectives(gpus: int) -> dict[str, Any] | None:
     if gpus < 2:
         return None
     arguments = ["comm", "--world-sizes", str(gpus), "--sizes", str(SMOKE_BYTES), "--runs", "1", "--steps", "5"]
-    with tempfile.TemporaryDirectory(prefix="smoke-") as folder, console().status(f"an all-reduce over {gpus} GPUs"):
+    with (
+        tempfile.TemporaryDirectory(prefix="smoke-") as folder,
+        console().status(f"testing an all-reduce over {gpus} GPUs"),
+    ):
         place = Path(folder) / "comm.json"
         command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
         try:
