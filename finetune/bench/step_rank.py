@@ -26,7 +26,7 @@ def run(folder: Path) -> int:
     """Train for as many steps as requested; rank 0 writes the result."""
     request = json.loads((folder / REQUEST).read_text())
     with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
-        config = short(load(request["arguments"], verb="bench"), request, out)
+        config = short(load(request["arguments"], command="bench"), request, out)
         result = measure(config, request, Path(out))
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)

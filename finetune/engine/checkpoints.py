@@ -14,7 +14,7 @@ from typing import Any
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import disk, distributed, files
-from finetune.runtime.files import remove, remove_whole
+from finetune.runtime.files import remove, remove_atomically
 from finetune.runtime.files import staging as staging
 
 MANIFEST = "checkpoint.json"  # names, sizes and checksums of the checkpoint's files; written last
@@ -236,7 +236,7 @@ def _existing(output_dir: Path) -> Path:
 def clear(output_dir: Path) -> None:
     """Remove an earlier run's checkpoints, records and final files, and nothing else that lies in the folder."""
     for path in checkpoints(output_dir):
-        remove_whole(path)
+        remove_atomically(path)
     if not (output_dir / "runs").is_symlink():
         remove(output_dir / "runs")
     shards = output_dir.glob("model-*-of-*.safetensors")
@@ -311,4 +311,4 @@ def rotate(output_dir: Path, retention: Retention, *newest: str) -> None:
     whole = [path for path in whole_checkpoints(output_dir) if path.name not in retention.damaged]
     free = [path for path in whole if path.name not in retention.protected.union(newest)]
     for path in free[: max(len(whole) - retention.limit, 0)]:
-        remove_whole(path)
+        remove_atomically(path)

@@ -19,7 +19,7 @@ from finetune.config import Config
 from finetune.engine import adapter_targets, preflight
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
-from finetune.runtime.hardware import when_full
+from finetune.runtime.hardware import out_of_memory_details
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -459,5 +459,5 @@ def _out_of_memory(doing: str) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
             f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
-            f"({when_full(error)})"
+            f"({out_of_memory_details(error)})"
         ) from error

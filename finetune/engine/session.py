@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, dump_yaml, scaled_learning_rate
 from finetune.data import sources
-from finetune.engine import checkpoints, preflight, resume
+from finetune.engine import checkpoints, metrics, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
+from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
 from finetune.runtime.command import console
-from finetune.runtime.hardware import when_full
+from finetune.runtime.files import write_json
+from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from finetune.engine.callbacks import RunLogger, StopOnRequest
     from finetune.engine.job import Job
+    from finetune.engine.samples import Question
     from finetune.engine.trainer import SFTTrainer
     from finetune.runtime.bootstrap import Stack
 
@@ -264,5 +267,57 @@ def out_of_memory(job: Job) -> Iterator[None]:
         raise RunError(
             f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
             f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less memory" if others else "") + ". "
-            f"({when_full(error)})"
+            f"({out_of_memory_details(error)})"
         ) from error
+
+
+# --- before and after training --------------------------------------------------------------------------------------
+
+
+def prepare_resume(trainer: SFTTrainer, start: resume.Start, save_total_limit: int | None) -> str | None:
+    """Set what the trainer writes into checkpoints and which ones it keeps. Returns the checkpoint to resume from."""
+    checkpoint = start.found.path
+    trainer.manifest = start.manifest(steps_per_epoch=trainer.plan.steps_per_epoch, total_steps=trainer.total_steps)
+    trainer.retention = checkpoints.Retention(
+        limit=save_total_limit,
+        protected=frozenset({checkpoint.name} if checkpoint else ()),
+        damaged=start.found.damaged,
+    )
+    return str(checkpoint) if checkpoint else None
+
+
+def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[dict[str, float | None], list[str]]:
+    """Loss and exact match of the current model on the held-out rows, and its answers to `questions`."""
+    from finetune.engine import samples
+
+    loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
+    answers = samples.answers(job.model, job.tokenizer, questions) if questions else []
+    matches = metrics.exact_match(answers, [question.reference for question in questions]) if questions else None
+    return {"eval_loss": loss, "exact_match": matches}, answers
+
+
+def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
+    """Save the final adapter or model into `output_dir`, on rank 0; the other ranks wait."""
+    if distributed.ranks().is_main:
+        with checkpoints.no_space(output_dir, "the final model"), checkpoints.final_files(output_dir) as folder:
+            trainer.save_model(str(folder))
+    distributed.barrier()
+
+
+def export(job: Job, record: RunRecord) -> None:
+    """Call the `save` function of the user's script. The other ranks have exited, so none waits in a collective.
+
+    Raises:
+        RunError: the function failed. The final model is saved already.
+    """
+    try:
+        job.hooks.call("save", job.model, job.tokenizer)
+    except BaseException as error:
+        record.fail(describe(error))
+        raise
+
+
+def write_result(config: Config, result: dict[str, Any]) -> None:
+    """Write the content of run.json to the file of --json, on rank 0."""
+    if config.json and distributed.ranks().is_main:
+        write_json(config.json, redact_tree(result))

@@ -28,7 +28,7 @@ from finetune.measure.measurements import Measurement, micro_batch_tokens, slowe
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.measure.rules import MEMORY_MARGIN
-from finetune.runtime.hardware import held_outside
+from finetune.runtime.hardware import memory_outside_torch
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows of typical lengths
@@ -120,7 +120,7 @@ class CudaMemory:
     """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
 
     def __init__(self) -> None:
-        self.outside_bytes, self.total_bytes = held_outside()
+        self.outside_bytes, self.total_bytes = memory_outside_torch()
         self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
 
     def reset(self) -> None:

@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
         RunError: one of the runs failed.
     """
     options, rest = own_options().split(argv)
-    config = load(rest, verb="parity")
+    config = load(rest, command="parity")
     worlds, steps = options.world_sizes, options.steps
     if len(worlds) < 2:
         raise UserError(
@@ -126,7 +126,7 @@ def start(world: int, out: Path, steps: int, without: str, arguments: list[str])
     with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
         done = subprocesses.run(command, env=env)
     if done.returncode:
-        message = subprocesses.error_of(done.stderr + done.stdout)
+        message = subprocesses.first_error(done.stderr + done.stdout)
         kind = UserError if done.returncode == 2 or message else RunError
         raise kind(f"the run on {world} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())

@@ -1,4 +1,4 @@
-"""Times work on a device without synchronizing host and device: labeled marks, and the seconds between them."""
+"""Times work on a device without a host-device sync: labeled marks, and the seconds between them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class Clock:
     """Seconds between labeled marks.
 
-    On a GPU a mark is a CUDA event in the current stream: recording it is non-blocking, and only reading synchronizes.
-    On any other device it is `perf_counter`.
+    On a GPU a mark is a CUDA event in the current stream: recording is non-blocking, reading synchronizes. On a CPU it
+    is a `perf_counter` value.
     """
 
     def __init__(self, device: str) -> None:
@@ -35,7 +35,7 @@ class Clock:
         """Read the intervals since the last call; synchronizes with the device.
 
         Returns:
-            (label, seconds) of each. The last mark is kept as the start of the next interval.
+            (label, seconds) of each interval. The last mark becomes the start of the next interval.
         """
         marks, self._marks = self._marks, self._marks[-1:]
         if self._cuda and marks:
@@ -49,7 +49,7 @@ class Clock:
         return intervals
 
     def seconds(self) -> list[float]:
-        """The intervals of `drain` without their labels."""
+        """Like `drain`, without the labels."""
         return [seconds for _, seconds in self.drain()]
 
     def reset(self) -> None:

@@ -73,7 +73,7 @@ def end_of(pid: int) -> int | None:
 
 
 def saved(out: Path) -> dict[str, Any]:
-    """The record of an interrupted run, every step of which is in a whole checkpoint."""
+    """The record of an interrupted run, every step of which is in a complete checkpoint."""
     record = launch.read(out)
     assert record["status"] == "interrupted" and len(record["losses"]) == record["steps"] >= 3
     assert checkpoints.damage(out / f"checkpoint-{record['steps']}") is None
@@ -140,7 +140,7 @@ from pathlib import Path
 from finetune import train
 from finetune.runtime import interrupt
 
-interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEPS = 0.1, 1.0, 0
+interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEP_FACTOR = 0.1, 1.0, 0
 from finetune.engine import session
 build = session.build_trainer
 

@@ -320,7 +320,7 @@ WRITES = {
 def test_a_failing_disk_in_every_librarys_words(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 4)
     error, expected = WRITES[name]
-    with pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4") as said:
+    with pytest.raises(RunError, match="newest complete checkpoint is checkpoint-4") as said:
         with checkpoints.no_space(tmp_path, "checkpoint-6"):
             raise error
     assert expected in str(said.value) and "checkpoint-6" in str(said.value)

@@ -235,7 +235,7 @@ def test_help_and_missing_settings(
     assert capsys.readouterr().out.startswith("usage: accelerate launch mine.py [--config")
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     assert script.run(file) == 2
-    assert f"has its settings in {tmp_path / 'mine.yaml'}, which does not exist" in capsys.readouterr().err
+    assert f"settings file of mine.py not found: {tmp_path / 'mine.yaml'}" in capsys.readouterr().err
     (tmp_path / "mine.yaml").write_text("training: {seed: 1}\n")
     assert script.run(file, dataset=len) == 2 and "names no model for mine.py" in capsys.readouterr().err
     (tmp_path / "mine.yaml").write_text("model: {model_name_or_path: m}\n")

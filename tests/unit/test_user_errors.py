@@ -18,8 +18,7 @@ from finetune.config import load
 from finetune.data import formats, sources
 from finetune.engine import adapter_targets, checkpoints, preflight, record, session
 from finetune.errors import RunError, UserError
-from finetune.runtime import command as verb
-from finetune.runtime import disk, distributed, launcher
+from finetune.runtime import command, disk, distributed, launcher
 from tests import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -49,7 +48,7 @@ YAML = {
 
 def ends(capsys: pytest.CaptureFixture[str], run, code: int) -> str:
     """Run as a command does; its message, after asserting the exit code, one error and no traceback."""
-    assert verb.guarded(run) == code
+    assert command.guarded(run) == code
     words = " ".join(capsys.readouterr().err.split())
     assert words.startswith("error: ") and "Traceback" not in words, words
     return words
@@ -108,8 +107,8 @@ def small_disk(tmp_path: Path):
     """A file system of 64 KiB."""
     mount = tmp_path / "small"
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(mounting, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
