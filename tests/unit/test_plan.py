@@ -191,7 +191,7 @@ def uneven(costs: np.ndarray, dealt: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def costs():
-    """Of packs of 16,384 tokens, without the last: it is nearly all filler, which no deal can level."""
+    """Packs of 16,384 tokens, without the last one: it is nearly all padding, and no deal can balance it."""
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 60_000).round().clip(32, 2048).astype(np.int64)
     return pack(lengths, 16384).costs(2048)[:-1]
 
