@@ -360,7 +360,7 @@ def _bounded_filter(environment: BoundedEnvironment, name: str, original: Callab
 
 
 class _Counting(NodeTransformer):
-    """Adds counting to the template: of loop iterations, macro calls and blocks, and of values from literals and `~`."""
+    """Adds counting to a template: of loop iterations, macro calls and blocks, and of values from literals and `~`."""
 
     def _body(self, node: Any) -> Any:
         self.generic_visit(node)
