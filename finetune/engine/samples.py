@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.engine.model import generate
 from finetune.runtime import distributed
@@ -34,7 +35,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         if len(found) == count:
             break
         ids, labels = rows[index]
-        supervised = np.flatnonzero(labels != -100)
+        supervised = np.flatnonzero(labels != IGNORE_INDEX)
         breaks = np.flatnonzero(np.diff(supervised) > 1)
         start = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
         if start > 1:

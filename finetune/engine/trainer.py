@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
@@ -226,7 +227,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _check_count(self, batches: list[dict[str, Any]], planned: int) -> None:
         """Once a run: the labels that all ranks hold for this step are those that the plan divides by."""
-        own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        own = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
         held = int(distributed.sum_over_ranks([own])[0])
         if held != planned:
             raise RunError(
@@ -289,7 +290,7 @@ class SFTTrainer(trl.SFTTrainer):
         self, model: Any, inputs: dict[str, Any], total: torch.Tensor
     ) -> torch.Tensor:
         """The same loss from a model whose forward ignores the count and returns the mean over its micro-batch."""
-        own = (inputs["labels"][:, 1:] != -100).sum()
+        own = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # a mean over no label is not a number

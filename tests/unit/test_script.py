@@ -135,9 +135,9 @@ def test_held_out_rows(tmp_path: Path, tokenizer: Any) -> None:
     assert other.eval is not None and len(other.eval) == 4
     part = made(tmp_path, tokenizer, ROWS, "--data.eval_fraction", "0.4")
     assert part.eval is not None and len(part.eval) + len(part.train) == len(ROWS)
-    with pytest.raises(UserError, match="both choose the held-out rows"):
+    with pytest.raises(UserError, match="only one may choose them"):
         made(tmp_path, tokenizer, lambda: (ROWS, ROWS), "--data.eval_fraction", "0.5")
-    with pytest.raises(UserError, match="holds no rows out"):
+    with pytest.raises(UserError, match="returns no evaluation rows"):
         made(tmp_path, tokenizer, ROWS, "--training.eval_steps", "5", "--data.max_length", "64")
 
 
@@ -148,10 +148,10 @@ def test_held_out_rows(tmp_path: Path, tokenizer: Any) -> None:
         ("train.jsonl", "returned a str"),
         ({"train": ROWS, "test": ROWS}, "several sets of rows (train, test)"),
         ((ROWS, ROWS, ROWS), "returned 3 values"),
-        ([["text"]], "build_dataset():row 1: a row is an object of named fields"),
-        ([{"words": "x"}], "no row format fits"),
+        ([["text"]], "build_dataset():row 1: a row must be an object with named fields"),
+        ([{"words": "x"}], "no row format matches"),
         ([{"text": ""}], "mine.py: none of the 1 rows"),
-        ([], "no row format fits"),
+        ([], "no row format matches"),
     ],
 )
 def test_what_is_no_set_of_rows(tmp_path: Path, tokenizer: Any, rows: Any, what: str) -> None:
