@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -83,7 +82,10 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
     from finetune.measure import scoring
 
     output_dir = Path(job.config.training.output_dir)
-    built = session.build_trainer(job, output_dir, parity_dump)
+    held_out, count = job.data.eval, job.config.logging.generate_samples
+    questions = samples.questions(held_out, job.tokenizer, count) if held_out else []
+    pages = session.dashboard(job, record, questions, None)
+    built = session.build_trainer(job, output_dir, parity_dump, start_step=start.found.step, dashboard=pages)
     trainer, logger = built.trainer, built.logger
     checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
     record.update(
@@ -93,10 +95,8 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         invariants=invariants.check(trainer),
         loss_normalized_by=invariants.divisor(trainer),
     )
-    held_out, count = job.data.eval, job.config.logging.generate_samples
-    questions = samples.questions(held_out, job.tokenizer, count) if held_out else []
 
-    with contextlib.closing(logger), session.out_of_memory(job):
+    with logger, session.out_of_memory(job):
         before, answers_before = session.evaluate(job, trainer, questions)
         with interrupt.deferred():
             trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
@@ -115,6 +115,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         with interrupt.finishing():
             session.save_final(trainer, output_dir)
         after, answers_after = session.evaluate(job, trainer, questions)
+        logger.show_samples(samples.texts(job.tokenizer, questions, answers_after), trainer.state.global_step)
 
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
     record.update(status="done", **scores)

@@ -60,14 +60,11 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     from finetune.engine import memory
 
     built = session.build_trainer(job, out)
-    trainer, logger = built.trainer, built.logger
+    trainer = built.trainer
     windows = Windows(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
     trainer.args.max_steps = windows.total
-    with session.out_of_memory(job):
-        try:
-            trainer.train()
-        finally:
-            logger.close()
+    with built.logger, session.out_of_memory(job):
+        trainer.train()
     own = figures(windows)
     own |= {"peak_memory_gib": memory.peak_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)

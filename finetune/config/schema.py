@@ -223,8 +223,7 @@ class LoggingConfig:
     )
     include_rows: bool = _setting(
         True,
-        "Show rows of the data (sample answers, the first row dropped for each reason) in TensorBoard. They never leave "
-        "the output folder.",
+        "Show rows of the data in TensorBoard: sample answers, the first row dropped for each reason.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Least severe messages to show.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -138,11 +138,11 @@ class Monitor:
         norms = [float(norm) for norm in self._norms]
         self._norms.clear()
         vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
-        fields = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
+        fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
         gpus = _gpus([vector[len(losses) + len(FIELDS) :] for vector in vectors])
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
-            losses=[sum(column) / len(vectors) for column in zip(*(vector[: len(losses)] for vector in vectors))],
+            losses=[sum(vector[step] for vector in vectors) / len(vectors) for step in range(len(losses))],
             gradient_norms=norms,
             step_seconds=totals,
             ranks=[
@@ -239,9 +239,7 @@ def _rank_record(
     for name in ("top1", "entropy"):
         known.pop(name)
     retries = int(known.pop("allocator_retries") or 0)
-    return RankRecord(
-        rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known
-    )
+    return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)
 
 
 def _gpus(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
@@ -260,6 +258,6 @@ def _gpus(blocks: Sequence[Sequence[float]]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _known_sum(fields: Sequence[dict[str, float]], name: str) -> float | None:
+def _known_sum(fields: Sequence[Mapping[str, float]], name: str) -> float | None:
     values = [one[name] for one in fields if not math.isnan(one[name])]
     return sum(values) if values else None

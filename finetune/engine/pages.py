@@ -1,4 +1,4 @@
-"""What a run shows in TensorBoard beside its curves: the order of the charts, text pages, hyperparameters, a picture."""
+"""What TensorBoard shows beside the curves: the order of the charts, text pages, hyperparameters, a picture."""
 
 from __future__ import annotations
 
@@ -166,22 +166,20 @@ def hyperparameters(values: dict[str, Any]) -> list[Any]:
     """Summaries that put this run into the HPARAMS table. (`add_hparams` would make a run of its own.)"""
     from torch.utils.tensorboard.summary import hparams
 
-    plain = {name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-             for name, value in values.items() if value is not None}  # fmt: skip
-    experiment, begin, _ = hparams(plain, {tag(name): 0 for name in HPARAM_METRICS})
+    plain = {
+        name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
+    experiment, begin, _ = hparams(plain, dict.fromkeys((tag(name) for name in HPARAM_METRICS), 0))
     return [experiment, begin]
 
 
-def session_end(status: str) -> Any:
-    """The summary that ends the run's row in HPARAMS. `status`: "success" or "failure"."""
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-    from tensorboard.compat.proto.summary_pb2 import Summary
+def session_end(*, succeeded: bool) -> Any:
+    """The summary that ends the run's row in HPARAMS."""
+    from tensorboard.plugins.hparams import api_pb2, summary
 
-    code = api_pb2.Status.Value(f"STATUS_{status.upper()}")
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=plugin_data_pb2.SessionEndInfo(status=code))
-    return Summary(
-        value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(data))]
-    )
+    return summary.session_end_pb(getattr(api_pb2, "STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"))
 
 
 def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:

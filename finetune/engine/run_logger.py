@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -94,7 +95,7 @@ class RunLogger(TrainerCallback):
         self._rank_log = RankLog(folder.parent / "ranks.jsonl") if folder is not None else None
         self.plan, self.layout = plan, layout
         self.tokens, self.squared_lengths = layout.tokens, layout.squared_lengths
-        self._documents = layout.packs.totals([1] * len(layout.rows))
+        self._documents = layout.packs.totals(np.ones(len(layout.rows), dtype=np.int64))
         self.hardware, self.size, self.progress = hardware, size, progress
         self.dashboard = dashboard or Dashboard()
         self.losses: list[float] = []
@@ -114,7 +115,7 @@ class RunLogger(TrainerCallback):
         self._training_since: float | None = None
         self._evaluated_at = -1
         self._trainer: Any = None
-        self._monitor: Monitor
+        self._monitor: Monitor | None = None
 
     def attach(self, trainer: Any) -> None:
         """The trainer whose steps are timed. Its evaluation and its checkpoints are timed apart from them."""
@@ -122,6 +123,13 @@ class RunLogger(TrainerCallback):
         self._monitor = Monitor(trainer, self.plan, self.tokens, self.squared_lengths, self.hardware.device)
         trainer.evaluate = self._timed_apart("evaluation_seconds", trainer.evaluate)
         trainer._save_checkpoint = self._timed_apart("saving_seconds", trainer._save_checkpoint)
+
+    @property
+    def monitor(self) -> Monitor:
+        """Of the trainer that this logger is attached to."""
+        if self._monitor is None:
+            raise ValueError("the logger is not attached to a trainer")
+        return self._monitor
 
     def _timed_apart(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +165,7 @@ class RunLogger(TrainerCallback):
             start = {"kind": "start", "time": time.time(), "step": state.global_step, "world_size": len(ranks)}
             self._rank_log.append(start | {"logging_steps": int(args.logging_steps), "ranks": ranks})
         memory.take_window()
-        self._monitor.start(int(args.logging_steps))
+        self.monitor.start(int(args.logging_steps))
         self._training_since = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -174,7 +182,7 @@ class RunLogger(TrainerCallback):
                 torch.cuda.synchronize()
             self.first_step_at = time.time()
             self._window = Totals()
-        self._monitor.step_ended(state.global_step, int(args.logging_steps))
+        self.monitor.step_ended(state.global_step, int(args.logging_steps))
         if state.global_step >= state.max_steps:
             control.should_log = True
         if self.progress:
@@ -216,7 +224,7 @@ class RunLogger(TrainerCallback):
             self._log_evaluation(logs, state)
         if "loss" not in logs:
             return
-        record = self._monitor.record()
+        record = self.monitor.record()
         self.last = record
         self.losses += record.losses
         self.step_seconds += record.step_seconds
@@ -356,7 +364,8 @@ class RunLogger(TrainerCallback):
         self._scalar("eval_token_accuracy", logs.get("eval_token_accuracy"), step)
         self._scalar("eval_entropy", logs.get("eval_entropy"), step)
         if self.writer and self._trainer.eval_document_losses:
-            self.writer.add_histogram(tag("eval_document_loss"), self._trainer.eval_document_losses, step)
+            losses = np.array(self._trainer.eval_document_losses)
+            self.writer.add_histogram(tag("eval_document_loss"), losses, step)
         if self.progress and self._training_since is not None:
             accuracy = logs.get("eval_token_accuracy")
             words = f"held-out loss {loss:.4f}, perplexity {perplexity:.4g}"
@@ -394,17 +403,23 @@ class RunLogger(TrainerCallback):
         if self._training_since is not None:
             self.training_seconds += time.perf_counter() - self._training_since
             self._training_since = None
-        self._monitor.close()
+        self.monitor.close()
         if self.progress:
             self.progress.close()
 
-    def close(self, *, succeeded: bool = True) -> None:
-        """Flush and close the TensorBoard file."""
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Leave the terminal as it was, write the last pages and close the TensorBoard file."""
         if self.progress:
             self.progress.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if self.writer:
             if self.first_step_at is not None:
-                self.writer.add_summary(pages.session_end("success" if succeeded else "failure"), 0)
+                self.write_review(self._trainer.state.global_step)
+                self.writer.add_summary(pages.session_end(succeeded=kind is None), 0)
             self.writer.close()
 
     def _scalar(self, name: str, value: float | None, step: int, n: int | None = None) -> None:
@@ -440,7 +455,7 @@ class RunLogger(TrainerCallback):
         that DDP accounts for, averaged over ranks, by the median step. Waiting for a slower rank is in it."""
         if distributed.ranks().world_size == 1:
             return {"exposed_communication_fraction": 0.0, "exposed_communication_unknown": None}
-        exposed = metrics.median(self._monitor.exposed)
+        exposed = metrics.median(self.monitor.exposed)
         known = [one for one in distributed.gather_objects(exposed) if one is not None]
         step = metrics.median(self.step_seconds)
         if not known or not step:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Batch, Config, dump_yaml, scaled_learning_rate
+from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data import sources
 from finetune.engine import checkpoints, metrics, preflight, resume
 from finetune.engine.record import RunRecord
@@ -22,8 +22,9 @@ from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
-    from finetune.engine.callbacks import RunLogger, StopOnRequest
+    from finetune.engine.callbacks import StopOnRequest
     from finetune.engine.job import Job
+    from finetune.engine.run_logger import Dashboard, RunLogger
     from finetune.engine.samples import Question
     from finetune.engine.trainer import SFTTrainer
     from finetune.runtime.bootstrap import Stack
@@ -127,13 +128,22 @@ class Build:
     stop: StopOnRequest
 
 
-def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -> Build:
+def build_trainer(
+    job: Job,
+    output_dir: Path,
+    parity_dump: Path | None = None,
+    *,
+    start_step: int = 0,
+    dashboard: Dashboard | None = None,
+) -> Build:
     """The trainer with its callbacks.
 
     Args:
         parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
+        start_step: optimizer steps that a resumed run starts from.
+        dashboard: what TensorBoard shows beside the curves.
     """
-    from finetune.engine import callbacks
+    from finetune.engine import callbacks, run_logger
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config, layout = job.config, job.layout
@@ -141,14 +151,16 @@ def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
     total = resume.total_steps(config, plan.steps_per_epoch)
     is_main = distributed.ranks().is_main
-    logger = callbacks.RunLogger(
-        folder=output_dir / "runs" if is_main else None,
+    logger = run_logger.RunLogger(
+        # TensorBoard shows the name of the innermost folder.
+        folder=output_dir / "runs" / output_dir.resolve().name if is_main else None,
         plan=plan,
         layout=layout,
         hardware=job.hardware,
         size=job.size,
-        texts={"configuration": dump_yaml(config), "data": str(job.data.ledgers)},
-        progress=callbacks.ProgressLines(console(), total) if is_main else None,
+        progress=run_logger.ProgressLines(console(), total) if is_main else None,
+        start_step=start_step,
+        dashboard=dashboard,
     )
     stop = callbacks.StopOnRequest()
     steps = config.logging.profile_steps
@@ -164,11 +176,51 @@ def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -
         eval_layout=job.eval_layout,
         callbacks=[logger, stop, callbacks.FirstGradients(), *profile, *dump],
     )
-    logger.trainer = trainer
+    logger.attach(trainer)
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
     complete_early_stopping(trainer)
     return Build(trainer=trainer, logger=logger, stop=stop)
+
+
+def dashboard(
+    job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str] | None
+) -> Dashboard:
+    """The pages of TensorBoard.
+
+    Args:
+        record: run.json, as far as it is known when training begins.
+        review: Markdown review of the run in a folder.
+    """
+    from finetune.engine import pages, samples
+    from finetune.engine.job import layouts
+    from finetune.engine.run_logger import Dashboard
+
+    config, known = job.config, redact_tree(record.content)
+    resolved = {name: section for name, section in known["config"].items() if isinstance(section, dict)}
+    facts = ("backend", "backend_reason", "dtype", "world_size", "batch", "learning_rate", "hardware", "versions")
+    run = {name: known[name] for name in facts}
+    run["patches"] = {one["name"]: one["reason"] for one in known["patches"] if one.get("applied")}
+    run["invariants"] = known.get("invariants")
+    if config.logging.profile_steps:
+        run["traces"] = str(Path("runs", "trace-rank-N.json"))
+    given = dict(pair for pair in pages.flat(resolved) if pair[0] in config.given)
+    about = {"world_size": known["world_size"], "GPU": job.hardware.name, "backend": job.stack.backend}
+
+    def answers() -> list[tuple[str, str, str]]:
+        return samples.texts(job.tokenizer, questions, samples.answers(job.model, job.tokenizer, questions))
+
+    return Dashboard(
+        texts={
+            "2 data": pages.data_page(job.data.ledgers, layouts(job), include_rows=config.logging.include_rows),
+            "3 run": pages.facts_page(run),
+            "4 configuration": pages.configuration_page(resolved, config.given),
+        },
+        hyperparameters=given | about,
+        review=None if review is None else lambda: review(record.path.parent),
+        samples=answers if questions else None,
+        include_rows=config.logging.include_rows,
+    )
 
 
 def complete_early_stopping(trainer: SFTTrainer) -> None:

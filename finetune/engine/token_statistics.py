@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from finetune.data.collate import IGNORE
+from finetune.data import IGNORE_INDEX
 
 CHUNK = 512  # tokens whose distribution is computed at a time: 300 MB in float32 at a vocabulary of 150,000
 
@@ -25,7 +25,7 @@ def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
     """The statistics of a forward pass: from the fused head's own values or from the logits; None if it has neither.
 
     Args:
-        labels: int64 [rows, length], IGNORE where nothing is supervised.
+        labels: int64 [rows, length], IGNORE_INDEX where nothing is supervised.
     """
     fused = [getattr(outputs, name, None) for name in ("log_probs", "entropy", "is_top1")]
     if all(torch.is_tensor(value) for value in fused):
@@ -37,7 +37,7 @@ def of_outputs(outputs: Any, labels: torch.Tensor) -> TokenStatistics | None:
 
 
 def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> TokenStatistics:
-    supervised = targets != IGNORE
+    supervised = targets != IGNORE_INDEX
     chosen, wanted = logits[supervised], targets[supervised]
     columns: list[list[torch.Tensor]] = [[], [], []]
     for some, want in zip(chosen.split(CHUNK), wanted.split(CHUNK), strict=True):
@@ -60,7 +60,7 @@ def document_losses(found: TokenStatistics, inputs: dict[str, Any]) -> torch.Ten
         numbers = (inputs["position_ids"] == 0).flatten().cumsum(0).view(labels.shape) - 1
     else:
         numbers = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels)
-    supervised = labels[:, 1:] != IGNORE
+    supervised = labels[:, 1:] != IGNORE_INDEX
     numbers = numbers[:, 1:][supervised]  # a label belongs to the document that it stands in
     count = int(numbers.max()) + 1 if len(numbers) else 0
     sums = torch.zeros(count, device=labels.device).index_add_(0, numbers, -found.log_probs[supervised].float())

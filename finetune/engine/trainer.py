@@ -393,7 +393,10 @@ class SFTTrainer(trl.SFTTrainer):
         metrics = {f"{metric_key_prefix}_loss": summed / labels}
         self.eval_document_losses = []
         if not unknown:
-            metrics |= {f"{metric_key_prefix}_token_accuracy": top1 / labels, f"{metric_key_prefix}_entropy": entropy / labels}
+            metrics |= {
+                f"{metric_key_prefix}_token_accuracy": top1 / labels,
+                f"{metric_key_prefix}_entropy": entropy / labels,
+            }
             own = torch.cat(documents).tolist() if documents else []
             self.eval_document_losses = [loss for part in distributed.gather_objects(own) for loss in part]
         self.log(dict(metrics))

@@ -106,6 +106,8 @@ def start(gpus: int) -> GpuSampler | None:
 def _read_nvml(handle: Any) -> Sample:
     import pynvml
 
+    rates: Any = pynvml.nvmlDeviceGetUtilizationRates(handle)
+
     def ask(function: Callable[..., Any], *arguments: Any) -> float:
         try:
             return float(function(handle, *arguments))
@@ -114,7 +116,7 @@ def _read_nvml(handle: Any) -> Sample:
 
     reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
     return Sample(
-        utilization=pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        utilization=rates.gpu / 100,
         sm_clock_mhz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
         power_w=ask(pynvml.nvmlDeviceGetPowerUsage) / 1e3,
         temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),

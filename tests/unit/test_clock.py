@@ -191,7 +191,19 @@ def test_a_timer_that_is_off_starts_when_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_end_closes_a_step_and_belongs_to_other() -> None:
-    labels = ["between", "data", "forward", "backward", "forward", "backward", "optimizer", "end", "data", "end", "data"]
+    labels = [
+        "between",
+        "data",
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "optimizer",
+        "end",
+        "data",
+        "end",
+        "data",
+    ]
     first, second = split(zip(labels, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], strict=True))
     assert first == {"data": [2], "forward": [4, 16], "backward": [8, 32], "optimizer": [64], "other": [128]}
     assert second == {"data": [256], "forward": [], "backward": [], "optimizer": [], "other": [512]}
