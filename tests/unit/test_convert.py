@@ -878,7 +878,7 @@ def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
 @pytest.mark.process
 def test_one_operation_that_does_not_end_is_refused(notebook: Callable[..., Path]) -> None:
     outcome = convert(notebook(*with_cells(extra="x = 9**9**9")))
-    assert (outcome.result, outcome.code) == ("refused", "R4") and "does not end" in (outcome.reason or "")
+    assert (outcome.result, outcome.code) == ("refused", "R4") and "does not finish" in (outcome.reason or "")
 
 
 # --- the verification -------------------------------------------------------------------------------------------------
