@@ -1333,9 +1333,9 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     node = statement.node
     text = ast.unparse(node)
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return "import that nothing kept uses"
+        return "unused import"
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return "definition that nothing kept uses"
+        return "unused definition"
     calls = _calls(node)
     if any(_ACCOUNTS.match(plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
@@ -1355,11 +1355,11 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     path = None if writing is None else written_path(writing)
     if path is not None and not _kept_names(plan, path):
         if all(_harmless(plan, call) for call in calls if call is not writing):
-            return "file that nothing kept reads"
+            return "file that no kept statement reads"
     if _only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):
-        return "value that nothing kept uses" if calls else "literal that nothing kept uses"
+        return "unused value" if calls else "unused literal"
     return None
 
 

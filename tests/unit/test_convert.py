@@ -475,8 +475,8 @@ NOTES = {
 @pytest.mark.process
 @pytest.mark.parametrize("case", NOTES)
 def test_what_the_reader_has_to_know_is_said(case: str, notebook: Callable[..., Path]) -> None:
-    cells, said = NOTES[case]
-    assert any(said in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
+    cells, expected = NOTES[case]
+    assert any(expected in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
 
 
 @pytest.mark.process
