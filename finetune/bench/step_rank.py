@@ -72,7 +72,7 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
         "backend": job.stack.backend,
         "batch": asdict(batch),
         "trainable_parameters": job.size.trainable_parameters,
-        "tokens_per_step": logger.tokens_seen / trainer.state.global_step,
+        "tokens_per_step": built.logger.tokens_seen / trainer.state.global_step,
         "ranks": ranks,
     }
 

@@ -177,9 +177,16 @@ def hyperparameters(values: dict[str, Any]) -> list[Any]:
 
 def session_end(*, succeeded: bool) -> Any:
     """The summary that ends the run's row in HPARAMS."""
-    from tensorboard.plugins.hparams import api_pb2, summary
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+    from torch.utils.tensorboard.summary import hparams
 
-    return summary.session_end_pb(getattr(api_pb2, "STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"))
+    end = hparams({}, {})[2]  # of a success
+    if not succeeded:
+        content: Any = metadata.parse_session_end_info_plugin_data(end.value[0].metadata.plugin_data.content)
+        content.status = 2  # STATUS_FAILURE in tensorboard/plugins/hparams/api.proto
+        data = getattr(plugin_data_pb2, "HParamsPluginData")(session_end_info=content)  # noqa: B009 - made at run time
+        end.value[0].metadata.CopyFrom(metadata.create_summary_metadata(data))
+    return end
 
 
 def timeline(ranks: Sequence[RankRecord]) -> np.ndarray:
