@@ -479,7 +479,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
     assert "it is damaged: optimizer.pt does not match its checksum" in words(capsys)
     assert state(out) == before
     again = runs(out, *SIX, *RESUME)
-    assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); it is skipped" in words(capsys)
+    assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); skipping it" in words(capsys)
     assert again["resumed_from"].endswith("checkpoint-4") and len(again["losses"]) == 2
     assert checkpoints.damage(out / "checkpoint-6", verify=True) is None  # written again
     (out / "checkpoint-4").rename(out / "mine")
