@@ -108,7 +108,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         total_steps=trainer.total_steps,
         resumed_from=checkpoint,
         invariants=invariants.check(trainer),
-        loss_normalised_by=invariants.divisor(trainer),
+        loss_normalized_by=invariants.divisor(trainer),
     )
     held_out, count = job.data.eval, job.config.logging.generate_samples
     asked = samples.questions(held_out, job.tokenizer, count) if held_out else []

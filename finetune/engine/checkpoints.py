@@ -151,7 +151,7 @@ def damage(checkpoint: Path, *, verify: bool = False) -> str | None:
     return None
 
 
-# --- finding a checkpoint ----------------------------------------------------------------------------------------------------
+# --- finding a checkpoint ---------------------------------------------------------------------------------------------
 
 
 def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:

@@ -46,7 +46,7 @@ def test_a_path_to_a_damaged_checkpoint_is_refused_with_the_complete_ones(tmp_pa
     (damaged / "weights.bin").unlink()
     with pytest.raises(UserError, match="damaged: weights.bin is missing.*checkpoint-5"):
         checkpoints.find(tmp_path, str(damaged))
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="the folder does not exist"):
         checkpoints.find(tmp_path, str(tmp_path / "checkpoint-7"))
     assert checkpoints.find(tmp_path, False).path is None
 
