@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 16  # no answer is longer, its end-of-turn token included
 GLOBAL_BATCH_SIZE = 64
 
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Karin Leo".split()
-COLOURS = "red blue green black white brown pink grey purple yellow golden silver".split()
+COLORS = "red blue green black white brown pink grey purple yellow golden silver".split()
 THINGS = "key map hat cup book lamp ball coat bag pen box ring".split()
 
 END_OF_TEXT, TURN_START, TURN_END, PAD = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -125,7 +125,7 @@ def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     No prompt occurs twice, and no fact of a held-out prompt occurs in a training prompt.
     """
     rng = random.Random(seed)
-    facts = [Fact(*words) for words in itertools.product(NAMES, COLOURS, THINGS)]
+    facts = [Fact(*words) for words in itertools.product(NAMES, COLORS, THINGS)]
     rng.shuffle(facts)
     held_out, train = facts[: len(facts) // 8], facts[len(facts) // 8 :]
     return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)

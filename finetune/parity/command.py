@@ -129,7 +129,7 @@ def start(world_size: int, out: Path, steps: int, without: str, arguments: list[
     if done.returncode:
         message = subprocesses.error_of(done.stderr + done.stdout)
         kind = UserError if done.returncode == 2 or message else RunError
-        raise kind(f"The run on world size {world_size} failed: {message or (done.stdout + done.stderr)[-3000:]}")
+        raise kind(f"The run on {world_size} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())
 
 

@@ -192,7 +192,7 @@ def test_special_tokens_are_distinct_and_single(tokenizer) -> None:
 
 def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
     """The model learns to pick words: one that is split makes the task a harder one than what was measured."""
-    for word in (*demo.NAMES, *demo.COLOURS, *demo.THINGS):
+    for word in (*demo.NAMES, *demo.COLORS, *demo.THINGS):
         assert len(tokenizer(f" {word}").input_ids) == 1, word
 
 
