@@ -121,7 +121,7 @@ def as_many_processes_as_launched(facts: list[Facts], timeout: int) -> str | Non
     """accelerate and the launcher agree on the world size. Otherwise gradients are silently not averaged."""
     for one in facts:
         if one.processes != len(facts):
-            return f"accelerate has a world size of {one.processes} on rank {one.rank}, and {len(facts)} ranks were launched"
+            return f"accelerate sees a world size of {one.processes} on rank {one.rank}, and {len(facts)} were launched"
     return None
 
 
@@ -141,7 +141,7 @@ def no_search_for_unused_parameters_under_reentrant_checkpointing(facts: list[Fa
     for one in facts:
         if len(facts) > 1 and one.finds_unused and one.reentrant:
             return (
-                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn the first off, "
+                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn off the first "
                 "or set training.gradient_checkpointing: false"
             )
     return None
@@ -151,7 +151,7 @@ def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
     """Each patch is applied on all ranks or on none."""
     for one in facts:
         if one.patches != facts[0].patches:
-            return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use the same installation on all machines"
+            return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use one installation for all"
     return None
 
 

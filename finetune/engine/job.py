@@ -22,7 +22,7 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
-# Rows of similar size are drawn in groups of this many: they need little padding, and up to eight ranks get similar work
+# Rows of similar size are drawn in groups of this many: little padding, and similar work for up to eight ranks
 # (DDP waits for the slowest). It is not the world size, because steps must not depend on that, and not the whole step,
 # whose rows would then all be similar.
 GROUP_SIZE = 8

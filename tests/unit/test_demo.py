@@ -91,7 +91,7 @@ def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_whole_demo_is_reused_and_a_torn_one_is_written_again(tmp_path: Path) -> None:
+def test_a_complete_demo_is_reused_and_an_incomplete_one_is_rewritten(tmp_path: Path) -> None:
     paths = demo.materialize(tmp_path)
     whole = contents(home(paths))
     paths.eval_file.write_text("kept\n")

@@ -68,7 +68,7 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
             look(config(adapter, "--model.full_finetuning"))
-        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration says {'r': 4"):
+        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration has {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
     preflight.check_model(right)

@@ -52,5 +52,5 @@ def test_a_run_says_so_before_it_loads_anything(tiny_model: Path, tmp_path: Path
     words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rows.jsonl")]
     done = launch.run("1 rank", [*words, "--training.optim", "galore_adamw"], cache=tmp_path)
     assert done.returncode == 2
-    assert "error: training.optim: galore_adamw is in the package galore-torch" in done.stdout
+    assert "error: training.optim: galore_adamw needs the package galore-torch" in done.stdout
     assert "Traceback" not in done.stdout

@@ -320,8 +320,10 @@ def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path, tmp_path: Path
     assert usual == [28, 14, "none"]  # two layers, seven projections, A and B
     assert first_layer == [14, 0, "none"]
     assert biased == [28, 14, "all"]  # a model without biases: that the argument arrives is all that can be seen
-    assert misspelt.startswith("UserError: model.loader_kwargs has `unsloth_tiled_mlb`, which nothing takes")
-    assert unknown.startswith("UserError: lora.adapter_kwargs has `loftq`, which nothing takes")
+    assert misspelt.startswith(
+        "UserError: model.loader_kwargs has `unsloth_tiled_mlb`, which no loader of this model accepts"
+    )
+    assert unknown.startswith("UserError: lora.adapter_kwargs has `loftq`, which no loader of this model accepts")
     assert eight.startswith("UserError: model.load_in_8bit is set and the backend loaded 16-bit weights")
 
 
