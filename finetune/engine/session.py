@@ -1,4 +1,4 @@
-"""The one way to open a run and build its trainer: used by train, the dry run, the benchmarks and parity."""
+"""Opens a run and builds its trainer, for train, the dry run, the benchmarks and parity."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def check_present(config: Config) -> None:
-    """Check that the model's files, the data files and the optimizer's package are there, before any heavy import.
+    """Check that the model's files, the data files and the optimizer's package exist, before any heavy import.
 
     Raises:
-        UserError: one is missing or cannot be read.
+        UserError: one of them is missing or unreadable.
     """
     if config.demo:
         return
@@ -45,7 +45,7 @@ def check_present(config: Config) -> None:
 
 
 def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
-    """The configuration and, if it names no model, the demo that fills it in."""
+    """The configuration and, if it names no model, the demo module, whose model, data and settings are filled in."""
     if not config.demo:
         return config, None
     from finetune.engine import demo
@@ -66,10 +66,10 @@ def open_session(
     """Start the backend, prepare the data, join the other ranks and load the model.
 
     Args:
-        demo: of `with_demo`.
-        without: names of patches to leave out, needed or not.
-        on_failure: called with a message if another rank has failed, just before this process ends.
-        before_loading: called when the ranks have met and before the model is loaded.
+        demo: as returned by `with_demo`.
+        without: names of patches to skip, even if they are needed.
+        on_failure: called with a message if another rank fails, just before this process exits.
+        before_loading: called once the ranks can communicate, before the model is loaded.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -80,11 +80,11 @@ def open_session(
     if demo is not None:
         demo.materialize(bootstrap.cache_folder())
 
-    def met() -> None:
+    def connected() -> None:
         if before_loading is not None:
             before_loading(stack)
 
-    return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=met)
+    return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
 
 
 def open_and_compare(
@@ -95,7 +95,7 @@ def open_and_compare(
     without: Collection[str],
     hooks: Hooks,
 ) -> tuple[Job, resume.Start]:
-    """The job and where it starts. All that must agree with a checkpoint is compared before the first write.
+    """Open the job and find where it starts. Compares everything that must match the checkpoint, and writes nothing.
 
     Raises:
         UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
@@ -121,7 +121,7 @@ def total_steps(job: Job) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A trainer, what it logs, and what stops it."""
+    """A trainer, the callback that logs it, and the one that stops it on a signal."""
 
     trainer: SFTTrainer
     logger: RunLogger
@@ -136,7 +136,7 @@ def build_trainer(
     start_step: int = 0,
     dashboard: Dashboard | None = None,
 ) -> Build:
-    """The trainer with its callbacks.
+    """Build the trainer and its callbacks.
 
     Args:
         parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
@@ -224,10 +224,10 @@ def dashboard(
 
 
 def complete_early_stopping(trainer: SFTTrainer) -> None:
-    """Have an EarlyStoppingCallback of the script watch the held-out loss if the script names no other metric.
+    """Make the script's EarlyStoppingCallback watch the held-out loss, unless the script names another metric.
 
     Raises:
-        UserError: the run does not evaluate while it trains.
+        UserError: the run has no evaluations during training.
     """
     from transformers import EarlyStoppingCallback
 
@@ -236,7 +236,7 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
         return
     if str(args.eval_strategy.value) == "no":
         raise UserError(
-            "EarlyStoppingCallback needs evaluations while the run trains: there are none. Set data.eval_file or "
+            "EarlyStoppingCallback needs evaluations during training: none are configured. Set data.eval_file or "
             "data.eval_fraction, and training.eval_steps."
         )
     if args.metric_for_best_model is None:
@@ -246,11 +246,11 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
 
 
 def check_space(config: Config, model: Any) -> None:
-    """Check the room on the disk: for the final weights and, with save_steps, for a checkpoint (weights, two float32
-    moments).
+    """Check the free disk space: the final weights and, with save_steps, one checkpoint (weights and two float32
+    moments) must fit.
 
     Raises:
-        UserError: the disk has less.
+        UserError: they do not.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     needed, what = sum(parameter.numel() * parameter.element_size() for parameter in trainable), "the final model"
@@ -261,7 +261,7 @@ def check_space(config: Config, model: Any) -> None:
 
 @contextlib.contextmanager
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
-    """Inside, the run is on record in run.json as running; an error is added to it."""
+    """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
@@ -289,36 +289,36 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     try:
         yield
     except BaseException as error:
-        with interrupt.deferred():  # a signal meanwhile must not leave run.json at "running"
+        with interrupt.deferred():  # a signal here must not leave the status at "running"
             record.fail(distributed.first_failure(describe(error)))
         raise
 
 
 @contextlib.contextmanager
 def out_of_memory(job: Job) -> Iterator[None]:
-    """Inside, a full GPU becomes a RunError that names what to change."""
+    """Turn an out-of-memory error of the GPU into a RunError that names the settings to change."""
     import torch
 
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         half = max(job.batch.per_device // 2, 1)
-        less = (
-            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_batch_size}:"
-            " more accumulation, the same result)"
+        remedy = (
+            f"set training.per_device_train_batch_size to {half} (same global batch of "
+            f"{job.batch.global_batch_size}, same result)"
             if job.batch.per_device > 1
-            else "set data.max_length lower"
+            else "lower data.max_length"
         )
         model, training = job.config.model, job.config.training
-        others = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        alternatives = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
         if model.full_finetuning:
-            others += ["training.optim: adamw_8bit"] if training.adam_in_full else []
-            others.append("LoRA (model.full_finetuning: false)")
+            alternatives += ["training.optim: adamw_8bit"] if training.adam_in_full else []
+            alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
-            others.append("model.load_in_4bit: true")
+            alternatives.append("model.load_in_4bit: true")
         raise RunError(
-            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
-            f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less memory" if others else "") + ". "
+            f"CUDA ran out of memory: {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
+            f"GPU. To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
             f"({out_of_memory_details(error)})"
         ) from error
 

@@ -91,7 +91,7 @@ def check(verdict: dict, cache: Path) -> None:
     ("fits", "full", "code", "said"),
     [
         (13, 17, 0, "8 8.0 GiB .* 12 12.0 GiB .* 16 16.0 GiB .* The largest that fits is 12. Recommended: "),
-        (3, 7, 1, "CUDA ran out of memory with 8 rows .* Tried: the largest micro-batch that fits has 3 rows "),
+        (3, 7, 1, "CUDA ran out of memory: 8 rows .* Tried: the largest micro-batch that fits has 3 rows "),
         (3, 0, 1, "Tried: weights, gradients and optimizer state fill the device before any row is processed"),
     ],
     ids=["fits", "full", "full without rows"],

@@ -46,7 +46,7 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the hub"):
-        with pytest.raises(UserError, match="nor such a model in the cache, and HF_HUB_OFFLINE is set"):
+        with pytest.raises(UserError, match="no such model in the cache, and HF_HUB_OFFLINE is set"):
             preflight.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -77,7 +77,7 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
             look(config(adapter, "--model.full_finetuning"))
-        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration says {'r': 4"):
+        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration has {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
     preflight.check_model(right)
@@ -121,5 +121,5 @@ def test_a_run_says_so_before_it_loads_anything(tiny_model: Path, tmp_path: Path
     words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rows.jsonl")]
     done = launch.run("1 rank", [*words, "--training.optim", "galore_adamw"], cache=tmp_path)
     assert done.returncode == 2
-    assert "error: training.optim: galore_adamw is in the package galore-torch" in done.stdout
+    assert "error: training.optim: galore_adamw needs the package galore-torch" in done.stdout
     assert "Traceback" not in done.stdout

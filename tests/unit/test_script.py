@@ -277,7 +277,7 @@ def test_adapter_settings_on_the_transformers_backend(tiny_model: Path) -> None:
 
 
 def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
-    with pytest.raises(UserError, match="`finetune_mlp_modules`, which PEFT's LoraConfig does not take"):
+    with pytest.raises(UserError, match="`finetune_mlp_modules`, which PEFT's LoraConfig does not accept"):
         loaded(tiny_model, "--lora.adapter_kwargs", "{finetune_mlp_modules: false}")
     named = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", "t", "--model.loader", "FastModel"]
     with pytest.raises(UserError, match=r"model.loader is FastModel, .* the backend is transformers \(a test\)"):
@@ -320,9 +320,11 @@ def test_loader_and_adapter_settings_on_unsloth(tiny_model: Path, tmp_path: Path
     assert usual == [28, 14, "none"]  # two layers, seven projections, A and B
     assert first_layer == [14, 0, "none"]
     assert biased == [28, 14, "all"]  # a model without biases: that the argument arrives is all that can be seen
-    assert misspelt.startswith("UserError: model.loader_kwargs has `unsloth_tiled_mlb`, which nothing takes")
-    assert unknown.startswith("UserError: lora.adapter_kwargs has `loftq`, which nothing takes")
-    assert eight.startswith("UserError: model.load_in_8bit is set and the backend loaded 16-bit weights")
+    assert misspelt.startswith(
+        "UserError: model.loader_kwargs has `unsloth_tiled_mlb`, which no loader of this model accepts"
+    )
+    assert unknown.startswith("UserError: lora.adapter_kwargs has `loftq`, which no loader of this model accepts")
+    assert eight.startswith("UserError: model.load_in_8bit is set, but the backend loaded 16-bit weights")
 
 
 def test_a_function_that_imports_unsloth_behind_the_transformers_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ MODELS = {
     "unknown architecture": (edit("config.json", model_type="nosuch", architectures=["No"]), "does not have (The"),
     "images": (edit("config.json", model_type="vit", architectures=["ViTModel"]), "is not a causal language model"),
     "wrong field": (edit("config.json", hidden_size="x"), "config.json is not valid"),
-    "other shapes": (edit("config.json", hidden_size=128), "not have the shapes that its config.json gives"),
+    "other shapes": (edit("config.json", hidden_size=128), "not have the shapes in its config.json"),
     "tokenizer cut": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
     "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
     "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
@@ -355,7 +355,7 @@ def test_what_is_in_the_cache_needs_no_network(
         check(given)
         check(given)
         assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-        assert capsys.readouterr().err.count("the files in the cache are used") == 1
+        assert capsys.readouterr().err.count("using the files in the cache") == 1
 
 
 def test_a_run_asks_for_its_data_set_first(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
