@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "convert an Unsloth notebook into a script for any number of GPUs, or report why not",
     "doctor": "report this machine, its software and anything that would stop a run; for bug reports",
     "advise": "recommend a number of GPUs and settings for your configuration, from measurements",
+    "review": "read what runs recorded: what limits them, what to change, how they compare",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }
 

@@ -78,13 +78,14 @@ def run_locked(
 
 def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True if a signal ended training early, after a checkpoint."""
+    from finetune import review
     from finetune.engine import samples
     from finetune.measure import scoring
 
     output_dir = Path(job.config.training.output_dir)
     held_out, count = job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out else []
-    pages = session.dashboard(job, record, questions, None)
+    pages = session.dashboard(job, record, questions, review.markdown)
     built = session.build_trainer(job, output_dir, parity_dump, start_step=start.found.step, dashboard=pages)
     trainer, logger = built.trainer, built.logger
     checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)

@@ -184,7 +184,7 @@ def build_trainer(
 
 
 def dashboard(
-    job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str] | None
+    job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str]
 ) -> Dashboard:
     """The pages of TensorBoard.
 
@@ -217,7 +217,7 @@ def dashboard(
             "4 configuration": pages.configuration_page(resolved, config.given),
         },
         hyperparameters=given | about,
-        review=None if review is None else lambda: review(record.path.parent),
+        review=lambda: review(record.path.parent),
         samples=answers if questions else None,
         include_rows=config.logging.include_rows,
     )

@@ -58,9 +58,9 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
         one = prediction[name]
         assert one["error"] == pytest.approx((one["predicted"] - one["measured"]) / one["measured"])
     assert abs(prediction["peak_memory_gib"]["error"]) < 0.2
-    events = EventAccumulator(str(out / "runs"))
+    events = EventAccumulator(str(out / "runs" / out.name))
     events.Reload()
-    assert "prediction/error of step_seconds (fraction)" in events.Tags()["scalars"]
+    assert "9 prediction/error of step time [1]" in events.Tags()["scalars"]
 
 
 def check(verdict: dict, cache: Path) -> None:

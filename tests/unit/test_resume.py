@@ -72,8 +72,8 @@ class Runs:
                 if on_step:
                     on_step(self.trainer, state.global_step)
 
-        def build_watched(*arguments: Any) -> Any:
-            built = build(*arguments)
+        def build_watched(*arguments: Any, **named: Any) -> Any:
+            built = build(*arguments, **named)
             trainer = built.trainer
             watch = Watch()
             watch.trainer = trainer

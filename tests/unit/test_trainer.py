@@ -132,9 +132,9 @@ def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> Non
 
     seen = {}
 
-    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> torch.Tensor:
+    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> tuple[torch.Tensor, Any]:
         seen.update(arguments)
-        return torch.ones(1, requires_grad=True).expand(3)[0]
+        return torch.ones(1, requires_grad=True).expand(3)[0], {}
 
     monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
     loss = SFTTrainer.compute_loss(trainer(accepts=True), None, {}, num_items_in_batch=torch.tensor(4), extra="kept")

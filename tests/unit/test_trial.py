@@ -303,7 +303,7 @@ def test_a_score_in_tensorboard() -> None:
     writer = Writer()
     one = {"predicted": 1.0, "measured": 0.8, "error": 0.25}
     scoring.write(writer, {"source": "a file", "reason": None, **dict.fromkeys(scoring.FIELDS, one)}, 7)
-    assert writer.scalars["prediction/error of step_seconds (fraction)"] == 0.25 and len(writer.scalars) == 3
+    assert writer.scalars["9 prediction/error of step time [1]"] == 0.25 and len(writer.scalars) == 3
     assert "| step_seconds | 1 | 0.8 | +25.0% |" in writer.texts["prediction"]
     scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
     assert writer.texts["prediction"] == "not scored: no dry run"

@@ -1,0 +1,352 @@
+"""A review of one run or several, as the dictionary that the page, the TensorBoard tab and `--json` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.config.schema import DEFAULTS
+from finetune.redact import redact_tree
+from finetune.review import run as runs
+from finetune.review.finding import Finding
+from finetune.review.rules import memory, speed, timing
+from finetune.review.rules.ranks import scaling
+from finetune.review.run import Run
+from finetune.review.values import mapping, number, text
+from finetune.review.verdict import findings, verdict
+from finetune.runtime import tags
+from finetune.runtime.files import plain
+
+MOST_POINTS = 400  # of a curve
+MOST_TAGS = 8  # pinned for a finding
+AT_TOKENS = (0.25, 0.5, 0.75, 1.0)  # where learning curves are compared: shares of the tokens that all have seen
+PREDICTED = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """A run and what the rules found."""
+
+    run: Run
+    name: str  # unique in its review
+    findings: list[Finding]
+    verdict: str
+    confidence: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        run = self.run
+        return {
+            "run": self.name,
+            "folder": str(run.folder),
+            "verdict": self.verdict,
+            "confidence": self.confidence,
+            "status": run.status,
+            "findings": [one.to_dict() for one in self.findings],
+            "metrics": metrics(run),
+            "bars": bars(run),
+            "curve": curve(run),
+            "evaluations": evaluations(run),
+            "ranks": ranks(run),
+            "predicted": predicted(run),
+            "charts": {one.rule: charts(run, one) for one in self.findings},
+            "problems": list(run.problems),
+        }
+
+
+@dataclass(frozen=True)
+class Review:
+    """Reviews of runs, and their comparison."""
+
+    runs: list[Reviewed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: numbers are finite or null, secrets masked."""
+        content = {"runs": [one.to_dict() for one in self.runs], "comparison": comparison(self.runs)}
+        return plain(redact_tree(content))
+
+    @property
+    def warned(self) -> bool:
+        """Whether a rule of level warning fired."""
+        return any(one.level == "warning" for each in self.runs for one in each.findings)
+
+
+def review(folders: Sequence[Path]) -> Review:
+    """Read and judge runs.
+
+    Raises:
+        UserError: a folder holds no run.
+    """
+    return of_runs([runs.read(folder) for folder in folders])
+
+
+def of_runs(read: Sequence[Run]) -> Review:
+    """Judge runs that were read."""
+    return Review([_judge(run, name, read) for run, name in zip(read, unique_names(read), strict=True)])
+
+
+def _judge(run: Run, name: str, read: Sequence[Run]) -> Reviewed:
+    found = findings(run, [other for other in read if other is not run])
+    sentence, confidence = verdict(run, found)
+    return Reviewed(run=run, name=name, findings=found, verdict=sentence, confidence=confidence)
+
+
+def unique_names(read: Sequence[Run]) -> list[str]:
+    """The runs' names; with the folder above where two are alike, then with a number."""
+    names = [run.name for run in read]
+    for place, run in enumerate(read):
+        if names.count(run.name) > 1:
+            above = text((run.output or run.folder).absolute().parent.name)
+            names[place] = f"{above}/{run.name}" if above else run.name
+    seen: dict[str, int] = {}
+    for place, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        names[place] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names
+
+
+# --- parts of a run -------------------------------------------------------------------------------------------------
+
+
+def metrics(run: Run) -> dict[str, float | None]:
+    """Typical values by `tags.Metric.name`: medians after the warm-up; of losses, tokens and memory the last or the
+    largest value. What is not recorded is absent."""
+    found: dict[str, float | None] = {}
+    for metric in tags.METRICS:
+        if not metric.per_rank:
+            found[metric.name] = run.typical(metric.name)
+    for name in ("tokens_seen", "hours", "learning_rate", "eval_loss", "eval_perplexity", "eval_token_accuracy"):
+        found[name] = run.series(name).last
+    losses = run.series("loss").finite().values
+    found["loss"] = float(np.median(losses[-max(3, len(losses) // 10) :])) if len(losses) else None
+    evaluated = runs.evaluations(run)
+    found["eval_loss"] = evaluated.last if evaluated.last is not None else run.number("eval_loss_after")
+    found["step_seconds"] = run.step_seconds
+    found["padding"] = speed.padding_share(run)
+    found["fullest"] = memory.fullest(run)
+    found["allocator_retries"] = memory.retries(run)
+    found["tokens_per_gpu"] = found["tokens_per_gpu"] or run.number("tokens_per_second_per_gpu")
+    found["mfu"] = found["mfu"] or run.number("mfu")
+    found["gpu_utilization"] = speed.utilization(run)
+    found["peak_of_rank"] = _largest(run, "peak_of_rank")
+    found["reserved_of_rank"] = _largest(run, "reserved_of_rank")
+    for phase in tags.PHASES:
+        values = run.phase(phase)
+        if values.size and np.isfinite(values).any():
+            found[phase] = float(np.nanmedian(np.nanmean(values[np.isfinite(values).any(axis=1)], axis=1)))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _largest(run: Run, name: str) -> float | None:
+    series = [run.series(name, n).finite().values for n in run.ranks_with(name)]
+    values = [float(one.max()) for one in series if len(one)]
+    return max(values) if values else None
+
+
+def bars(run: Run) -> dict[str, dict[str, float]]:
+    """By rank, the seconds of each phase of a typical step; of a run without ranks.jsonl the mean under "all"."""
+    found: dict[str, dict[str, float]] = {}
+    by_rank = run.ranks is not None
+    names = [str(number) for number in run.ranks.numbers] if run.ranks is not None else ["all"]
+    for place, name in enumerate(names):
+        for phase in tags.PHASES:
+            values = run.phase(phase)
+            column = values[:, place] if by_rank and values.size else values.ravel() if values.size else values
+            finite = column[np.isfinite(column)]
+            if len(finite):
+                found.setdefault(name, {})[phase] = float(np.median(finite))
+    return found
+
+
+def curve(run: Run) -> dict[str, list[float | None]]:
+    """The training loss, at most MOST_POINTS means: steps, tokens (empty if not recorded) and loss (null where it is
+    not finite)."""
+    series = run.series("loss")
+    blocks = np.array_split(np.arange(len(series)), min(MOST_POINTS, max(len(series), 1)))
+    blocks = [block for block in blocks if len(block)]
+    steps = np.array([series.steps[block[-1]] for block in blocks], np.int64)
+    loss = [float(series.values[block].mean()) for block in blocks]
+    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": plain(loss)}
+
+
+def evaluations(run: Run) -> dict[str, list[float | None]]:
+    """Steps, tokens and loss of the evaluations, the newest MOST_POINTS."""
+    series = runs.evaluations(run)
+    steps, loss = series.steps[-MOST_POINTS:], series.values[-MOST_POINTS:]
+    return {"tokens": tokens_at(run, steps), "steps": steps.tolist(), "loss": plain(loss.tolist())}
+
+
+def tokens_at(run: Run, steps: np.ndarray) -> list[float | None]:
+    """Tokens seen by the end of each step, between records by interpolation."""
+    seen = run.series("tokens_seen").finite()
+    if not len(seen) or not len(steps):
+        return []
+    known_steps, known = np.append(0, seen.steps), np.append(0.0, seen.values)
+    return [round(float(one)) for one in np.interp(steps, known_steps, known)]
+
+
+def ranks(run: Run) -> list[dict[str, Any]]:
+    """Per rank: host, device, and medians after the warm-up; null where not recorded."""
+    if run.ranks is None:
+        return []
+    names = {"step": "step", "own_work": "own_work", "data_wait": "data_wait", "communication": "communication"}
+    names |= {"utilization": "gpu_utilization", "sm_clock_mhz": "gpu_sm_clock_mhz", "throttled": "gpu_throttled"}
+    names |= {"power_w": "gpu_power_w", "temperature_c": "gpu_temperature_c", "tokens": "tokens"}
+    found = []
+    for place, rank in enumerate(run.ranks.numbers):
+        one: dict[str, Any] = {"rank": rank, **run.ranks.about[place]}
+        for name, column in names.items():
+            one[name] = _finite_median(run.ranks.column(column)[:, place])
+        for name in ("peak_gib", "reserved_gib"):
+            values = run.ranks.columns[name][:, place]
+            one[name] = float(np.nanmax(values)) if np.isfinite(values).any() else None
+        one["reasons"] = [reason for reason, _ in run.ranks.reasons[place].most_common(4)]
+        found.append(one)
+    return found
+
+
+def _finite_median(values: np.ndarray) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
+
+def predicted(run: Run) -> list[dict[str, Any]]:
+    """What was predicted for the run and what it measured; empty without a prediction."""
+    found = []
+    for what in PREDICTED:
+        one = mapping(run.at(f"prediction.{what}"))
+        values = {name: number(one.get(name)) for name in ("predicted", "measured", "error")}
+        if values["predicted"] is not None and values["measured"] is not None:
+            found.append({"what": what, **values})
+    return found
+
+
+def charts(run: Run, finding: Finding) -> list[str]:
+    """Tags of the run that show a finding, to pin them in TensorBoard."""
+    found: list[str] = []
+    for name in finding.charts:
+        metric = tags.BY_NAME[name]
+        wanted = [metric.of(n) for n in range(tags.SHOWN_RANKS)] if metric.per_rank else [metric.tag, *metric.also]
+        found += [tag for tag in wanted if tag in run.scalars]
+    return found[:MOST_TAGS]
+
+
+# --- several runs ---------------------------------------------------------------------------------------------------
+
+
+def comparison(reviewed: Sequence[Reviewed]) -> dict[str, Any]:
+    """Several runs side by side; empty for a single one."""
+    if len(reviewed) < 2:
+        return {}
+    return {
+        "runs": [one.name for one in reviewed],
+        "configuration": differing_keys([one.run for one in reviewed]),
+        "scaling": [_scaling_row(one, reviewed) for one in reviewed],
+        "at_equal_tokens": at_equal_tokens([one.run for one in reviewed]),
+    }
+
+
+def differing_keys(read: Sequence[Run]) -> list[dict[str, Any]]:
+    """Settings in which the runs differ: key and one value per run, None if not recorded; "null" is a setting."""
+    all_settings = [settings(run) for run in read]
+    keys = sorted(
+        {key for one in all_settings for key in one} - {"training.output_dir", "training.overwrite_output_dir"}
+    )
+    rows = [{"key": key, "values": [one.get(key) for one in all_settings]} for key in keys]
+    return [row for row in rows if len({repr(value) for value in row["values"]}) > 1]
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Settings by dotted key, and what they were resolved to: world size, batch, backend, GPU."""
+    found: dict[str, Any] = {}
+    for section, values in mapping(run.at("config")).items():
+        for key, value in mapping(values).items():
+            if key == "extra":
+                found |= {f"{section}.{name}": _shown(one) for name, one in mapping(value).items()}
+            else:
+                found[f"{section}.{key}"] = _shown(value)
+    for key, path in _RESOLVED.items():
+        if run.at(path) is not None:
+            found[key] = _shown(run.at(path))
+    return found
+
+
+_RESOLVED = {
+    "world size": "world_size",
+    "rows per GPU and pass": "batch.per_device",
+    "accumulation": "batch.accumulation",
+    "global batch size": "batch.global_batch_size",
+    "backend": "backend",
+    "dtype": "dtype",
+    "hardware": "hardware.name",
+}
+
+
+def changed_settings(run: Run) -> dict[str, Any]:
+    """Settings that differ from their defaults."""
+    return {key: value for key, value in settings(run).items() if key in DEFAULTS and value != _shown(DEFAULTS[key])}
+
+
+def _shown(value: Any) -> Any:
+    """A setting as a short value for a table."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, bool) or number(value) is not None:
+        return value
+    return text(str(plain(value)))
+
+
+def _scaling_row(one: Reviewed, reviewed: Sequence[Reviewed]) -> dict[str, Any]:
+    """The columns of the dual-GPU study."""
+    run = one.run
+    others = [other for other in reviewed if other is not one]
+    found = scaling(run, [other.run for other in others])
+    names = {id(other.run): other.name for other in others}
+    values = metrics(run)
+    step = values.get("step_seconds")
+    return {
+        "run": one.name,
+        "world_size": run.world_size,
+        "rows_per_second": values.get("rows_per_second"),
+        "tokens_per_gpu": values.get("tokens_per_gpu"),
+        "speed_up": found[2] if found else None,
+        "efficiency": found[1] if found else None,
+        "against": names[id(found[0])] if found else None,
+        "memory_gib": values.get("peak_of_rank"),
+        "utilization": values.get("gpu_utilization"),
+        "step_ms": 1e3 * step if step else None,
+        "communication": timing.exposed_communication(run),
+    }
+
+
+def at_equal_tokens(read: Sequence[Run]) -> list[dict[str, Any]]:
+    """The training loss of each run after the same numbers of tokens; empty if a run has no count of tokens."""
+    curves = [_loss_by_tokens(run) for run in read]
+    if any(one is None for one in curves):
+        return []
+    known = [one for one in curves if one is not None]
+    common = min(float(tokens[-1]) for tokens, _ in known)
+    rows = []
+    for share in AT_TOKENS:
+        at = share * common
+        rows.append({"tokens": round(at), "loss": [_smoothed(tokens, loss, at) for tokens, loss in known]})
+    return rows
+
+
+def _loss_by_tokens(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
+    series = run.series("loss").finite()
+    tokens = tokens_at(run, series.steps)
+    return (np.array(tokens, np.float64), series.values) if tokens else None
+
+
+def _smoothed(tokens: np.ndarray, loss: np.ndarray, at: float) -> float | None:
+    """Median of the twentieth of the losses before a number of tokens."""
+    end = int(np.searchsorted(tokens, at, side="right"))
+    before = loss[max(end - max(3, len(loss) // 20), 0) : end]
+    return float(np.median(before)) if len(before) else None

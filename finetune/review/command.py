@@ -1,0 +1,69 @@
+"""The command line of `finetune review`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from finetune.review import run as runs
+from finetune.review.assemble import Review, review
+from finetune.runtime.command import DONE, FAILED, print_line, run_with_options
+from finetune.runtime.files import write_json
+from finetune.runtime.options import Options, path
+
+PURPOSE = (
+    "Review runs in words: what limits each of them, the numbers behind it, what to change and what that should bring."
+    " RUN is the output folder of a run, a folder with TensorBoard events (of TRL and Unsloth, too), or a folder of"
+    " runs."
+)
+NOTES = "Exit code 0: reviewed, 1: with --strict, a rule of level warning fired, 2: no run."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Review runs. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("review", PURPOSE, notes=NOTES, configuration=False, usage="RUN [RUN ...] [options]")
+    found.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run, or of several")
+    found.add("--html", path, "FILE", "also write one page that needs no server and no network")
+    found.add_switch("--strict", "exit code 1 if a rule of level warning fired")
+    return found
+
+
+def run(argv: list[str]) -> int:
+    """Read, judge, print, write.
+
+    Raises:
+        UserError: no run, or unknown options.
+    """
+    options, _ = own_options().split(argv)
+    result = review(expand(options.runs))
+    show(result)
+    if options.json:
+        write_json(options.json, result.to_dict())
+    if options.html:
+        page = importlib.import_module("finetune.review.page")
+        options.html.write_text(page.html(result.to_dict()), encoding="utf-8")
+        print_line(f"wrote {options.html}")
+    return FAILED if options.strict and result.warned else DONE
+
+
+def expand(folders: list[Path]) -> list[Path]:
+    """The folders of runs: a folder that holds several is replaced by them."""
+    found: list[Path] = []
+    for folder in folders:
+        found += [folder] if runs.is_run(folder) else runs.find(folder) or [folder]
+    return list(dict.fromkeys(found))
+
+
+def show(result: Review) -> None:
+    """Print it."""
+    from rich.console import Console
+
+    from finetune.review import report
+
+    console = Console(highlight=False, markup=False)
+    report.show(result, console)

@@ -1,0 +1,207 @@
+"""Scalars of TensorBoard event files, whoever wrote them.
+
+A file is a sequence of records: length (8 bytes, little endian), its checksum (4), a serialized `Event`, its checksum
+(4). Checksums are not verified: in Python that would take longer than everything else together. A length that does not
+fit into the rest of the file ends the file, as an interrupted write does.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PATTERN = "*tfevents*"
+MOST_BYTES = 1 << 26  # of one record; a larger one holds pictures or text, no scalars, and is skipped
+_HEADER = struct.Struct("<Q")
+_STARTED = 1  # SessionLog.START: a writer with `purge_step` takes back what was written from that step on
+_REAL = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8"}  # tensorboard.DataType -> numpy
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """The values of one tag: steps strictly ascending."""
+
+    steps: np.ndarray  # int64 [n]
+    values: np.ndarray  # float64 [n], NaN and infinity as written
+    times: np.ndarray  # float64 [n], seconds since the epoch
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        """The newest finite value."""
+        finite = self.values[np.isfinite(self.values)]
+        return float(finite[-1]) if len(finite) else None
+
+    def after(self, step: int) -> Series:
+        """The part with steps above `step`."""
+        first = int(np.searchsorted(self.steps, step, side="right"))
+        return Series(self.steps[first:], self.values[first:], self.times[first:])
+
+    def finite(self) -> Series:
+        """The part without NaN and infinity."""
+        kept = np.isfinite(self.values)
+        return Series(self.steps[kept], self.values[kept], self.times[kept])
+
+
+def empty() -> Series:
+    """A series without values."""
+    return Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+
+def of(steps: Sequence[int], values: Sequence[float], times: Sequence[float] | None = None) -> Series:
+    """A series from plain lists; of several values of a step the last counts."""
+    numbers = np.asarray(values, np.float64)
+    when = np.zeros(len(numbers)) if times is None else np.asarray(times, np.float64)
+    return _once(Series(np.asarray(steps, np.int64), numbers, when))
+
+
+def read(files: Sequence[Path], training: Sequence[str]) -> dict[str, Series]:
+    """The scalars of a run by tag.
+
+    Files are taken in the order in which they were begun. A later file of the same run replaces what earlier ones
+    hold from its first training step on: it was resumed there. A file without training steps, such as one of an
+    evaluation, only adds.
+
+    Args:
+        training: tags that are written by training steps alone, such as the loss.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    merged: dict[str, Series] = {}
+    for _, _, scalars in sorted((_began(file), str(file), _read_one(file)) for file in files):
+        firsts = [int(scalars[tag].steps[0]) for tag in training if tag in scalars]
+        if firsts:
+            merged = {tag: _before(one, min(firsts)) for tag, one in merged.items()}
+        for tag, one in scalars.items():
+            merged[tag] = join(merged[tag], one) if tag in merged else one
+    return {tag: one for tag, one in merged.items() if len(one)}
+
+
+def join(earlier: Series, later: Series) -> Series:
+    """Both; at a step that both have, `later` counts."""
+    return _once(
+        Series(
+            np.concatenate([earlier.steps, later.steps]),
+            np.concatenate([earlier.values, later.values]),
+            np.concatenate([earlier.times, later.times]),
+        )
+    )
+
+
+def _before(series: Series, step: int) -> Series:
+    end = int(np.searchsorted(series.steps, step))
+    return Series(series.steps[:end], series.values[:end], series.times[:end])
+
+
+def _once(series: Series) -> Series:
+    """In the order of steps; of several values of a step the last one written."""
+    order = np.argsort(series.steps, kind="stable")
+    steps = series.steps[order]
+    kept = order[np.append(steps[1:] != steps[:-1], True)] if len(steps) else order
+    return Series(series.steps[kept], series.values[kept], series.times[kept])
+
+
+def _began(file: Path) -> float:
+    """When a file was begun, by its first record; by its name if it has none."""
+    with file.open("rb") as stream:
+        for payload in records(stream):
+            with_time = _parse(payload)
+            if with_time is not None:
+                return float(with_time.wall_time)
+            break
+    named = re.search(r"tfevents\.(\d{1,12})", file.name)
+    return float(named.group(1)) if named else 0.0
+
+
+def records(stream: Any) -> Iterator[bytes]:
+    """The payloads of an open file, to its end or to where it is damaged."""
+    size = stream.seek(0, 2)
+    position = stream.seek(0)
+    while len(header := stream.read(12)) == 12:
+        length = _HEADER.unpack_from(header)[0]
+        position += 16 + length
+        if length == 0 or position > size:  # zeros are what a file system may leave after a crash
+            return
+        if length > MOST_BYTES:
+            stream.seek(position)
+            continue
+        payload = stream.read(length + 4)
+        if len(payload) < length + 4:  # the file has been cut meanwhile
+            return
+        yield payload[:length]
+
+
+def _parse(payload: bytes) -> Any:
+    """The event, or None if it is damaged."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        return Event.FromString(payload)
+    except DecodeError:
+        return None
+
+
+def _read_one(file: Path) -> dict[str, Series]:
+    """The scalars of one file by tag."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    found: dict[str, tuple[array, array, array]] = {}
+    parse = Event.FromString
+    with file.open("rb") as stream:
+        for payload in records(stream):
+            try:
+                event = parse(payload)
+            except DecodeError:
+                continue
+            if not event.HasField("summary"):
+                if event.HasField("session_log") and event.session_log.status == _STARTED:
+                    _purge(found, event.step)
+                continue
+            for value in event.summary.value:
+                number = value.simple_value if value.HasField("simple_value") else _scalar(value)
+                if number is None:
+                    continue
+                columns = found.get(value.tag)
+                if columns is None:
+                    columns = found[value.tag] = (array("q"), array("d"), array("d"))
+                columns[0].append(event.step)
+                columns[1].append(number)
+                columns[2].append(event.wall_time)
+    return {tag: of(*columns) for tag, columns in found.items()}
+
+
+def _purge(found: dict[str, tuple[array, array, array]], step: int) -> None:
+    """Drop what was written for this step and later ones."""
+    for tag, columns in found.items():
+        kept = np.frombuffer(columns[0], np.int64) < step
+        found[tag] = tuple(  # pyright: ignore[reportArgumentType]
+            array(column.typecode, np.frombuffer(column, column.typecode)[kept].tobytes()) for column in columns
+        )
+
+
+def _scalar(value: Any) -> float | None:
+    """The number in a tensor of one element; None for text, histograms and pictures."""
+    if not value.HasField("tensor") or value.tensor.dtype not in _REAL:
+        return None
+    tensor, kind = value.tensor, _REAL[value.tensor.dtype]
+    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):
+        return None
+    if tensor.tensor_content:
+        exact = len(tensor.tensor_content) == np.dtype(kind).itemsize
+        return float(np.frombuffer(tensor.tensor_content, kind)[0]) if exact else None
+    for numbers in (tensor.float_val, tensor.double_val, tensor.int_val, tensor.int64_val):
+        if len(numbers) == 1:
+            return float(numbers[0])
+    return None

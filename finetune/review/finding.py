@@ -1,0 +1,83 @@
+"""What a rule returns, and how its numbers are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.review.run import Run
+
+Level = Literal["warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that limits or endangers a run.
+
+    Attributes:
+        headline: what it is, as a clause that begins a sentence.
+        figures: the two numbers behind it.
+        evidence: where, how much, against which threshold.
+        advice: a configuration line or a command.
+        gain: what that should bring.
+        lost: share (0 to 1) of the run's time that it costs; 0 if it costs something other than time.
+        confidence: high, medium or low.
+        charts: names of the metrics that show it.
+    """
+
+    rule: str
+    level: Level
+    headline: str
+    figures: tuple[str, str]
+    evidence: str
+    advice: str
+    gain: str
+    lost: float = 0.0
+    confidence: str = "high"
+    charts: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        names = ("rule", "level", "headline", "evidence", "advice", "gain", "confidence")
+        share = min(max(self.lost, 0.0), 1.0) if math.isfinite(self.lost) else 0.0
+        return {name: getattr(self, name) for name in names} | {"figures": list(self.figures), "lost": share}
+
+
+Rule = Callable[[Run, Sequence[Run]], Finding | None]
+
+
+def confidence(value: float, threshold: float, samples: int) -> str:
+    """How sure a finding is: by its distance from the threshold and by the number of samples behind it."""
+    if samples < 3:
+        return "low"
+    return "high" if value >= 1.5 * threshold and samples >= 5 else "medium"
+
+
+def percent(share: float) -> str:
+    """0.123 -> 12 %; one digit more below 10 %."""
+    return f"{share:.1%}".replace("%", " %") if abs(share) < 0.0995 else f"{share:.0%}".replace("%", " %")
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits, in ms below 0.1 s, in minutes and hours from 600 s on."""
+    if abs(seconds) < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    if abs(seconds) < 600:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def number(value: float) -> str:
+    """Three or four digits, thousands separated."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def steps(numbers: Sequence[int], most: int = 5) -> str:
+    """`step 3`, or `steps 3, 8, 9 and 4 more`."""
+    shown = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"step{'s' if len(numbers) > 1 else ''} {shown}{more}"

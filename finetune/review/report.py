@@ -1,0 +1,223 @@
+"""A review as tables for a terminal, and as Markdown for TensorBoard's text page."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.review import assemble
+from finetune.review import run as runs
+from finetune.review.assemble import Review, Reviewed
+from finetune.review.finding import duration, number, percent
+from finetune.runtime import tags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NOT_RECORDED = "not recorded"
+SHOWN_FINDINGS = 12
+SHOWN_KEYS = 40
+PARTS = {"step_seconds": "step time", "peak_memory_gib": "peak memory", "tokens_per_second_per_gpu": "tokens/s per GPU"}
+SHOWN = (  # metrics of the table, in its order
+    *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped", "tokens_per_gpu", "tokens_total"),
+    *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
+    *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
+)
+_NAMES = {"peak_of_rank": "peak memory, fullest rank", "gpu_utilization": "GPU utilization"}
+
+
+def show(review: Review, console: Console) -> None:
+    """Print the review: verdicts, findings by time lost, metrics side by side, comparison, predictions."""
+    for one in review.runs:
+        _print(console, f"{one.name} ({one.run.status}): {one.verdict}", "bold", f"Confidence: {one.confidence}.")
+        for problem in one.run.problems:
+            _print(console, f"  {problem}", "yellow")
+    for one in review.runs:
+        _show_findings(one, console)
+    _table(console, "Metrics", ["", *(one.name for one in review.runs)], metric_rows(review.runs))
+    compared = assemble.comparison(review.runs)
+    if compared:
+        names = compared["runs"]
+        _table(console, "Settings that differ", ["", *names], setting_rows(compared["configuration"]))
+        _table(console, "Speed-up and efficiency", _SCALING, scaling_rows(compared["scaling"]))
+        _table(console, "Training loss at equal tokens", ["tokens", *names], token_rows(compared["at_equal_tokens"]))
+    rows = [row for one in review.runs for row in predicted_rows(one, named=len(review.runs) > 1)]
+    _table(console, "Predicted and measured", ["", "predicted", "measured", "error"], rows)
+
+
+def _print(console: Console, line: str, style: str, more: str = "") -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble((line, style), " " if more else "", more), soft_wrap=True)
+
+
+def _show_findings(one: Reviewed, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not one.findings:
+        return
+    table = Table(title=Text(f"Findings: {one.name}"), title_justify="left", show_lines=True)
+    table.add_column("rule", no_wrap=True)
+    table.add_column("time lost", justify="right", no_wrap=True)
+    table.add_column("evidence, what to change, what that should bring", overflow="fold")
+    for found in one.findings[:SHOWN_FINDINGS]:
+        style = "yellow" if found.level == "warning" else "dim"
+        about = Text(f"{found.evidence}\n").append("Change: ", "bold").append(f"{found.advice}\n")
+        about.append("Gain: ", "bold").append(found.gain)
+        table.add_row(Text(found.rule, style), lost_share(found.lost), about)
+    console.print(table)
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        return
+    table = Table(title=Text(title), title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+# --- rows of tables -----------------------------------------------------------------------------------------------
+
+
+def lost_share(share: float) -> str:
+    """Time lost, for a table."""
+    return percent(min(share, 1.0)) if share > 0 else "-"
+
+
+def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
+    """A line per metric that one of the runs has: its name, and a value or "not recorded" per run."""
+    values = [assemble.metrics(one.run) for one in reviewed]
+    rows = []
+    for name in SHOWN:
+        if any(name in one for one in values):
+            cells = [value_with_unit(name, one[name]) if name in one else NOT_RECORDED for one in values]  # pyright: ignore[reportArgumentType]
+            rows.append([label(name), *cells])
+    return rows
+
+
+def label(name: str) -> str:
+    """A metric's name without group and unit."""
+    return _NAMES.get(name) or tags.BY_NAME[name].tag.partition("/")[2].partition(" [")[0]
+
+
+def value_with_unit(name: str, value: float) -> str:
+    """A metric's value as it is read: shares in percent, times in a fitting unit."""
+    unit = tags.BY_NAME[name].unit
+    written: dict[str, Callable[[float], str]] = {"0-1": percent, "s": duration, "1/s": lambda one: f"{number(one)}/s"}
+    if unit in written:
+        return written[unit](value)
+    return f"{number(value)} {unit}".strip()
+
+
+def setting_rows(configuration: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A line per setting that differs."""
+    shown = [
+        [row["key"], *(NOT_RECORDED if one is None else str(one) for one in row["values"])] for row in configuration
+    ]
+    if len(shown) > SHOWN_KEYS:
+        width = len(shown[0]) - 1
+        shown = [*shown[:SHOWN_KEYS], [f"... {len(shown) - SHOWN_KEYS} more", *[""] * width]]
+    return shown
+
+
+def _setting(value: Any) -> str:
+    """As in YAML."""
+    if value is None:
+        return NOT_RECORDED
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_SCALING = (
+    "run",
+    "GPUs",
+    "rows/s",
+    "speed-up",
+    "efficiency",
+    "memory, GiB",
+    "utilization",
+    "step, ms",
+    "communication",
+)
+
+
+def scaling_rows(scaling: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The dual-GPU study's columns, a line per run."""
+    shown: dict[str, Callable[[float], str]] = {
+        "world_size": number,
+        "rows_per_second": number,
+        "speed_up": lambda one: f"{one:.2f}",
+        "efficiency": percent,
+        "memory_gib": lambda one: f"{one:.2f}",
+        "utilization": percent,
+        "step_ms": lambda one: f"{one:,.1f}",
+        "communication": percent,
+    }
+    return [[row["run"], *(_cell(row[name], write) for name, write in shown.items())] for row in scaling]
+
+
+def token_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Learning curves at equal tokens, a line per number of tokens."""
+    return [[f"{row['tokens']:,.0f}", *(_cell(loss, number) for loss in row["loss"])] for row in rows]
+
+
+def predicted_rows(one: Reviewed, *, named: bool) -> list[list[str]]:
+    """Predicted, measured and error."""
+    rows = []
+    for row in assemble.predicted(one.run):
+        what = f"{one.name}: {PARTS[row['what']]}" if named else PARTS[row["what"]]
+        error = "-" if row["error"] is None else f"{row['error']:+.1%}".replace("%", " %")
+        rows.append([what, number(row["predicted"]), number(row["measured"]), error])
+    return rows
+
+
+def _cell(value: float | None, write: Callable[[float], str]) -> str:
+    return "-" if value is None else write(value)
+
+
+# --- Markdown -------------------------------------------------------------------------------------------------------
+
+
+def markdown(folder: Path) -> str:
+    """The review of one run as Markdown. Never raises: a failure becomes a sentence."""
+    try:
+        return to_markdown(assemble.of_runs([runs.read(folder)]).runs[0])
+    except Exception as error:  # a page of a dashboard must not end the training that writes it
+        return f"The run could not be reviewed: {escaped(f'{type(error).__name__}: {error}')}"
+
+
+def to_markdown(one: Reviewed) -> str:
+    """Verdict, findings, metrics, predictions."""
+    lines = [f"**{escaped(one.verdict)}** Confidence: {one.confidence}. Status: {one.run.status}.", ""]
+    lines += [f"{escaped(problem)}\n" for problem in one.run.problems]
+    if one.findings:
+        findings = [
+            [found.rule, found.level, lost_share(found.lost), found.evidence, found.advice, found.gain]
+            for found in one.findings[:SHOWN_FINDINGS]
+        ]
+        lines += _markdown_table(["rule", "level", "time lost", "evidence", "change", "gain"], findings)
+    lines += _markdown_table(["metric", "typical value"], metric_rows([one]))
+    lines += _markdown_table(["", "predicted", "measured", "error"], predicted_rows(one, named=False))
+    return "\n".join(lines)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return [*lines, *(f"| {' | '.join(map(escaped, row))} |" for row in rows), ""]
+
+
+def escaped(text: str) -> str:
+    """A text on one line of which Markdown and HTML interpret nothing."""
+    plain = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", plain)

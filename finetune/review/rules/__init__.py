@@ -1,0 +1,34 @@
+"""The rules of `finetune review`.
+
+Each is a pure function of a run, and of the runs it is compared with, that returns a `Finding` or None. Thresholds are
+constants beside the rule, and its docstring names their source. "Calibrated" means at least three times the largest
+value of all healthy fixtures, which tests/review recomputes.
+"""
+
+from finetune.review.finding import Rule
+from finetune.review.rules import data, hang, learning, memory, ranks, speed, straggler
+
+RULES: dict[str, Rule] = {
+    "hang": hang.check,
+    "not-finite": learning.not_finite,
+    "diverging": learning.diverging,
+    "frozen": learning.frozen,
+    "spikes": learning.spikes,
+    "clipping": learning.clipping,
+    "overfitting": learning.overfitting,
+    "leak": data.leak,
+    "rows-lost": data.rows_lost,
+    "straggler": straggler.check,
+    "data-wait": speed.data_wait,
+    "communication": ranks.communication,
+    "efficiency": ranks.efficiency,
+    "padding": speed.padding,
+    "host-bound": speed.host_bound,
+    "small-batch": speed.small_batch,
+    "evaluation-share": speed.evaluation_share,
+    "memory-near-limit": memory.near_limit,
+    "memory-uneven": ranks.memory_uneven,
+    "throttling": ranks.throttling,
+    "plateau": learning.plateau,
+    "too-slow": learning.too_slow,
+}

@@ -1,0 +1,45 @@
+"""Statistics of a noisy curve, from medians, which single outliers do not move."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+MAD = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
+BLOCK = 20_000  # windows whose medians are taken at once
+
+
+def running_median(values: np.ndarray, half: int) -> np.ndarray:
+    """Median of the window of `half` points on each side, as long as `values`; nearer to an end the window is
+    smaller and stays symmetric, so that a slope leaves no trace."""
+    half = min(half, (len(values) - 1) // 2)
+    if half < 1:
+        return values.copy()
+    middle = window_medians(values, 2 * half + 1)
+    left = [np.median(values[: 2 * place + 1]) for place in range(half)]
+    right = [np.median(values[len(values) - 2 * place - 1 :]) for place in reversed(range(half))]
+    return np.concatenate([left, middle, right])
+
+
+def window_medians(values: np.ndarray, width: int) -> np.ndarray:
+    """Median of each full window."""
+    windows = sliding_window_view(values, min(width, len(values)))
+    parts = [np.median(windows[start : start + BLOCK], axis=1) for start in range(0, len(windows), BLOCK)]
+    return np.concatenate(parts)
+
+
+def noise(values: np.ndarray) -> float:
+    """Standard deviation of the values about their running median, from the median absolute deviation."""
+    residuals = values - running_median(values, 5)
+    return MAD * float(np.median(np.abs(residuals))) * 1.1  # the median of 11 points follows the noise by a tenth
+
+
+def level(values: np.ndarray, start: float, end: float) -> float:
+    """Median of the part from `start` to `end`, both 0 to 1."""
+    first = min(int(start * len(values)), len(values) - 1)
+    return float(np.median(values[first : max(int(end * len(values)), first + 1)]))
+
+
+def error_of_difference(values: np.ndarray, share: float) -> float:
+    """Standard error of the difference of the medians of two parts of the curve, each with this share of it."""
+    return noise(values) * 1.2533 * float(np.sqrt(2 / max(share * len(values), 1.0)))

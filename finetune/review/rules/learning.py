@@ -1,0 +1,407 @@
+"""Whether the run learns, judged by its curves."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.review.events import Series
+from finetune.review.finding import Finding, number, percent
+from finetune.review.finding import steps as named
+from finetune.review.rules import curve
+from finetune.review.run import Run, evaluations
+
+FEWEST = 15  # losses, for a statement about their course
+RISE = 1.2  # last tenth by the least running median; calibrated
+RISE_NOISE = 2.0  # standard deviations of the loss
+RISE_OF_FALL = 0.02  # of the fall from the first losses to the least: a floor of nearly zero doubles by chance
+SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
+SPIKE_HEIGHT = 0.10  # of the trend
+SPIKE_OF_FALL = 0.02
+SPIKES = 2
+FROZEN_NORM = 1e-8
+FROZEN_STEPS = 40
+FROZEN_ERROR = 0.005  # of the loss: only if its noise would have shown a fall of 1 %
+FROZEN_EVALUATION = 1e-3  # relative change of the evaluation loss, which has no sampling noise
+PLATEAU_STEPS = 60
+PLATEAU_FALL = 0.02  # of the total fall, in the last half; calibrated
+PLATEAU_RATE = 0.10  # of the peak learning rate
+SLOW_STEPS = 50
+SLOW_FALL = 0.05  # of the total fall, in the last tenth; calibrated
+SLOW_CLIPPED = 0.10
+CLIPPED = 0.90  # of the steps after warm-up; calibrated
+CLIPPED_FAR = 10.0  # gradient norm by max_grad_norm: then clipping, not single rows, shapes the run
+OVERFIT = 1.02  # evaluation loss by its minimum; calibrated
+OVERFIT_LAST = 2  # evaluations in a row
+
+
+def losses(run: Run) -> Series:
+    """The finite training losses."""
+    return run.series("loss").finite()
+
+
+def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """A NaN or an infinity in the loss or the gradient norm, by definition."""
+    bad: dict[str, list[int]] = {}
+    for name in ("loss", "eval_loss", "gradient_norm"):
+        series = run.series(name)
+        steps = series.steps[~np.isfinite(series.values)]
+        if len(steps):
+            bad[name.replace("_", " ")] = [int(step) for step in steps]
+    if not bad:
+        return None
+    first = min(steps[0] for steps in bad.values())
+    total = run.steps or first
+    where = "; ".join(f"{name}: {named(steps)}" for name, steps in bad.items())
+    checkpoint = checkpoint_before(run, first - 1)
+    from_there = f"; resume from {checkpoint}" if checkpoint else ""
+    dtype = run.text("dtype") or "not recorded"
+    half = "model.dtype: bfloat16; " if dtype == "float16" else ""
+    return Finding(
+        rule="not-finite",
+        level="warning",
+        headline=f"The run is not finite from step {first} on",
+        figures=(f"{sum(map(len, bad.values()))} values are NaN or infinite", f"the first at step {first} of {total}"),
+        evidence=f"NaN or infinity in {where}. dtype {dtype}, learning rate {_rate_at(run, first)}.",
+        advice=f"{half}{_lower_rate(run)}{from_there}",
+        gain=f"{max(total - first + 1, 1)} of {total} steps that train",
+        lost=max(total - first + 1, 1) / max(total, 1),
+        charts=("loss", "gradient_norm"),
+    )
+
+
+@dataclass(frozen=True)
+class Rise:
+    """How far the loss has risen above its least level."""
+
+    least: float
+    least_step: int
+    last: float
+    noise: float
+    fall: float  # from the first losses to the least
+
+
+def rise(run: Run) -> Rise | None:
+    """The rise of the loss, or None with too few losses."""
+    series = losses(run)
+    values = series.values
+    if len(values) < FEWEST:
+        return None
+    width = max(5, len(values) // 10)
+    medians = curve.window_medians(values, width)
+    place = int(medians.argmin())
+    return Rise(
+        least=float(medians[place]),
+        least_step=int(series.steps[min(place + width // 2, len(values) - 1)]),
+        last=float(np.median(values[-max(3, len(values) // 10) :])),
+        noise=curve.noise(values),
+        fall=max(float(np.median(values[:3])) - float(medians[place]), 0.0),
+    )
+
+
+def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The median loss of the last tenth is above 1.2 times the least running median, by at least twice the noise
+    (1.4826 MAD) and 2 % of the fall before. Calibrated."""
+    found = rise(run)
+    if found is None or found.last <= RISE * found.least:
+        return None
+    height = found.last - found.least
+    if height < RISE_NOISE * found.noise or height < RISE_OF_FALL * found.fall:
+        return None
+    checkpoint = checkpoint_before(run, found.least_step)
+    total = run.steps or found.least_step
+    return Finding(
+        rule="diverging",
+        level="warning",
+        headline="The run diverges: its loss rises",
+        figures=(f"loss {number(found.last)} at the end", f"{number(found.least)} at step {found.least_step}"),
+        evidence=f"Median loss of the last tenth {number(found.last)}: {found.last / max(found.least, 1e-12):.2f} "
+        f"times the least, {number(found.least)} at step {found.least_step} (threshold {RISE}); noise "
+        f"{number(found.noise)}.",
+        advice=f"{_lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
+        + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
+        gain=f"{number(height)} nats lower loss, and the {total - found.least_step} steps since",
+        lost=(total - found.least_step) / max(total, 1),
+        confidence="high" if height >= 4 * found.noise else "medium",
+        charts=("loss", "gradient_norm", "learning_rate"),
+    )
+
+
+def spike_steps(run: Run) -> tuple[list[int], float]:
+    """Steps whose loss stands out from its trend, and the largest modified Z-score."""
+    series = losses(run)
+    values = series.values
+    if len(values) < FEWEST:
+        return [], 0.0
+    trend = curve.running_median(values, min(10, len(values) // 6))
+    residuals = values - trend
+    distances = np.abs(residuals)
+    # The noise changes along a run: that of the neighborhood counts, and at least half of the run's.
+    local = np.maximum(curve.running_median(distances, 25), float(np.median(distances)) / 2)
+    fall = max(float(np.median(values[:3])) - float(np.min(trend)), 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scores = np.where(local > 0, 0.6745 * residuals / local, np.where(residuals > 0, np.inf, 0.0))
+    high = (scores > SPIKE_Z) & (residuals > SPIKE_HEIGHT * np.abs(trend)) & (residuals > SPIKE_OF_FALL * fall)
+    return [int(step) for step in series.steps[high]], float(scores[high].max()) if high.any() else 0.0
+
+
+def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Two or more losses with a modified Z-score above 7 against the trend: the dual-GPU study's 3.5, doubled because
+    a run has thousands of points; each at least 10 % above the trend."""
+    found, score = spike_steps(run)
+    if len(found) < SPIKES or diverging(run) is not None or _clipped_far(run):
+        return None
+    total, most = max(len(losses(run)), 1), _max_norm(run)
+    return Finding(
+        rule="spikes",
+        level="warning",
+        headline="The loss has spikes",
+        figures=(f"{len(found)} of {total} losses stand out", f"modified Z-score up to {number(score)}"),
+        evidence=f"Spikes at {named(found, 8)}: modified Z-score above {SPIKE_Z:.0f} against the trend, up to "
+        f"{number(score)}.",
+        advice=f"look at the rows of {named(found, 3)} (each step of the plan has fixed rows); "
+        f"training.max_grad_norm: {number(most / 2 if most else 0.5)}",
+        gain=f"{len(found)} steps ({percent(len(found) / total)}) that do not disturb the others",
+        lost=len(found) / total,
+        confidence="high" if score >= 2 * SPIKE_Z else "medium",
+        charts=("loss", "gradient_norm"),
+    )
+
+
+def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The gradient norm is below 1e-8, or the loss stays within its noise over the whole run while the learning rate
+    is above 0, by definition. The noise must be small enough to have shown a fall of 1 %, and the evaluation loss,
+    which has none, must not have moved either."""
+    norms = run.series("gradient_norm").finite()
+    rates = run.series("learning_rate").finite()
+    trains = not len(rates) or float(rates.values.max()) > 0
+    series = losses(run)
+    figures: tuple[str, str] | None = None
+    if trains and len(norms) >= 3 and float(np.median(norms.values)) < FROZEN_NORM:
+        figures = (f"gradient norm {number(float(np.median(norms.values)))}", f"threshold {FROZEN_NORM:g}")
+    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and not _evaluation_moved(run):
+        fall = curve.level(series.values, 0, 0.25) - curve.level(series.values, 0.75, 1)
+        figures = (f"loss fell by {number(fall)}", f"noise {number(curve.noise(series.values))}")
+    if figures is None:
+        return None
+    return Finding(
+        rule="frozen",
+        level="warning",
+        headline="The weights do not train",
+        figures=figures,
+        evidence=f"{figures[0]}, {figures[1]}, over {len(series)} losses at a learning rate of up to "
+        f"{number(float(rates.values.max())) if len(rates) else 'not recorded'}.",
+        advice="check what trains: lora.target_modules, lora.modules_to_save and the loss mask (`finetune prepare` "
+        "shows one row with its supervised tokens)",
+        gain=f"{run.steps or len(series)} steps that train",
+        lost=1.0,
+        confidence="high" if "gradient" in figures[0] else "medium",
+        charts=("loss", "gradient_norm", "learning_rate"),
+    )
+
+
+def _flat(values: np.ndarray) -> bool:
+    """Whether the first and the last quarter agree within the noise, which is small."""
+    error = curve.error_of_difference(values, 0.25)
+    usual = abs(float(np.median(values)))
+    fall = curve.level(values, 0, 0.25) - curve.level(values, 0.75, 1)
+    return usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
+
+
+def _evaluation_moved(run: Run) -> bool:
+    values = evaluations(run).finite().values
+    known = [run.number(f"eval_loss_{when}") for when in ("before", "after")]
+    both = np.concatenate([values, [one for one in known if one is not None]])
+    return len(both) > 1 and float(both.max() - both.min()) > FROZEN_EVALUATION * abs(float(np.median(both)))
+
+
+def plateau(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """In the last half the loss has not fallen beyond its noise, or by 2 % of the whole fall, while the learning rate
+    is still above 10 % of its peak. Calibrated."""
+    series, rates = losses(run), run.series("learning_rate").finite()
+    values = series.values
+    if len(values) < PLATEAU_STEPS or not len(rates):
+        return None
+    peak, last_rate = float(rates.values.max()), float(rates.values[-1])
+    error = curve.error_of_difference(values, 0.25)
+    whole = curve.level(values, 0, 0.05) - curve.level(values, 0.75, 1)
+    half = curve.level(values, 0.5, 0.75) - curve.level(values, 0.75, 1)
+    learned = whole > 4 * error and 2 * error < 0.05 * whole
+    if peak <= 0 or last_rate <= PLATEAU_RATE * peak or not learned:
+        return None
+    if half > max(2 * error, PLATEAU_FALL * whole) or _other_course(run) or overfitting(run) is not None:
+        return None
+    hours = run.series("hours").last
+    saved = f"{hours / 2:.2g} h" if hours else f"{(run.steps or len(values)) // 2} steps"
+    return Finding(
+        rule="plateau",
+        level="note",
+        headline="The loss no longer falls",
+        figures=(f"fell by {number(half)} in the last half", f"by {number(whole)} in all"),
+        evidence=f"Median loss {number(curve.level(values, 0.5, 0.75))} in the third quarter and "
+        f"{number(curve.level(values, 0.75, 1))} in the last (noise of the difference {number(error)}), while the "
+        f"learning rate is {percent(last_rate / peak)} of its peak (threshold {percent(PLATEAU_RATE)}).",
+        advice=f"training.max_steps: {(run.steps or len(values)) // 2}, or a higher training.learning_rate",
+        gain=f"{saved} saved",
+        lost=0.5,
+        confidence="medium",
+        charts=("loss", "learning_rate"),
+    )
+
+
+def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The loss of a finished run still falls by more than 5 % of its whole fall in the last tenth, with less than
+    10 % of the steps clipped. Calibrated."""
+    values = losses(run).values
+    clipped = clipped_share(run)
+    unfinished = run.status not in ("done", "not recorded")
+    if unfinished or len(values) < SLOW_STEPS or clipped is None or clipped >= SLOW_CLIPPED:
+        return None
+    fall = curve.level(values, 0.8, 0.9) - curve.level(values, 0.9, 1)
+    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
+    error = curve.error_of_difference(values, 0.1)
+    if fall <= 3 * error or whole <= 4 * error or fall <= SLOW_FALL * whole or _other_course(run):
+        return None
+    rate = run.number("config.training.learning_rate")
+    faster = f"training.learning_rate: {2 * rate:.2g}" if rate else "a higher learning rate"
+    return Finding(
+        rule="too-slow",
+        level="note",
+        headline="The run ended while its loss still fell",
+        figures=(f"fell by {number(fall)} in the last tenth", f"by {number(whole)} in all"),
+        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(fall / whole)} of its "
+        f"whole fall (threshold {percent(SLOW_FALL)}); {percent(clipped)} of the steps were clipped.",
+        advice=f"{faster}, or more steps: training.resume_from_checkpoint: true with a larger training.max_steps",
+        gain=f"about {number(fall)} nats per further tenth of the run",
+        confidence="medium",
+        charts=("loss", "learning_rate", "clipped"),
+    )
+
+
+def clipped_share(run: Run) -> float | None:
+    """Share of the steps after warm-up whose gradient was clipped."""
+    series = run.series("clipped").finite()
+    if len(series):
+        later = series.after(_warm_up(run))
+        return float(np.mean((later if len(later) else series).values))
+    if (share := run.number("clipped_fraction")) is not None:
+        return share
+    norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
+    return float(np.mean(norms.values > most)) if len(norms) and most else None
+
+
+def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """At least 90 % of the steps after warm-up are clipped, and the loss has spikes or rises. Calibrated. `diverging`
+    has precedence, and `spikes` as well unless gradients are ten times max_grad_norm."""
+    share = clipped_share(run)
+    if share is None or share < CLIPPED or diverging(run) is not None or spikes(run) is not None:
+        return None
+    found, (spiky, _) = rise(run), spike_steps(run)
+    rises = found is not None and found.last - found.least > RISE_NOISE * found.noise + RISE_OF_FALL * found.fall
+    if not spiky and not rises:
+        return None
+    norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
+    usual = float(np.median(norms.values)) if len(norms) else math.nan
+    course = f"spikes at {named(spiky)}" if spiky else f"the loss rose by {number(found.last - found.least)}"  # pyright: ignore[reportOptionalMemberAccess]
+    return Finding(
+        rule="clipping",
+        level="warning",
+        headline="Nearly all gradients are clipped",
+        figures=(f"{percent(share)} of the steps", course),
+        evidence=f"{percent(share)} of the steps after warm-up are clipped (threshold {percent(CLIPPED)}): median "
+        f"gradient norm {number(usual)}, training.max_grad_norm {number(most) if most else 'not recorded'}; {course}.",
+        advice=f"{_lower_rate(run)}"
+        + (f"; training.max_grad_norm: {number(2 * usual)}" if math.isfinite(usual) else ""),
+        gain=f"{percent(share)} of the steps keep the size of their gradient",
+        confidence="medium",
+        charts=("clipped", "gradient_norm", "loss"),
+    )
+
+
+def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """At the last two evaluations the loss is at least 1.02 times its minimum, while the training loss falls.
+    Calibrated."""
+    series = evaluations(run).finite()
+    if len(series) <= OVERFIT_LAST:
+        return None
+    place = int(series.values.argmin())
+    least, last = float(series.values[place]), series.values[-OVERFIT_LAST:]
+    if place >= len(series) - OVERFIT_LAST or least <= 0 or float(last.min()) < OVERFIT * least:
+        return None
+    best = int(series.steps[place])
+    training = losses(run)
+    then, now = _loss_around(training, best), _loss_around(training, int(training.steps[-1]) if len(training) else 0)
+    if then is None or now is None or now >= then:
+        return None
+    total = run.steps or int(series.steps[-1])
+    checkpoint = checkpoint_before(run, best)
+    end = float(series.values[-1])
+    return Finding(
+        rule="overfitting",
+        level="warning",
+        headline=f"The model overfits from step {best} on",
+        figures=(f"evaluation loss {number(end)} at the end", f"{number(least)} at step {best}"),
+        evidence=f"The evaluation loss was least at step {best}, {number(least)}, and is {end / least:.2f} times that "
+        f"(threshold {OVERFIT}), while the training loss fell from {number(then)} to {number(now)}.",
+        advice=f"training.max_steps: {max(best, 1)}" + (f"; use {checkpoint}" if checkpoint else "; save_steps there"),
+        gain=f"{percent(1 - least / end)} lower evaluation loss, {total - best} steps saved",
+        lost=(total - best) / max(total, 1),
+        confidence="high" if end >= 1.05 * least else "medium",
+        charts=("eval_loss", "loss"),
+    )
+
+
+def _loss_around(series: Series, step: int) -> float | None:
+    """Median of the tenth of the losses that ends at a step."""
+    before = series.values[series.steps <= step]
+    width = max(5, len(series) // 10)
+    return float(np.median(before[-width:])) if len(before) else (series.values[0] if len(series) else None)
+
+
+def _other_course(run: Run) -> bool:
+    return any(rule(run) is not None for rule in (not_finite, diverging, frozen))
+
+
+def _clipped_far(run: Run) -> bool:
+    """Whether nearly all gradients are clipped, and by a factor that single rows do not explain."""
+    share, most = clipped_share(run), _max_norm(run)
+    norms = run.series("gradient_norm").finite().after(_warm_up(run))
+    far = bool(most) and len(norms) > 0 and float(np.median(norms.values)) >= CLIPPED_FAR * (most or 1.0)
+    return far and share is not None and share >= CLIPPED
+
+
+def _warm_up(run: Run) -> int:
+    """Steps of the learning rate's warm-up, at least those of the machine's."""
+    asked = run.number("config.training.warmup_steps") or 0.0
+    return max(int(asked if asked >= 1 else asked * (run.steps or 0)), run.warm_up)
+
+
+def _max_norm(run: Run) -> float | None:
+    return run.number("config.training.max_grad_norm") or None
+
+
+def _rate_at(run: Run, step: int) -> str:
+    rates = run.series("learning_rate").finite()
+    before = rates.values[rates.steps <= step]
+    return number(float(before[-1])) if len(before) else "not recorded"
+
+
+def _lower_rate(run: Run) -> str:
+    rate = run.number("config.training.learning_rate")
+    if rate is None:
+        rates = run.series("learning_rate").finite()
+        rate = float(rates.values.max()) if len(rates) else None
+    return f"training.learning_rate: {rate / 3:.2g}" if rate else "a third of the learning rate"
+
+
+def checkpoint_before(run: Run, step: int) -> str | None:
+    """Name of the newest checkpoint up to a step that is still there."""
+    if run.output is None:
+        return None
+    found = [re.fullmatch(r"checkpoint-(\d{1,12})", path.name) for path in run.output.glob("checkpoint-*")]
+    steps = [int(match.group(1)) for match in found if match and int(match.group(1)) <= step]
+    return f"checkpoint-{max(steps)}" if steps else None

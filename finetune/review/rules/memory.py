@@ -1,0 +1,62 @@
+"""Memory that is nearly full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from finetune.review.finding import Finding, confidence, percent
+from finetune.review.run import Run
+
+FULL = 0.92  # of the fullest GPU, by what torch's allocator reserved; to start with, until retries are measured
+
+
+def fullest(run: Run) -> float | None:
+    """Memory in use on the fullest GPU, 0 to 1: the largest value of the run."""
+    known = [run.number("memory_fraction")]
+    series = run.series("fullest").finite()
+    known.append(float(series.values.max()) if len(series) else None)
+    if run.ranks is not None and run.on_gpus:
+        for column, about in enumerate(run.ranks.about):
+            reserved = run.ranks.columns["reserved_gib"][:, column]
+            if about["memory_gib"] and np.isfinite(reserved).any():
+                known.append(float(np.nanmax(reserved)) / about["memory_gib"])
+    found = [one for one in known if one is not None and one >= 0]
+    return max(found) if found else None
+
+
+def retries(run: Run) -> float | None:
+    """Times that torch's allocator freed its cache and tried again, on all ranks."""
+    known = [run.number("allocator_retries")]
+    if run.ranks is not None and np.isfinite(run.ranks.columns["allocator_retries"]).any():
+        known.append(float(np.nansum(run.ranks.columns["allocator_retries"])))
+    series = run.series("allocator_retries").finite()
+    known.append(float(series.values.sum()) if len(series) else None)
+    found = [one for one in known if one is not None]
+    return max(found) if found else None
+
+
+def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The fullest GPU is at least 92 % full, or torch's allocator had to retry, which stalls the GPU by definition."""
+    full, again = fullest(run), retries(run)
+    if not run.on_gpus or ((full or 0.0) < FULL and not again):
+        return None
+    share = percent(full) if full is not None else "not recorded"
+    batch = run.number("batch.per_device")
+    smaller = f"training.per_device_train_batch_size: {max(batch // 2, 1):.0f}   # same global batch" if batch else ""
+    checkpointing = "training.gradient_checkpointing: unsloth"
+    is_on = run.at("config.training.gradient_checkpointing") in ("unsloth", True)
+    advice = smaller if is_on and smaller else f"{checkpointing}{', or ' + smaller if smaller else ''}"
+    return Finding(
+        rule="memory-near-limit",
+        level="warning",
+        headline="GPU memory is nearly full",
+        figures=(f"fullest GPU {share}", f"{again or 0:.0f} allocator retries"),
+        evidence=f"The fullest GPU: {share} of its memory (threshold {percent(FULL)}); {again or 0:.0f} allocator "
+        "retries (threshold 1). A longer row can end the run.",
+        advice=advice,
+        gain="no stalls by the allocator, no out-of-memory error" + (f" ({again:.0f} retries)" if again else ""),
+        confidence="high" if again else confidence(full or 0.0, FULL, 10),
+        charts=("fullest", "allocator_retries", "reserved_of_rank"),
+    )

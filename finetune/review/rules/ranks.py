@@ -1,0 +1,191 @@
+"""What several ranks lose to each other: communication, efficiency, uneven memory, throttled GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from finetune.review.finding import Finding, confidence, duration, number, percent
+from finetune.review.rules import straggler, timing
+from finetune.review.run import Run
+
+COMMUNICATION = 0.10  # of the step, exposed
+COMMUNICATION_CPU = 0.30  # gloo through the memory of a loaded machine; calibrated
+CHEAPER = 0.30  # above it a second GPU costs more than it brings
+EFFICIENCY = 0.70  # of N times one GPU
+UNEVEN = 0.05
+UNEVEN_GIB = 0.25  # less is one large row
+THROTTLED = 0.10  # of samples
+CLOCK = 0.85  # of the others' median clock
+
+
+def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Exposed communication is at least 10 % of the step without a straggler. From 30 % on one GPU is likely cheaper:
+    the published dual-GPU study asks for an efficiency of 70 % to justify a second GPU."""
+    share = timing.exposed_communication(run)
+    step = run.step_seconds
+    limit = COMMUNICATION if run.on_gpus else COMMUNICATION_CPU
+    if share is None or not step or share < limit or straggler.slowest(run) is not None:
+        return None
+    records = timing.records_of(run, "communication")
+    one = " One GPU is likely cheaper." if share >= CHEAPER else ""
+    unknown = "" if run.ranks is not None else " Ranks were not recorded: waiting for a slower rank may be in it."
+    batch = run.number("batch.per_device")
+    larger = f"training.per_device_train_batch_size: {2 * batch:.0f}" if batch else "a larger micro-batch"
+    return Finding(
+        rule="communication",
+        level="warning",
+        headline="Communication between the GPUs limits the run",
+        figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
+        evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
+        f"{run.world_size} ranks (threshold {percent(limit)}); no rank is behind.{one}{unknown}",
+        advice=f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it, "
+        "`finetune doctor` shows the links and NCCL settings",
+        gain=f"at most {percent(-share)} of the step; half of it with twice the work per step"
+        + (", or the same run on one GPU at a lower cost" if one else ""),
+        lost=share,
+        confidence=confidence(share, limit, records),
+        charts=("communication", "step_seconds"),
+    )
+
+
+def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Against a one-GPU run of the same model on the same hardware, each GPU brings less than 70 % of it: the
+    published dual-GPU study's limit for a second GPU."""
+    found = scaling(run, others)
+    if found is None or found[1] >= EFFICIENCY:
+        return None
+    one, share, speed_up = found
+    world = run.world_size or 1
+    costs = [_gpu_hours(one), _gpu_hours(run)]
+    cost = ""
+    if costs[0] and costs[1]:
+        cost = f" A million tokens cost {number(costs[0])} GPU hours on one GPU, {number(costs[1])} on {world}."
+    return Finding(
+        rule="efficiency",
+        level="warning",
+        headline=f"{world} GPUs bring little over one",
+        figures=(f"{speed_up:.2f} times the throughput of `{one.name}`", f"efficiency {percent(share)}"),
+        evidence=f"{world} ranks process {speed_up:.2f} times the rows of the one-GPU run `{one.name}`: "
+        f"{percent(share)} of {world} times (threshold {percent(EFFICIENCY)}).{cost}",
+        advice="training.strategy: auto   # as many GPUs as are worth it",
+        gain=f"one GPU: {percent(1 - share)} lower cost at {percent(1 - 1 / speed_up)} lower throughput"
+        if speed_up > 1
+        else f"one GPU: {percent(1 - share)} lower cost, and faster",
+        lost=1 - share,
+        confidence="high",
+        charts=("rows_per_second", "tokens_total"),
+    )
+
+
+def scaling(run: Run, others: Sequence[Run]) -> tuple[Run, float, float] | None:
+    """The one-GPU run to compare with, efficiency and speed-up; None if there is none."""
+    world = run.world_size
+    if world is None or world < 2:
+        return None
+    for one in others:
+        if one.world_size != 1 or one.hardware != run.hardware or not _same_job(one, run):
+            continue
+        for name in ("rows_per_second", "tokens_total", "tokens_per_gpu"):
+            mine, single = run.typical(name), one.typical(name)
+            if mine and single and single > 0:
+                speed_up = mine / single * (world if name == "tokens_per_gpu" else 1)
+                return one, speed_up / world, speed_up
+    return None
+
+
+def _same_job(one: Run, other: Run) -> bool:
+    keys = ("config.model", "config.lora", "config.data.max_length", "config.data.packing", "data_fingerprint")
+    return all(one.at(key) == other.at(key) for key in keys) and not one.foreign
+
+
+def _gpu_hours(run: Run) -> float | None:
+    rate = run.typical("tokens_per_gpu")
+    return 1e6 / rate / 3600 if rate and rate > 0 else None
+
+
+def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Peak memory of the ranks differs by more than 5 %. House rule: the plan levels ranks within 2 %. GPUs alone: the
+    memory of a CPU process is mostly libraries."""
+    if run.ranks is None or not run.on_gpus or run.ranks.world_size < 2:
+        return None
+    peaks = run.ranks.column("peak_gib")
+    if not np.isfinite(peaks).any(axis=0).all():
+        return None
+    most = np.nanmax(peaks, axis=0)
+    rank = int(most.argmax())
+    usual = float(np.median(np.delete(most, rank)))
+    excess = float(most[rank]) - usual
+    if usual <= 0 or excess / usual <= UNEVEN or excess < UNEVEN_GIB:
+        return None
+    about = run.ranks.about[rank]
+    where = f" -i {about['gpu']}" if about["gpu"] is not None else ""
+    tokens = run.ranks.column("tokens")
+    rows = ""
+    if np.isfinite(tokens).all() and tokens.any():
+        rows = f" Its share of the tokens is {np.median(tokens[:, rank] / tokens.mean(axis=1)):.2f} of an even one."
+    return Finding(
+        rule="memory-uneven",
+        level="note",
+        headline=f"{run.ranks.names(rank)} needs more memory than the others",
+        figures=(f"{most[rank]:.2f} GiB", f"{usual:.2f} GiB on the others"),
+        evidence=f"Peak memory of {run.ranks.names(rank)} is {percent(excess / usual)} above the others' "
+        f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}",
+        advice=f"nvidia-smi{where}   # on host {about['host'] or 'of that rank'}: who else is on this GPU? "
+        "data.packing: true levels the rows",
+        gain=f"up to {excess:.2f} GiB per GPU for a larger micro-batch",
+        confidence=confidence(excess / usual, UNEVEN, len(peaks)),
+        charts=("peak_of_rank",),
+    )
+
+
+def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """NVML names a reason that lowers the clock in at least 10 % of the samples of a GPU (its reasons: power, heat,
+    board), or its SM clock is below 85 % of the others'."""
+    if run.ranks is None:
+        return None
+    throttled = _per_rank(run.ranks.column("gpu_throttled"))
+    clocks = _per_rank(run.ranks.column("gpu_sm_clock_mhz"))
+    usual = np.array([_median(np.delete(clocks, rank)) for rank in range(len(clocks))])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slow = clocks / usual
+    bad = [rank for rank in range(len(clocks)) if throttled[rank] >= THROTTLED or slow[rank] < CLOCK]
+    if not bad:
+        return None
+    rank = max(bad, key=lambda one: (np.nan_to_num(1 - slow[one]), np.nan_to_num(throttled[one])))
+    share, about = float(np.nan_to_num(throttled[rank])), run.ranks.about[rank]
+    reasons = ", ".join(name for name, _ in run.ranks.reasons[rank].most_common(3)) or "no reason recorded"
+    clock = f"{clocks[rank]:.0f} MHz" if np.isfinite(clocks[rank]) else "clock not recorded"
+    clock += f" against {usual[rank]:.0f} MHz on the others" if np.isfinite(usual[rank]) else ""
+    more = f" {len(bad) - 1} more GPUs are throttled." if len(bad) > 1 else ""
+    ratio = float(slow[rank]) if np.isfinite(slow[rank]) and slow[rank] < 1 else None
+    return Finding(
+        rule="throttling",
+        level="warning",
+        headline=f"The GPU of {run.ranks.names(rank)} is throttled",
+        figures=(f"in {percent(share)} of samples ({reasons})", f"SM clock {clock}"),
+        evidence=f"{run.ranks.names(rank)}: throttled in {percent(share)} of samples (threshold {percent(THROTTLED)}), "
+        f"{reasons}; SM clock {clock} (threshold {percent(CLOCK)} of the others').{more}",
+        advice=f"nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE -i {about['gpu'] if about['gpu'] is not None else 0}"
+        f"   # on host {about['host'] or 'of that rank'}: cooling, power limit (nvidia-smi -pl)",
+        gain=f"up to {1 / ratio:.2f} times the speed, the ratio of the clocks" if ratio else f"up to {percent(share)}",
+        lost=1 - ratio if ratio else 0.0,
+        confidence=confidence(max(share / THROTTLED, 2.0 if ratio else 0.0), 1.0, len(run.ranks.steps)),
+        charts=("gpu_throttled", "gpu_clock"),
+    )
+
+
+def _per_rank(values: np.ndarray) -> np.ndarray:
+    """float64 [ranks]: mean over records; NaN if not recorded."""
+    return np.array([_mean(column) for column in values.T])
+
+
+def _mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else np.nan
+
+
+def _median(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else np.nan

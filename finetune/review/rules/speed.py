@@ -1,0 +1,206 @@
+"""What slows a step down on any number of ranks: rows, padding, the host, small batches, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.review.finding import Finding, confidence, duration, number, percent
+from finetune.review.rules import ranks, straggler, timing
+from finetune.review.run import Run
+from finetune.review.values import count, mapping, sequence
+from finetune.review.values import number as value_of
+
+DATA_WAIT = 0.10  # of the step; calibrated
+PADDING = 0.20  # of the positions
+HOST_LEAD = 0.05  # of a step; calibrated on an H200
+UTILIZATION = 0.80
+ROOM = 0.50  # of the fullest GPU's memory
+BEST = 0.70  # of the throughput of the best micro-batch
+SAFE_MEMORY = 0.80  # share of the memory that a larger micro-batch may fill: margin of the dual-GPU study
+EVALUATION = 0.20  # of the wall time; calibrated
+REPEATED = 2  # evaluations or checkpoints while it trains; a single one cannot be made rarer
+
+
+def data_wait(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Most ranks wait for rows for at least 10 % of the step. Calibrated against healthy runs."""
+    share, step = timing.data_wait(run), run.step_seconds
+    if share is None or not step or share < DATA_WAIT:
+        return None
+    workers = count(run.at("config.training.extra.dataloader_num_workers")) or 0
+    return Finding(
+        rule="data-wait",
+        level="warning",
+        headline="The loader limits the run: GPUs wait for rows" if run.on_gpus else "The loader limits the run",
+        figures=(f"data wait {duration(share * step)} per step", f"{percent(share)} of the step"),
+        evidence=f"A step of {duration(step)} waits {duration(share * step)} for its rows: {percent(share)} "
+        f"(threshold {percent(DATA_WAIT)}), with {workers} loader processes.",
+        advice=f"training.dataloader_num_workers: {max(2 * workers, 4)}; `finetune prepare` tokenizes beforehand",
+        gain=f"step {duration(step)} -> {duration(step * (1 - share))} ({percent(-share)})",
+        lost=share,
+        confidence=confidence(share, DATA_WAIT, timing.records_of(run)),
+        charts=("data_wait", "step_seconds"),
+    )
+
+
+def padding_share(run: Run) -> float | None:
+    """Positions without a token by all positions."""
+    found = run.number("padding_fraction")
+    if found is None:
+        found = run.typical("padding")
+    if found is None:
+        filled = run.number("ledger.train.layout.packing_efficiency")
+        found = None if filled is None else 1 - filled
+    return found if found is not None and 0 <= found < 1 else None
+
+
+def padding(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """At least 20 % of the computed positions are padding. Source: own record, 88,900 tokens/s packed against 49,300
+    padded."""
+    share = padding_share(run)
+    if share is None or share < PADDING:
+        return None
+    packed = run.at("config.data.packing") is True
+    advice = "data.packing: true"
+    if packed:
+        longer = 2 * (run.number("config.data.pack_length") or run.number("config.data.max_length") or 1024)
+        advice = f"data.pack_length: {longer:.0f}   # documents fit longer packs better"
+    return Finding(
+        rule="padding",
+        level="warning",
+        headline="Padding takes a large part of the computation",
+        figures=(f"padding {percent(share)} of the positions", f"threshold {percent(PADDING)}"),
+        evidence=f"{percent(share)} of the positions that were computed hold no token (threshold {percent(PADDING)}).",
+        advice=advice,
+        gain=f"up to {1 / (1 - share):.2f} times the tokens/s",
+        lost=share,
+        confidence=confidence(share, PADDING, 10),
+        charts=("padding", "tokens_per_gpu"),
+    )
+
+
+def host_lead(run: Run) -> float | None:
+    """How far the host is ahead of the GPU at a record, by the step: median over records and ranks."""
+    if run.ranks is None:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = run.ranks.column("wait") / run.ranks.column("step")
+    found = found[np.isfinite(found)]
+    return float(np.median(found)) if len(found) else None
+
+
+def utilization(run: Run) -> float | None:
+    """Median share of the time in which a kernel ran, over records and GPUs."""
+    if run.ranks is not None:
+        found = run.ranks.column("gpu_utilization")
+        found = found[np.isfinite(found)]
+        if len(found):
+            return float(np.median(found))
+    known = [run.typical("gpu_utilization", n) for n in run.ranks_with("gpu_utilization")]
+    values = [one for one in known if one is not None]
+    return float(np.median(values)) if values else None
+
+
+def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """On a GPU the host is less than 5 % of a step ahead and the GPU is busy less than 80 % of the time; neither data
+    nor communication explains it. Calibrated on an H200."""
+    lead, busy, step = host_lead(run), utilization(run), run.step_seconds
+    if not run.on_gpus or lead is None or busy is None or not step or lead >= HOST_LEAD or busy >= UTILIZATION:
+        return None
+    if any(rule(run) is not None for rule in (data_wait, ranks.communication, straggler.check)):
+        return None
+    batch = run.number("batch.per_device")
+    larger = f"training.per_device_train_batch_size: {2 * batch:.0f}" if batch else "a larger micro-batch"
+    return Finding(
+        rule="host-bound",
+        level="warning",
+        headline="The host limits the run: it launches kernels no faster than the GPU runs them",
+        figures=(f"host lead {percent(lead)} of a step", f"GPU utilization {percent(busy)}"),
+        evidence=f"At records the host waits {percent(lead)} of a step of {duration(step)} for the GPU (threshold "
+        f"{percent(HOST_LEAD)}), and a kernel runs {percent(busy)} of the time (threshold {percent(UTILIZATION)}).",
+        advice=f"{larger}; training.torch_compile: true launches fewer kernels; `logging.profile_steps: 3` shows them",
+        gain=f"up to {1 / max(busy, 0.01):.1f} times the speed, bounded by the GPU time of a profile",
+        lost=1 - busy,
+        confidence=confidence(HOST_LEAD / max(lead, 1e-6), 1.0, timing.records_of(run)),
+        charts=("gpu_utilization", "step_seconds", "forward", "backward"),
+    )
+
+
+def best_micro_batch(run: Run) -> tuple[int, float] | None:
+    """Size and tokens/s of the fastest micro-batch that a dry run measured, if run.json has its search."""
+    tried = [mapping(one) for one in sequence(run.at("micro_batch_search.attempts"))[:100]]
+    speeds = [(value_of(one.get("tokens_per_second")), count(one.get("per_device"))) for one in tried]
+    known = [(speed, size) for speed, size in speeds if speed and size]
+    return (max(known)[1], max(known)[0]) if known else None
+
+
+def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Half of the fullest GPU's memory is free, and MFU is below 70 % of that of the best micro-batch of a dry run,
+    where one was measured: of the same model, the ratio of MFU is that of tokens/s. The advice fills 80 % of the
+    memory, the margin of the dual-GPU study."""
+    best, full, speed = best_micro_batch(run), _fullest(run), run.typical("tokens_per_gpu")
+    if best is None or full is None or not speed or full > ROOM or speed >= BEST * best[1]:
+        return None
+    size = count(run.at("batch.per_device"))
+    if size is None or best[0] <= size:
+        return None
+    fits = max(int(size * SAFE_MEMORY / max(full, 0.01)), size + 1)
+    return Finding(
+        rule="small-batch",
+        level="note",
+        headline="The micro-batch is smaller than this GPU likes",
+        figures=(
+            f"{percent(full)} of the memory in use",
+            f"{percent(speed / best[1])} of the best micro-batch's speed",
+        ),
+        evidence=f"With {size} rows per forward pass the fullest GPU uses {percent(full)} of its memory (threshold "
+        f"{percent(ROOM)}) at {number(speed)} tokens/s; the dry run measured {number(best[1])} with {best[0]} rows.",
+        advice=f"training.per_device_train_batch_size: {min(best[0], fits)}   # same global batch, same result",
+        gain=f"up to {best[1] / speed:.2f} times the tokens/s",
+        lost=1 - speed / best[1],
+        confidence="medium",
+        charts=("fullest", "mfu"),
+    )
+
+
+def _fullest(run: Run) -> float | None:
+    from finetune.review.rules.memory import fullest
+
+    return fullest(run)
+
+
+def evaluation_share(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Repeated evaluation and saving take at least 20 % of the wall time of training. Calibrated."""
+    share = timing.evaluation_share(run)
+    if share is None or share < EVALUATION or timing.pauses(run) < REPEATED:
+        return None
+    spent, whole = timing.evaluation_seconds(run)
+    every = {key: count(run.at(f"config.training.{key}")) for key in ("eval_steps", "save_steps")}
+    return Finding(
+        rule="evaluation-share",
+        level="warning",
+        headline="Evaluation and saving take a large part of the time",
+        figures=(f"{duration(spent or 0.0)} of {duration(whole)}", f"{percent(share)} of the time"),
+        evidence=f"Evaluation and saving take {duration(spent or 0.0)} of {duration(whole)}: {percent(share)} "
+        f"(threshold {percent(EVALUATION)}), in {timing.pauses(run)} pauses.",
+        advice=_rarer(every, _divided(run)) + "; fewer rows in data.eval_file",
+        gain=f"half as often: {percent(-share / 2)} wall time",
+        lost=share,
+        confidence=confidence(share, EVALUATION, 5),
+        charts=("evaluation_and_saving",),
+    )
+
+
+def _divided(run: Run) -> str:
+    """What takes more of the time: eval_steps or save_steps."""
+    parts: dict[str, Any] = {name: run.number(f"{name}_seconds") for name in ("evaluation", "saving")}
+    if run.ranks is not None and None in parts.values():
+        parts = {"evaluation": run.ranks.evaluation.sum(), "saving": run.ranks.saving.sum()}
+    return "save_steps" if (parts["saving"] or 0) > (parts["evaluation"] or 0) else "eval_steps"
+
+
+def _rarer(every: dict[str, int | None], key: str) -> str:
+    steps = every[key]
+    return f"training.{key}: {4 * steps}" if steps else f"a larger training.{key}"

@@ -1,0 +1,165 @@
+"""One rank works longer than the others, which wait for it in every step.
+
+Under DDP all ranks have the same step time: what differs is own work, the step without exposed communication.
+NVIDIA's Resiliency Extension scores ranks in the same way, relative to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from finetune.review.finding import Finding, confidence, duration, percent
+from finetune.review.ranks import Ranks
+from finetune.review.rules import timing
+from finetune.review.run import Run
+
+THRESHOLD = 1.10  # own work by the median of the others'; calibrated on GPUs
+THRESHOLD_CPU = 1.30  # processes that share the cores of a CPU vary more; calibrated
+THRESHOLD_FEW = 2.0  # with fewer than FEW records chance is not ruled out
+FEW = 3
+LOST = 0.03  # share of the step that the others wait: less is not worth the search
+EXPLAINED = 0.5  # share of the additional work that a cause must account for
+THROTTLED = 0.10  # samples more than on the others
+
+
+def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Own work of one rank is at least THRESHOLD times the median of the others in 80 % of the records, and at least
+    3 % of the step is lost to it. The threshold is calibrated against healthy runs."""
+    found = slowest(run)
+    if found is None:
+        return None
+    rank, ratio, own, usual, step = found
+    lost = (own - usual) / step
+    cause, advice = _cause(run, rank, own - usual)
+    records = len(timing.own_work_ratios(run))
+    return Finding(
+        rule="straggler",
+        level="warning",
+        headline=f"{_name(run, rank)} holds the others up",
+        figures=(
+            f"own work {duration(own)} per step against {duration(usual)} on the others",
+            f"{percent(lost)} of each step lost",
+        ),
+        evidence=f"Own work of {_name(run, rank)} is {ratio:.2f} times the median of the others in at least 80 % of "
+        f"{records} records (threshold {threshold(run, records):.2f}). Cause: {cause}.",
+        advice=advice,
+        gain=f"step {duration(step)} -> about {duration(max(step - (own - usual), 0.0))} ({percent(-lost)})",
+        lost=lost,
+        confidence=confidence(ratio - 1, threshold(run, records) - 1, records),
+        charts=("own_work_of_rank", "lost_to_slowest", "data_wait_of_rank"),
+    )
+
+
+def threshold(run: Run, records: int) -> float:
+    """The ratio above which a rank is behind."""
+    usual = THRESHOLD if run.on_gpus else THRESHOLD_CPU
+    return max(usual, THRESHOLD_FEW) if records < FEW else usual
+
+
+def value(run: Run) -> float | None:
+    """What the threshold is compared with: the largest ratio that one rank reaches in 80 % of the records."""
+    ratios = timing.own_work_ratios(run)
+    return float(timing.consistent_ratio(ratios).max()) if ratios.size else None
+
+
+def slowest(run: Run) -> tuple[int, float, float, float, float] | None:
+    """(column of the rank, ratio, own work, median of the others, step), all in seconds; None without a straggler."""
+    ratios = timing.own_work_ratios(run)
+    step = run.step_seconds
+    if not ratios.size or not step:
+        return None
+    consistent = timing.consistent_ratio(ratios)
+    rank = int(consistent.argmax())
+    own = np.nanmedian(run.phase("own_work"), axis=0)
+    usual = float(np.median(np.delete(own, rank)))
+    lost = (float(own[rank]) - usual) / step
+    if consistent[rank] < threshold(run, len(ratios)) or lost < LOST:
+        return None
+    return rank, float(consistent[rank]), float(own[rank]), usual, step
+
+
+def _name(run: Run, column: int) -> str:
+    return run.ranks.names(column) if run.ranks is not None else f"rank {run.ranks_with('own_work_of_rank')[column]}"
+
+
+def _cause(run: Run, rank: int, excess: float) -> tuple[str, str]:
+    """Why the rank is behind, and what to change.
+
+    Args:
+        excess: its own work beyond the others', in seconds per step.
+    """
+    waits = run.phase("data_wait")
+    if waits.ndim == 2 and waits.shape[1] > rank and waits.shape[1] > 1:
+        mine, usual = _against(waits, rank)
+        if mine - usual >= EXPLAINED * excess:
+            return (
+                f"its loader: it waits {duration(mine)} per step for rows, the others {duration(usual)}",
+                "training.dataloader_num_workers: 4; check the disk and the CPU load of that host",
+            )
+    if run.ranks is None:
+        return "unknown, ranks.jsonl is missing", "finetune doctor   # on that host"
+    excess_share = excess / max(_against(run.phase("own_work"), rank)[1], 1e-9)
+    return (
+        _rows(run.ranks, rank, excess_share)
+        or _clocks(run.ranks, rank, excess_share)
+        or _process(run.ranks, rank)
+        or _computation(run, rank)
+    )
+
+
+def _rows(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
+    for name, what in (("tokens", "tokens"), ("squared_lengths", "attention (squared lengths)")):
+        mine, usual = _against(ranks.column(name), rank)
+        # Attention is a part of the work: only a large excess of it explains the whole.
+        if usual > 0 and mine / usual - 1 >= (EXPLAINED if name == "tokens" else 1.0) * excess:
+            return f"its rows: {mine / usual:.2f} times the others' {what}", "data.packing: true   # levels the ranks"
+    return None
+
+
+def _clocks(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
+    about = ranks.about[rank]
+    command = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER" + (f" -i {about['gpu']}" if about["gpu"] is not None else "")
+    advice = f"{command}   # on host {about['host'] or 'of that rank'}: cooling, power limit"
+    mine, usual = _against(ranks.column("gpu_sm_clock_mhz"), rank)
+    if mine > 0 and usual / mine - 1 >= EXPLAINED * excess:
+        return f"its clocks: {mine:.0f} MHz, the others {usual:.0f} MHz", advice
+    mine, usual = _against(ranks.column("gpu_throttled"), rank)
+    if mine - usual >= THROTTLED:
+        reasons = ", ".join(name for name, _ in ranks.reasons[rank].most_common(2))
+        return f"its clocks: throttled in {percent(mine)} of samples" + (f" ({reasons})" if reasons else ""), advice
+    return None
+
+
+def _process(ranks: Ranks, rank: int) -> tuple[str, str] | None:
+    processes = ranks.column("gpu_other_processes")[:, rank]
+    if not np.isfinite(processes).any() or np.nanmedian(processes) < 1:
+        return None
+    about = ranks.about[rank]
+    host = f" on host {about['host']}" if about["host"] else ""
+    return "another process computes on its GPU", f"nvidia-smi   # find it{host} and end it, or take another GPU"
+
+
+def _computation(run: Run, rank: int) -> tuple[str, str]:
+    differences = {}
+    for phase in ("forward", "backward", "optimizer", "other"):
+        mine, usual = _against(run.phase(phase), rank)
+        differences[phase] = mine - usual
+    phase, most = max(differences.items(), key=lambda item: np.nan_to_num(item[1], nan=-np.inf))
+    where = f", mostly in its {phase} phase (+{duration(most)})" if np.isfinite(most) and most > 0 else ""
+    return (
+        f"its computation{where}; why is unknown: its rows, loader and clocks are like the others'",
+        "finetune doctor   # on that host: other processes, CPU load, PCIe link",
+    )
+
+
+def _against(values: np.ndarray, rank: int) -> tuple[float, float]:
+    """Median over records of a rank, and of the median of the others; NaN if not recorded."""
+    if values.ndim != 2 or values.shape[1] <= rank or not np.isfinite(values[:, rank]).any():
+        return np.nan, np.nan
+    others = np.delete(values, rank, axis=1)
+    if not np.isfinite(others).any():
+        return np.nan, np.nan
+    each = [float(np.nanmedian(column)) for column in others.T if np.isfinite(column).any()]
+    return float(np.nanmedian(values[:, rank])), float(np.median(each))

@@ -1,0 +1,353 @@
+"""A run as it was recorded: TensorBoard's events, run.json, ranks.jsonl and a hang report, whichever there are.
+
+Nothing that a file says is believed before its type is checked: what is missing or invalid is "not recorded", never
+zero. Runs of TRL and Unsloth have events alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.errors import UserError
+from finetune.review import events
+from finetune.review import ranks as rank_records
+from finetune.review.events import Series
+from finetune.review.ranks import SHORT, WARM_UP, Ranks
+from finetune.review.values import at, count, json_object, mapping, number, sequence, text
+from finetune.runtime import tags
+
+RUN_FILE, RANKS_FILE, HANG_FILE = "run.json", "ranks.jsonl", "hang/report.json"
+SILENT_SECONDS = 600.0  # a run that has written nothing for longer is not running, unless its steps are that long
+MOST_FILES = 1000  # event files of one run
+MOST_DEPTH = 4  # folders below the one that is searched for runs
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        folder: the one that was given.
+        output: the folder with run.json; None for a run of another trainer.
+        record: content of run.json; values are unchecked, `at` and `number` read them.
+        scalars: events by tag.
+        problems: sentences about files that could not be read.
+    """
+
+    folder: Path
+    name: str
+    output: Path | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, Series] = field(default_factory=dict)
+    ranks: Ranks | None = None
+    hang: dict[str, Any] | None = None
+    hang_time: float | None = None
+    problems: tuple[str, ...] = ()
+    now: float = field(default_factory=time.time)
+
+    def at(self, path: str) -> Any:
+        """A value of run.json by its dotted path, unchecked."""
+        return at(self.record, path)
+
+    def number(self, path: str) -> float | None:
+        """A finite number of run.json by its dotted path."""
+        return number(self.at(path))
+
+    def text(self, path: str) -> str | None:
+        """A short text of run.json by its dotted path, on one line."""
+        return text(self.at(path))
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another trainer wrote it: there is no run.json."""
+        return not self.record
+
+    def series(self, name: str, n: int | None = None) -> Series:
+        """The values of a metric (`tags.Metric.name`), under its tag or its earlier names; empty if not recorded."""
+        if (name, n) not in self._series:
+            self._series[name, n] = self._find(name, n)
+        return self._series[name, n]
+
+    @functools.cached_property
+    def _series(self) -> dict[tuple[str, int | None], Series]:
+        return {}
+
+    def _find(self, name: str, n: int | None) -> Series:
+        metric = tags.BY_NAME[name]
+        found = events.empty()
+        for tag in (*reversed(metric.also), metric.tag):
+            one = self.scalars.get(tag if n is None else tag.replace("{n}", str(n)))
+            if one is not None:
+                found = events.join(found, one)
+        return found if len(found) or name != "loss" else self._recorded_losses()
+
+    def _recorded_losses(self) -> Series:
+        """The losses of run.json, for a run whose events are lost."""
+        losses = sequence(self.at("losses"))
+        last = count(self.at("steps")) or len(losses)
+        if not losses or last < len(losses):
+            return events.empty()
+        values = [float("nan") if (found := number(loss)) is None else found for loss in losses]
+        return events.of(range(last - len(losses) + 1, last + 1), values)
+
+    def ranks_with(self, name: str) -> list[int]:
+        """The ranks for which events hold a metric."""
+        metric = tags.BY_NAME[name]
+        patterns = [re.escape(tag).replace(r"\{n\}", r"(\d{1,4})") for tag in (metric.tag, *metric.also)]
+        matches = (re.fullmatch(pattern, tag) for tag in self.scalars for pattern in patterns)
+        return sorted({int(match.group(1)) for match in matches if match})
+
+    # --- what kind of run ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def world_size(self) -> int | None:
+        """Number of ranks."""
+        found = count(self.at("world_size"))
+        if found:
+            return found
+        return self.ranks.world_size if self.ranks is not None else len(self.ranks_with("peak_of_rank")) or None
+
+    @functools.cached_property
+    def on_gpus(self) -> bool:
+        """Whether it ran on GPUs, as far as is recorded."""
+        device = self.text("hardware.device")
+        if device is not None:
+            return device != "cpu"
+        about = self.ranks.about if self.ranks is not None else []
+        return any(one["gpu"] is not None for one in about) or bool(self.ranks_with("gpu_utilization"))
+
+    @property
+    def hardware(self) -> str | None:
+        """Name of the GPU or the processor."""
+        return self.text("hardware.name") or next(
+            (one["device"] for one in (self.ranks.about if self.ranks is not None else []) if one["device"]), None
+        )
+
+    @functools.cached_property
+    def steps(self) -> int | None:
+        """Optimizer steps that are complete."""
+        known = [count(self.at("steps")) or 0, int(self.ranks.steps[-1]) if self.ranks is not None else 0]
+        losses = self.series("loss")
+        known.append(int(losses.steps[-1]) if len(losses) else 0)
+        return max(known) or None
+
+    @functools.cached_property
+    def status(self) -> str:
+        """done, failed, interrupted, running, ended without a record (such as by SIGKILL), or not recorded."""
+        status = self.text("status")
+        if status in ("done", "failed", "interrupted"):
+            return status
+        if status is None and self.foreign:
+            return "not recorded"
+        newest = max((float(one.times[-1]) for one in self.scalars.values() if len(one)), default=0.0)
+        longest = 0.0
+        if self.ranks is not None:
+            times = self.ranks.times[np.isfinite(self.ranks.times)]
+            newest = max(newest, float(times[-1]) if len(times) else 0.0)
+            longest = float(np.max(np.diff(times), initial=0.0))
+        return "running" if self.now - newest < max(SILENT_SECONDS, 3 * longest) else "ended without a record"
+
+    # --- typical values -----------------------------------------------------------------------------------------
+
+    @property
+    def warm_up(self) -> int:
+        """Steps at the beginning that typical values leave out."""
+        return WARM_UP if (self.steps or 0) > SHORT else 1
+
+    def typical(self, name: str, n: int | None = None) -> float | None:
+        """Median of a metric over the records that lie after the warm-up, or over all if none does."""
+        series = self.series(name, n).finite()
+        if self.ranks is not None:  # a record that begins in the warm-up is left out
+            begun = {int(step) for step, kept in zip(self.ranks.steps, self.ranks.typical(), strict=True) if kept}
+            kept = np.array([int(step) in begun for step in series.steps], bool)
+        else:
+            kept = series.steps > self.warm_up
+        values = series.values[kept] if kept.any() else series.values
+        return float(np.median(values)) if len(values) else None
+
+    def phase(self, name: str) -> np.ndarray:
+        """float64 [records, ranks]: seconds of "step", a phase or "own_work" in a typical step of each record.
+
+        Without ranks.jsonl from the events: per rank where they have it, else the mean over ranks as the only column.
+        """
+        return self._timing.get(name, np.empty((0, 0)))
+
+    @functools.cached_property
+    def _timing(self) -> dict[str, np.ndarray]:
+        if self.ranks is not None:
+            return {name: self.ranks.column(name) for name in rank_records.TIMES}
+        found = {name: self._after_warm_up(name) for name in tags.PHASES}
+        found["step"] = self._after_warm_up("step_seconds")
+        numbers = self.ranks_with("own_work_of_rank")
+        for name in ("own_work", "data_wait"):
+            columns = [self._after_warm_up(f"{name}_of_rank", n) for n in numbers]
+            if len(columns) > 1 and len({len(one) for one in columns}) == 1 and len(columns[0]):
+                found[name] = np.concatenate(columns, axis=1)
+        rows = min((len(one) for one in found.values() if len(one)), default=0)
+        return {name: one[-rows:] for name, one in found.items() if len(one)}
+
+    def _after_warm_up(self, name: str, n: int | None = None) -> np.ndarray:
+        series = self.series(name, n)
+        later = series.after(self.warm_up)
+        values = later.values if len(later) else series.values
+        return values.reshape(-1, 1)
+
+    @functools.cached_property
+    def step_seconds(self) -> float | None:
+        """Median step time, evaluation and saving excluded."""
+        steps = self.phase("step")
+        if steps.size and np.isfinite(steps).any():
+            return float(np.nanmedian(np.nanmean(steps, axis=1))) if self.ranks is None else float(np.nanmedian(steps))
+        return self.number("step_seconds_median") or self.typical("step_seconds")
+
+
+# --- from a folder ----------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, now: float | None = None) -> Run:
+    """The run in a folder: its output folder, that folder's `runs`, or a folder with event files.
+
+    Args:
+        now: seconds since the epoch, to judge whether it still runs.
+
+    Raises:
+        UserError: there is no run in this folder, or several.
+    """
+    if not folder.is_dir():
+        raise UserError(f"no run: `{folder}` is not a folder. Give the training.output_dir of a run.")
+    try:
+        output = _output_of(folder)
+        files = _event_files(folder, output)
+        if output is None and not files:
+            raise UserError(_no_run(folder))
+        return _read(folder, output, files, time.time() if now is None else now)
+    except OSError as error:
+        raise UserError(f"the run in {folder} cannot be read: {error.strerror or error}. Check its files.") from error
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `read` finds a run there."""
+    output = _output_of(folder)
+    return output is not None or bool(folder.is_dir() and _event_files(folder, output))
+
+
+def _read(folder: Path, output: Path | None, files: Sequence[Path], now: float) -> Run:
+    record, problem = json_object(output / RUN_FILE) if output is not None else ({}, None)
+    problems = [problem] if problem else []
+    if len(files) > MOST_FILES:
+        problems.append(f"It has {len(files)} event files, of which the newest {MOST_FILES} were read.")
+    home = output or folder
+    hang, problem = json_object(home / HANG_FILE)
+    problems += [problem] if problem else []
+    return Run(
+        folder=folder,
+        name=_name(folder, output),
+        output=output,
+        record=record,
+        scalars=events.read(files[-MOST_FILES:], _loss_tags()),
+        ranks=_ranks(folder, output),
+        hang=hang or None,
+        hang_time=(home / HANG_FILE).stat().st_mtime if hang else None,
+        problems=tuple(problems),
+        now=now,
+    )
+
+
+def _ranks(folder: Path, output: Path | None) -> Ranks | None:
+    places = [folder, folder.parent] if output is None else [output / "runs", output, folder]
+    file = next((place / RANKS_FILE for place in places if (place / RANKS_FILE).is_file()), None)
+    return rank_records.read(file) if file is not None else None
+
+
+def _loss_tags() -> tuple[str, ...]:
+    metric = tags.BY_NAME["loss"]
+    return (metric.tag, *metric.also)
+
+
+def _output_of(folder: Path) -> Path | None:
+    """The output folder that a folder is, or is the `runs` of, or a folder in that."""
+    here = folder.absolute()
+    candidates = [here]
+    if here.name == "runs":
+        candidates.append(here.parent)
+    if here.parent.name == "runs":
+        candidates.append(here.parent.parent)
+    return next((one for one in candidates if (one / RUN_FILE).is_file()), None)
+
+
+def _event_files(folder: Path, output: Path | None) -> list[Path]:
+    if output is not None:
+        return _files_below(output / "runs") + _files_in(output)
+    return _files_in(folder) or _files_below(folder / "runs") or (_files_below(folder) if folder.name == "runs" else [])
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(events.PATTERN) if path.is_file()) if folder.is_dir() else []
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(file for parent in _folders(folder, MOST_DEPTH) for file in _files_in(parent))
+
+
+def _folders(folder: Path, depth: int) -> Iterator[Path]:
+    """A folder and those below it, without hidden ones, links and checkpoints."""
+    if not folder.is_dir():
+        return
+    yield folder
+    if depth:
+        for below in sorted(folder.iterdir()):
+            skipped = below.name.startswith((".", "checkpoint-")) or below.is_symlink()
+            if not skipped and below.is_dir():
+                yield from _folders(below, depth - 1)
+
+
+def find(folder: Path) -> list[Path]:
+    """The runs in a folder and below it: output folders, and folders with the events of other trainers."""
+    found: list[Path] = []
+    for below in _folders(folder, MOST_DEPTH):
+        if any(below.is_relative_to(run) for run in found):
+            continue
+        if (below / RUN_FILE).is_file() or _files_in(below) or _is_foreign_output(below):
+            found.append(below)
+    return found
+
+
+def _is_foreign_output(folder: Path) -> bool:
+    """Whether it is an output folder of TRL: events in `runs` or in folders in that, which are its starts."""
+    return folder.name != "runs" and bool(_files_below(folder / "runs")) and not list(folder.glob(f"runs/*/{RUN_FILE}"))
+
+
+def _name(folder: Path, output: Path | None) -> str:
+    path = (output or folder).absolute()
+    if output is None and path.name == "runs":
+        path = path.parent
+    return text(path.name) or "run"
+
+
+def _no_run(folder: Path) -> str:
+    below = find(folder)
+    if below:
+        names = ", ".join(str(path) for path in below[:3])
+        return f"no run: `{folder}` holds {len(below)} runs, such as {names}. Give the folder of a run."
+    return f"no run: `{folder}` has neither {RUN_FILE} nor event files. Give the training.output_dir of a run."
+
+
+def evaluations(run: Run) -> Series:
+    """The evaluation loss by step: from the events, else from run.json."""
+    series = run.series("eval_loss")
+    if len(series):
+        return series
+    points = [
+        (step, loss)
+        for one in sequence(run.at("evaluations"))
+        if (step := count(mapping(one).get("step"))) is not None and (loss := number(one.get("loss"))) is not None
+    ]
+    return events.of([step for step, _ in points], [loss for _, loss in points])

@@ -1,0 +1,68 @@
+"""Values of files that anyone may have written: each is either what it should be, or None."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 28  # of a JSON file
+MOST_CHARACTERS = 300  # of a name or a sentence that is shown
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def count(value: Any) -> int | None:
+    """A whole number from 0 to 2**53, or None."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found <= 2**53 and found == int(found) else None
+
+
+def text(value: Any) -> str | None:
+    """A short text on one line, without control characters (terminals would obey them), or None."""
+    if not isinstance(value, str):
+        return None
+    clean = _CONTROL.sub(" ", value.encode("utf-8", "replace").decode()).strip()
+    return clean if len(clean) <= MOST_CHARACTERS else clean[: MOST_CHARACTERS - 3] + "..."
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A JSON object; empty if it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(value: Any) -> list[Any]:
+    """A JSON array; empty if it is something else."""
+    return value if isinstance(value, list) else []
+
+
+def at(tree: Any, path: str) -> Any:
+    """The value at a dotted path of nested objects, or None."""
+    for key in path.split("."):
+        tree = mapping(tree).get(key)
+    return tree
+
+
+def json_object(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The object in a JSON file, and what is wrong with the file."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return {}, f"{path.name} is larger than {MOST_BYTES >> 20} MiB and was not read."
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, RecursionError):
+        return {}, f"{path.name} cannot be read: incomplete or damaged."
+    return (content, None) if isinstance(content, dict) else ({}, f"{path.name} holds no JSON object.")
