@@ -107,6 +107,8 @@ class SFTTrainer(trl.SFTTrainer):
     lr_scheduler: Any
     processing_class: Any
 
+    loss_is_scaled_for_ga: bool | None = None  # read by transformers 5.19 and newer
+
     def __init__(
         self,
         *,
@@ -136,6 +138,8 @@ class SFTTrainer(trl.SFTTrainer):
             data_collator=self._collate,
             callbacks=callbacks,
         )
+        if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
+            self.loss_is_scaled_for_ga = True
         self.remove_callback(transformers.PrinterCallback)
         if self.accelerator.ddp_handler is not None and getattr(model, "peft_config", None) is None:
             # Where all weights are trained the gradients are views of DDP's buckets, not copies beside them (D9).
@@ -277,8 +281,9 @@ class SFTTrainer(trl.SFTTrainer):
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # a mean over no label is not a number
-        # `training_step` divides by the accumulation for such models, in training only.
-        parts = self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1
+        # Without the attribute set in __init__, `training_step` divides by the accumulation, in training only.
+        divided = torch.is_grad_enabled() and not self.loss_is_scaled_for_ga
+        parts = self.current_gradient_accumulation_steps if divided else 1
         return mean * own / total * self.args.world_size * parts
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
