@@ -76,6 +76,8 @@ def test_gradients_do_not_depend_on_accumulation(
 
     assert first.trainer.model_accepts_loss_kwargs is accepts
     assert first.trainer.args.gradient_accumulation_steps == 8 // per_device
+    if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):
+        assert first.trainer.loss_is_scaled_for_ga is True
     loss, gradients = first.reference(tiny_model)
     logged = [entry["loss"] for entry in first.trainer.state.log_history if "loss" in entry]
     assert logged == [pytest.approx(loss, rel=1e-5)]
