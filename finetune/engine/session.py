@@ -183,9 +183,7 @@ def build_trainer(
     return Build(trainer=trainer, logger=logger, stop=stop)
 
 
-def dashboard(
-    job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str]
-) -> Dashboard:
+def dashboard(job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str]) -> Dashboard:
     """The pages of TensorBoard.
 
     Args:

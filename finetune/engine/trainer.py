@@ -109,6 +109,8 @@ class SFTTrainer(trl.SFTTrainer):
     lr_scheduler: Any
     processing_class: Any
 
+    loss_is_scaled_for_ga: bool | None = None  # read by transformers 5.19 and newer
+
     def __init__(
         self,
         *,
@@ -138,6 +140,8 @@ class SFTTrainer(trl.SFTTrainer):
             data_collator=self._collate,
             callbacks=callbacks,
         )
+        if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
+            self.loss_is_scaled_for_ga = True
         self.remove_callback(transformers.PrinterCallback)
         if self.accelerator.ddp_handler is not None and getattr(model, "peft_config", None) is None:
             # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
@@ -300,8 +304,9 @@ class SFTTrainer(trl.SFTTrainer):
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # the mean over no label is NaN
-        # For such models `training_step` divides by the accumulation, but only in training.
-        accumulation = self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1
+        # Unless `loss_is_scaled_for_ga` is set, `training_step` divides by the accumulation for such models.
+        divided = torch.is_grad_enabled() and not self.loss_is_scaled_for_ga
+        accumulation = self.current_gradient_accumulation_steps if divided else 1
         return mean * own / total * self.args.world_size * accumulation
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
