@@ -81,7 +81,7 @@ def cell(value: Any, longest: int = LONGEST_SAMPLE) -> str:
     text = str(value)
     text = text if len(text) <= longest else text[:longest] + " ..."
     text = html.escape(text, quote=False)
-    text = re.sub(r"([\\`*_\[\]|~#!])", r"\\\1", text)
+    text = re.sub(r"([\\`*_\[\]|#!])", r"\\\1", text)
     return re.sub(r"\r\n?|\n", "<br>", text)
 
 

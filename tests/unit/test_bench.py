@@ -174,35 +174,6 @@ def test_ddps_account() -> None:
     assert communication.exposed_and_hidden(torch.nn.Linear(1, 1)) is None
 
 
-def test_a_run_notes_what_ddp_accounts_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP's samples are its first ten steps and each hundredth, told one step later; the first step compiles."""
-    from finetune.engine import callbacks
-    from finetune.runtime import distributed
-
-    asked: list[int] = []
-    record = object.__new__(callbacks.RunLogger)
-    record._accounted, record._exposed, record.step_seconds = None, [], [0.1, 0.1, 0.2]
-    for step in range(1, 303):
-        record.trainer = types.SimpleNamespace(model_wrapped=None)
-        monkeypatch.setattr(
-            communication,
-            "exposed_and_hidden",
-            lambda model, step=step: asked.append(step) or (0.01, min(step, 10) / 1e3),
-        )
-        record._account(step)
-    assert asked == [3, 4, 5, 6, 7, 8, 9, 10, 11, 101, 201, 301]
-    assert len(record._exposed) == 8  # what was told before counts once
-    one = record._communication()
-    assert one == {"exposed_communication_fraction": 0.0, "exposed_communication_unknown": None}
-    two = distributed.Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2)
-    monkeypatch.setattr(distributed, "ranks", lambda: two)
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value, None if value is None else 3 * value])
-    assert record._communication()["exposed_communication_fraction"] == pytest.approx(0.2)
-    record._exposed = []
-    found = record._communication()
-    assert found["exposed_communication_fraction"] is None and "too short" in found["exposed_communication_unknown"]
-
-
 def test_kernels_of_communication_that_nothing_hides() -> None:
     """Against counting microsecond by microsecond."""
     from torch.autograd import DeviceType
