@@ -11,11 +11,11 @@ from finetune.runtime.command import BAD_INPUT, DONE
 
 COMMANDS = {
     "train": "train a model; --dry-run runs and measures everything on one device first",
-    "prepare": "tokenize, mask and pack the data ahead of time, and print what became of the rows",
+    "prepare": "tokenize, mask and pack the data ahead of time, and print a summary of the rows",
     "parity": "check that training your configuration gives the same result on any number of GPUs",
     "convert": "convert an Unsloth notebook into a script for any number of GPUs, or report why not",
-    "doctor": "report on this machine, its software and what would stop a run; for bug reports",
-    "advise": "choose the number of GPUs and the settings for your configuration, from measurements",
+    "doctor": "report this machine, its software and anything that would stop a run; for bug reports",
+    "advise": "recommend a number of GPUs and settings for your configuration, from measurements",
     "review": "read what runs recorded: what limits them, what to change, how they compare",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        lines = [f"  {name:10} {about}" for name, about in COMMANDS.items()]
+        lines = [f"  {name:10} {summary}" for name, summary in COMMANDS.items()]
         sys.stdout.write("usage: finetune COMMAND [--help] ...\n\n" + "\n".join(lines) + "\n")
         return DONE if argv else BAD_INPUT
     if argv[0] == "--version":
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"Nearest is `{near[0]}`." if near else f"The commands are {', '.join(COMMANDS)}."
+        hint = f"Nearest is `{near[0]}`." if near else f"Commands: {', '.join(COMMANDS)}."
         if argv[0].endswith((".yaml", ".yml")):
             hint = f"To train with this configuration: finetune train --config {argv[0]}"
         sys.stderr.write(f"error: unknown command: `{argv[0]}`. {hint}\n")

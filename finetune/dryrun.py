@@ -1,6 +1,7 @@
-"""`--dry-run`: would the real run work, and how fast? The same code on one device, measured; the longest rows first.
+"""`--dry-run`: checks whether the real run would work and how fast, by running the same code on one device.
 
-Only the measurement is kept, as a small JSON file in the cache: no model, no checkpoint, no output folder.
+The longest rows come first. Only the measurement is saved, as a small JSON file in the cache: no model, no checkpoint
+and no output folder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import bootstrap, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
-from finetune.runtime.hardware import OUTSIDE_NOTED
+from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import without_json
 
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from finetune.measure.trial import Attempt, Trial
 
 SMOKE_BYTES = 2**20
-SMOKE_SECONDS = 400  # ranks wait 300 s for each other and then report which is missing
+SMOKE_SECONDS = 400  # ranks wait 300 s for each other before they report which one is missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a dry run found. `reason` is None for go."""
+    """The result of a dry run. `reason` is None for go."""
 
     go: bool
     reason: str | None
@@ -46,26 +47,26 @@ class Outcome:
 
 
 def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
-    """Try, measure and report. Returns 0 for go, 1 for no-go.
+    """Run, measure and report. Returns 0 for go, 1 for no-go.
 
     Raises:
-        UserError: the configuration or the data are wrong (exit code 2).
+        UserError: the configuration or the data is invalid (exit code 2).
     """
     if distributed.ranks().world_size > 1:
         raise UserError(
-            f"--dry-run tries one device and was launched on {distributed.ranks().world_size} processes. Start it with "
-            "`python -m finetune.train --dry-run ...`; it prints the launch line for the real run."
+            f"--dry-run runs on one device, but was launched with {distributed.ranks().world_size} processes. Start it "
+            "with `python -m finetune.train --dry-run ...`; it prints the command for the real run."
         )
     config, demo = session.with_demo(config)
     world, real = intended_batch(config)
     output_dir = Path(config.training.output_dir)
     resuming = bool(config.training.resume_from_checkpoint)
     checkpoints.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
-    together = smoke(strategy.visible_gpus())  # while all GPUs are still visible and empty
+    collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
     try:
-        if together is not None and not together["ok"]:
+        if collectives is not None and not collectives["ok"]:
             raise RunError(
-                f"the {together['world_size']} GPUs cannot communicate: {together['message']}. To try one "
+                f"the {collectives['world_size']} GPUs cannot communicate: {collectives['message']}. To test one "
                 "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
         job = session.open_session(config, real, demo=demo, hooks=hooks)
@@ -74,23 +75,23 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         report.print_introduction(job, resume.Start())
         session.check_space(config, job.model)
         show_example(job)
-        # Next to the real output folder: the same disk.
+        # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
             outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
     except RunError as error:
-        full = is_out_of_memory(error)  # while loading the model, before any row
+        full = is_out_of_memory(error)  # while the model was loading
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
-    outcome.measured["collectives"] = together
+    outcome.measured["collectives"] = collectives
     print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
 
 def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
-    """Train on the longest rows and on typical ones, look for the largest micro-batch that fits, then save, zero,
-    reload and compare.
+    """Train on the longest rows and on typical ones, search for the largest micro-batch that fits, then save, zero,
+    reload and compare the weights.
 
     Raises:
-        RunError: a loss that is not finite, no disk space, weights that differ after reloading.
+        RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     from finetune.measure import measurements
     from finetune.measure.trial import holds_its_state
@@ -108,21 +109,21 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     except RunError as error:
         if not is_out_of_memory(error):
             raise
-        full = str(error)  # not the error itself: its frames keep the memory in use
+        full = str(error)  # not the error itself: its frames keep the memory allocated
     finally:
         logger.close()
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (
-                "weights, gradients and the optimizer's state fill the device before any row is processed; "
+                "weights, gradients and optimizer state fill the device before any row is processed; "
                 "`finetune advise` searches for settings that fit."
             )
-            about = {"out_of_memory": True, "state_fits": False}
-            return Outcome(go=False, reason=f"{full} Tried: {reason}", measured=about)
+            facts = {"out_of_memory": True, "state_fits": False}
+            return Outcome(go=False, reason=f"{full} Tried: {reason}", measured=facts)
         sizes = search(trial, world, start=None)
-        about = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
-        return Outcome(go=False, reason=_too_large(full, sizes), measured=about)
-    kept = measurements.keep(measured)
+        facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
+        return Outcome(go=False, reason=_too_large(full, sizes), measured=facts)
+    saved = measurements.keep(measured)
     sizes = search(trial, world, start=trial.job.batch.per_device)
     check_reload(trainer, folder / "saved")
     results |= {
@@ -133,7 +134,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         "projection": projection(measured, world),
         "micro_batch_search": sizes,
         "measurement": measured.to_dict(),
-        "measurement_file": str(kept),
+        "measurement_file": str(saved),
     }
     return Outcome(go=True, reason=None, measured=results)
 
@@ -142,7 +143,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
 
 
 def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None]:
-    """GiB: the peak of training at the worst micro-batch, the device's, and what other processes hold of it."""
+    """Memory in GiB: peak on the longest rows, total and limit of the device, and what other processes use."""
     outside = getattr(trial.memory, "outside_bytes", None)
     return {
         "peak_gib": measured.peak_memory_bytes / 2**30,
@@ -153,7 +154,7 @@ def memory_report(trial: Trial, measured: Measurement) -> dict[str, float | None
 
 
 def split(measured: Measurement) -> dict[str, float]:
-    """Seconds of a mean optimizer step of one device by its parts."""
+    """Mean seconds per optimizer step on one device, by phase."""
     work = measured.work(1)
     return {
         "forward": work.compute_seconds * (1 - work.backward_share),
@@ -165,7 +166,7 @@ def split(measured: Measurement) -> dict[str, float]:
 
 
 def micro_batches(trial: Trial) -> list[dict[str, float]]:
-    """Each micro-batch that was measured: tokens with padding, seconds of forward and backward."""
+    """Each measured micro-batch: tokens including padding, seconds of the forward and the backward pass."""
     return [
         {"tokens": size, "forward": forward, "backward": backward}
         for sizes, step in zip(trial.tokens.tolist(), trial.steps, strict=False)
@@ -174,7 +175,7 @@ def micro_batches(trial: Trial) -> list[dict[str, float]]:
 
 
 def projection(measured: Measurement, world: int) -> dict[str, Any]:
-    """The whole run on one device; and how many devices the launch line is for."""
+    """The predicted run on one device, and the number of devices in the launch line."""
     from finetune.measure.predict import predict
 
     one = predict(measured.work(1), 1, None)
@@ -195,14 +196,14 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     memory, job = trial.memory, trial.job
     sizes = trials.allowed_sizes(job, world)
     if memory.limit_bytes is None:
-        return {"attempts": [], "reason": "a CPU run has no separate memory limit: nothing was searched"}
+        return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
     if start is None:
         sizes = [size for size in sizes if size < job.batch.per_device]
     if not sizes or sizes == [start]:
-        return {"attempts": [], "reason": "the settings leave no other micro-batch size"}
+        return {"attempts": [], "reason": "the settings allow no other size"}
 
     def attempt(size: int) -> Attempt:
-        with console().status(f"trying {size} rows at a time"):
+        with console().status(f"trying {size} rows per micro-batch"):
             return trials.try_size(trial.trainer, job.layout, size, memory)
 
     attempts = trials.search(sizes, start or sizes[-1], attempt)
@@ -217,18 +218,21 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     }
 
 
-def smoke(gpus: int) -> dict[str, Any] | None:
-    """A short all-reduce over all GPUs of this machine, in separate processes; None with fewer than two GPUs."""
+def check_collectives(gpus: int) -> dict[str, Any] | None:
+    """Run a short all-reduce over all GPUs of this machine in separate processes. None with fewer than two GPUs."""
     if gpus < 2:
         return None
     arguments = ["comm", "--world-sizes", str(gpus), "--sizes", str(SMOKE_BYTES), "--runs", "1", "--steps", "5"]
-    with tempfile.TemporaryDirectory(prefix="smoke-") as folder, console().status(f"an all-reduce over {gpus} GPUs"):
+    with (
+        tempfile.TemporaryDirectory(prefix="smoke-") as folder,
+        console().status(f"testing an all-reduce over {gpus} GPUs"),
+    ):
         place = Path(folder) / "comm.json"
         command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
         try:
             done = subprocesses.run(command, timeout=SMOKE_SECONDS)
         except subprocess.TimeoutExpired:
-            message = f"no answer after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` shows where they wait"
+            message = f"no result after {SMOKE_SECONDS} s. `NCCL_DEBUG=INFO finetune bench comm` shows where they hang"
             return {"world_size": gpus, "ok": False, "message": message}
         if done.returncode:
             return {"world_size": gpus, "ok": False, "message": done.stderr.strip()[-2000:].removeprefix("error: ")}
@@ -238,14 +242,14 @@ def smoke(gpus: int) -> dict[str, Any] | None:
 
 
 def process_start() -> float:
-    """When this process began, in seconds since the epoch."""
+    """Start time of this process, in seconds since the epoch."""
     import psutil
 
     return psutil.Process().create_time()
 
 
 def is_out_of_memory(error: RunError) -> bool:
-    """Whether an error was caused by a full device."""
+    """Whether an error was caused by running out of device memory."""
     import torch
 
     return isinstance(error.__cause__, torch.OutOfMemoryError)
@@ -254,7 +258,8 @@ def is_out_of_memory(error: RunError) -> bool:
 def _too_large(message: str, sizes: dict[str, Any]) -> str:
     if sizes.get("flag"):
         return (
-            f"{message} Tried: the largest that fits is {sizes['largest_that_fits']} rows at a time ({sizes['flag']})."
+            f"{message} Tried: the largest micro-batch that fits has {sizes['largest_that_fits']} rows "
+            f"({sizes['flag']})."
         )
     if sizes["attempts"]:
         return f"{message} Tried: no smaller micro-batch fits either; `finetune advise` searches for settings that fit."
@@ -262,10 +267,10 @@ def _too_large(message: str, sizes: dict[str, Any]) -> str:
 
 
 def check_reload(trainer: Any, folder: Path) -> None:
-    """Save the trained weights, zero them in memory, load them from disk, and compare.
+    """Save the trained weights, zero them in memory, load them from disk and compare.
 
     Raises:
-        RunError: they differ, so a saved model would not be the trained one.
+        RunError: they differ.
     """
     import torch
 
@@ -277,15 +282,14 @@ def check_reload(trainer: Any, folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.zero_()
-    with bootstrap.errors_only():  # transformers warns of a tied head that no file holds
+    with bootstrap.errors_only():  # transformers warns that a tied head is missing from the file
         trainer._load_from_checkpoint(str(folder))
     parameters = dict(model.named_parameters())
     bad = [name for name, value in trained.items() if not torch.equal(parameters[name].detach(), value)]
     if bad:
         raise RunError(
             f"After saving and loading, {len(bad)} of {len(trained)} trained tensors differ (the first is {bad[0]}): "
-            "a saved model would not be the one that was trained. Please report this with the output of `finetune "
-            "doctor`."
+            "a saved model would not match the trained one. Please report this with the output of `finetune doctor`."
         )
 
 
@@ -303,12 +307,12 @@ def show_example(job: Any) -> None:
 
 
 def print_report(config: Config, outcome: Outcome, line: str) -> None:
-    """Print go or no-go, with what was measured and the launch line for the real run."""
+    """Print go or no-go, with the measurements and the launch line of the real run."""
     if outcome.go:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):
             print_line(note)
-        console().print("GO. Nothing was kept but the measurement. Start the real run with:", style="green")
+        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
         print_line(f"  {line}")
     else:
         print_line(f"NO-GO: {outcome.reason}", style="red")
@@ -318,7 +322,7 @@ def print_report(config: Config, outcome: Outcome, line: str) -> None:
 
 
 def table(measured: dict[str, Any]) -> Table:
-    """The figures."""
+    """The measured figures."""
     memory, step, whole = measured["memory"], measured["step"], measured["projection"]
     shown = Table(title="Dry run", title_justify="left", show_header=False)
     shown.add_row("longest row", f"{measured['longest_row_tokens']:,} tokens")
@@ -326,9 +330,9 @@ def table(measured: dict[str, Any]) -> Table:
     shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
     parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
     shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
-    shown.add_row("speed on one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
+    shown.add_row("throughput, one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
     length = f"{whole['steps']:,.0f} steps in {duration(3600 * whole['hours_on_one_device'])}"
-    shown.add_row("the whole run on one device", f"{length}, of which {whole['start_up_seconds']:.0f} s to start up")
+    shown.add_row("whole run, one device", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
     if measured["collectives"]:
         found = measured["collectives"]
         shown.add_row(f"all-reduce over {found['world_size']} GPUs", found["message"])
@@ -339,25 +343,25 @@ def table(measured: dict[str, Any]) -> Table:
 
 
 def notes(measured: dict[str, Any]) -> list[str]:
-    """What the figures mean for the settings."""
+    """Recommendations and warnings that follow from the figures."""
     sizes, memory = measured["micro_batch_search"], measured["memory"]
     lines = []
     if not sizes["attempts"]:
         lines.append(f"Micro-batch size: {sizes['reason']}.")
     elif sizes["largest_that_fits"] is None:
-        lines.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (0.8 of the memory).")
+        lines.append(f"No micro-batch size stays below the limit of {sizes['limit_gib']:.1f} GiB (80% of the memory).")
     else:
         tried = ", ".join(_attempt(one) for one in sizes["attempts"])
         lines.append(
-            f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (0.8 of the memory): {tried}. The largest that fits "
+            f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (80% of the memory): {tried}. The largest that fits "
             f"is {sizes['largest_that_fits']}. Recommended: {sizes['flag']}"
         )
     if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
-        lines.append("warning: the peak is above 0.8 of the memory; fragmentation may still end the run.")
-    if (memory["held_by_others_gib"] or 0.0) * 2**30 > OUTSIDE_NOTED:
+        lines.append("warning: peak memory is above 80% of the GPU memory; fragmentation may still end the run.")
+    if (memory["held_by_others_gib"] or 0.0) * 2**30 > NOTABLE_OUTSIDE_BYTES:
         lines.append(
-            f"warning: {memory['held_by_others_gib']:.1f} GiB of this GPU are held outside this program: another "
-            "process uses it, and these timings are not what the GPU can do alone."
+            f"warning: other processes use {memory['held_by_others_gib']:.1f} GiB of this GPU, so these timings may be "
+            "slower than on an idle GPU."
         )
     return lines
 
@@ -365,25 +369,25 @@ def notes(measured: dict[str, Any]) -> list[str]:
 def _attempt(one: dict[str, Any]) -> str:
     if one["peak_bytes"] is None:
         return f"{one['per_device']} out of memory"
-    speed = f"{one['tokens_per_second']:,.0f} tokens/s" if one["tokens_per_second"] else "no speed"
+    speed = f"{one['tokens_per_second']:,.0f} tokens/s" if one["tokens_per_second"] else "not timed"
     return f"{one['per_device']} {one['peak_bytes'] / 2**30:.1f} GiB {speed}"
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, whichever reads best."""
+    """A duration in hours, minutes or seconds."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} hours"
     return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
 
 
 def intended_batch(config: Config) -> tuple[int, Batch]:
-    """How many ranks the real run would have here, and its batch: all GPUs, or the most that hold the global batch."""
+    """The real run's number of ranks on this machine and its batch: all GPUs, or as many as the global batch allows."""
     world = strategy.largest_world(config, strategy.visible_gpus())
     return world, resolve_batch(config.training, world, config.data)
 
 
 def launch_line(world: int) -> str:
-    """The command that launches the real run on `world` devices, with the arguments that were given."""
+    """The command that launches the real run on `world` devices with the given arguments."""
     import torch
 
     target, given = strategy.given_command()

@@ -1,11 +1,11 @@
-"""The two errors that are shown to users: printed without a traceback."""
+"""The errors that are reported to users without a traceback."""
 
 from finetune.redact import redact
 
 
 class UserError(Exception):
-    """A mistake in the configuration, the data or the machine's set-up. The message names what is
-    wrong, what was given and what to do; secrets in it are masked. The process exits with `exit_code`."""
+    """A mistake in the configuration, the data or the setup of the machine. The message states what is wrong, what was
+    given and what to do; secrets in it are masked. The process exits with `exit_code`."""
 
     exit_code = 2
 
@@ -14,11 +14,11 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """The input was valid but the run could not continue (out of memory, loss not finite, no disk space)."""
+    """The input is valid but the run cannot continue (out of memory, loss not finite, no disk space)."""
 
     exit_code = 1
 
 
 def describe(error: BaseException) -> str:
-    """An error as one line of text, without secrets: a library's error is preceded by the name of its class."""
+    """An error as one line of text with secrets masked. Errors of libraries are preceded by their class name."""
     return str(error) if isinstance(error, UserError) else redact(f"{type(error).__name__}: {error}")

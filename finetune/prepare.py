@@ -1,4 +1,4 @@
-"""`finetune prepare`: tokenize, mask, pack and plan ahead of time, and report the result. Needs no GPU."""
+"""`finetune prepare`: tokenizes, masks and packs the data ahead of time, and prints a summary. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from finetune.config import Config
 from finetune.runtime.command import DONE, console, print_line, run_command
 
-PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print what became of the rows."
+PURPOSE = "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary of the rows."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,10 +16,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(config: Config) -> int:
-    """Prepare the data and report.
+    """Prepare the data and print a summary.
 
     Raises:
-        UserError: the configuration names no data, or the data cannot be used.
+        UserError: the configuration names no data, or the data is unusable.
     """
     from finetune.data import ledger
     from finetune.data.layout import lay_out
@@ -32,7 +32,7 @@ def run(config: Config) -> int:
 
     if config.demo:
         raise UserError(
-            "prepare needs a model and data: none are configured. Set model.model_name_or_path and data.train_file."
+            "prepare needs a model and data, but none are configured. Set model.model_name_or_path and data.train_file."
         )
     bootstrap.quiet_libraries(config.logging.log_level)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Secrets in texts and values: found by the shape of tokens, by names such as `api_key`, and in addresses.
+"""Finds and masks secrets: tokens with a known prefix, values next to names such as `api_key`, and URL credentials.
 
 Everything that may reach a log, a report or a script passes through here: errors, run.json, and what `convert` writes.
-Shapes are the prefixes that services give their tokens. A secret without one is found only by the name beside it.
+A secret without a known prefix is only found by the name next to it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MASK = "***"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A secret at text[start:end], and the environment variable that its service's library reads."""
+    """A secret at text[start:end], and the environment variable from which its service's library reads it."""
 
     start: int
     end: int
     variable: str
 
 
-# Prefix and form of a service's tokens -> the variable that its library reads.
+# Format of a service's tokens, and the environment variable that its library reads.
 _SHAPES: tuple[tuple[str, str], ...] = (
     (r"(?:api_org|hf)_[A-Za-z0-9]{16,}", "HF_TOKEN"),
     (r"sk-ant-[A-Za-z0-9_-]{16,}", "ANTHROPIC_API_KEY"),
@@ -75,7 +75,7 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"AGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE_SECRET_KEY"),
     (r"KGAT_[A-Za-z0-9]{20,}", "KAGGLE_API_TOKEN"),
     (r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?", "TOKEN"),
-    # Any other prefix before a long run of random letters and digits.
+    # Any other prefix, followed by a long random sequence of letters and digits.
     (
         r"[A-Za-z][A-Za-z0-9]{1,9}[_-](?:[A-Za-z0-9]{1,8}[_-]){0,2}"
         r"(?=[A-Za-z]*[0-9])(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{32,}(?![A-Za-z0-9/+])",
@@ -93,8 +93,8 @@ _QUERY = re.compile(
 _ACCOUNT_KEY = re.compile(r"(?:AccountKey|SharedAccessKey|SharedAccessSignature)=([A-Za-z0-9+/=%&-]{16,})", re.I)
 _HEADER = re.compile(r"\b(?:bearer|basic|token|bot)\s+(?=[\w./+=~-]*[0-9A-Z])([\w./+=~-]{12,})", re.I)
 _WANDB = re.compile(r"(?:wandb|weights\W{1,3}biases)[^\n]{0,60}?(?<![0-9a-fA-F])([0-9a-f]{40})(?![0-9a-fA-F])", re.I)
-# A name, in quotes or as an option, then its value: `api_key = "..."`, `'token': ...`, `--password ...`, `-u me:...`.
-# The quotes may be escaped, as in JSON within a text.
+# A name, quoted or as an option, followed by its value: `api_key = "..."`, `'token': ...`, `--password ...`,
+# `-u me:...`. Quotes may be escaped, as for JSON inside a string.
 _NAMED = re.compile(
     r"(?:(?P<option>(?<!\S)--?[A-Za-z][\w.-]{0,80})\s+"
     r"|(?P<name>[A-Za-z_][\w.-]{0,80})\\{0,3}['\"]?\]?\s{0,9}"
@@ -118,7 +118,7 @@ _TOKENIZER_WORDS = frozenset(
     " vision user assistant system tool think prompt per max min num added extra additional decoder forced prefix"
     " suffix middle separator space blank newline".split()
 )
-_MOST_NAMED = 200_000  # characters of a text that are searched for names
+_MAX_SEARCHED = 200_000  # leading characters of a text that are searched for names
 
 
 def is_secret_name(name: str) -> bool:
@@ -146,8 +146,8 @@ def variable_for(name: str) -> str:
 
 
 def shaped(text: str) -> Iterator[Found]:
-    """The secrets that are known by their form, anywhere in the text: tokens of services, private keys, and the user
-    and password of an address. They may overlap."""
+    """Secrets with a known format, anywhere in the text: tokens of services, private keys and credentials in URLs. They
+    may overlap."""
     for pattern, variable in _SHAPED:
         for match in pattern.finditer(text):
             if not is_placeholder(match.group()):
@@ -167,26 +167,26 @@ def shaped(text: str) -> Iterator[Found]:
 
 
 def find(text: str) -> list[Found]:
-    """All secrets of a text, in order and without overlap: those of `shaped`, and the values beside secret names."""
+    """All secrets in a text, in order and without overlap: those of `shaped`, and values next to secret names."""
     found = list(shaped(text))
-    found += _beside_names(text[:_MOST_NAMED])
-    found += [Found(*match.span(1), "PASSWORD") for match in _CURL_USER.finditer(text[:_MOST_NAMED])]
+    found += _named(text[:_MAX_SEARCHED])
+    found += [Found(*match.span(1), "PASSWORD") for match in _CURL_USER.finditer(text[:_MAX_SEARCHED])]
     return merged(found)
 
 
-def _beside_names(text: str) -> Iterator[Found]:
+def _named(text: str) -> Iterator[Found]:
     position = 0
     while match := _NAMED.search(text, position):
         name, group = match["option"] or match["name"], "bare" if match["quoted"] is None else "quoted"
         if holds_secret(name, match[group], quoted=group == "quoted"):
             yield Found(*match.span(group), variable_for(name))
             position = match.end()
-        else:  # what looks like its value may be the next name: `-x TOKEN=...`
+        else:  # the apparent value may be the next name: `-x TOKEN=...`
             position = match.start("option") + 1 if match["option"] else match.end("name")
 
 
 def merged(found: list[Found]) -> list[Found]:
-    """In order; overlapping ones merged, named by the first."""
+    """The secrets in order, with overlapping ones merged under the variable of the first."""
     kept: list[Found] = []
     for item in sorted(found, key=lambda item: (item.start, -item.end)):
         if kept and item.start < kept[-1].end:
@@ -197,8 +197,8 @@ def merged(found: list[Found]) -> list[Found]:
 
 
 def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
-    """Whether `name` is that of a secret and its value may be one: no placeholder, special token of a tokenizer or
-    number, and, without quotes, no expression or word of a sentence."""
+    """Whether `name` is the name of a secret and `value` may be one: not a placeholder, a special token of a tokenizer
+    or a number, and, if unquoted, not an expression or a plain word."""
     if not is_secret_name(name) or not is_credible(value):
         return False
     if not quoted:
@@ -211,13 +211,13 @@ def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
 
 
 def is_credible(value: str) -> bool:
-    """Whether the value of a secret name may be a secret."""
+    """Whether a value next to a secret name may be a secret."""
     no_secret = r"[<\[(].*[>\])]|[\d.,_-]+|(?i:none|null|true|false)"
     return len(value) >= 4 and not is_placeholder(value) and not re.fullmatch(no_secret, value)
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a value only marks where a secret belongs: `YOUR_HF_TOKEN`, `hf_...`, `<token>`, `***`."""
+    """Whether a value only stands in for a secret: `YOUR_HF_TOKEN`, `hf_...`, `<token>`, `***`."""
     return bool(re.search(r"your|_here|\.\.\.|…|x{4}|\*{3}|<\w+>|\$\{|example\.com$|changeme|placeholder", value, re.I))
 
 
@@ -231,9 +231,9 @@ def redact(text: str, mask: str = MASK) -> str:
 
 
 def redact_arguments(arguments: Iterable[str]) -> list[str]:
-    """The words of a command line, with secrets and the values of options with secret names masked."""
+    """Command-line arguments, with secrets and the values of options with secret names masked."""
     shown: list[str] = []
-    option = ""  # the one that the next word belongs to
+    option = ""  # to which the next word belongs
     for word in arguments:
         name, equals, _ = word.partition("=")
         if option and is_secret_name(option) and not word.startswith("--"):
@@ -247,7 +247,7 @@ def redact_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def redact_tree(value: Any) -> Any:
-    """Dicts and lists with every text in them redacted, and the values of secret names masked."""
+    """Nested dicts and lists with every string redacted and the values of secret names masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Entry point for custom training scripts: the script's functions, and the settings in the YAML file beside it.
+"""Entry point for custom training scripts, which provide functions; settings come from a YAML file next to the script.
 
     from finetune import script
 
@@ -9,9 +9,9 @@
     if __name__ == "__main__":
         raise SystemExit(script.run(__file__, dataset=build_dataset))
 
-`accelerate launch my.py` then trains on any number of ranks, as `finetune.train` does, and `python my.py --dry-run`
-tests it on one device. Import torch, unsloth, transformers and datasets inside the functions: this program chooses the
-device and applies its patches before it imports them.
+`accelerate launch my.py` then trains on any number of ranks, like `finetune.train`, and `python my.py --dry-run` tests
+it on one device. Import torch, unsloth, transformers and datasets inside the functions: this program must select the
+device and apply its patches before they are imported.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def run(
     trainer: Callable[[Any], Any] | None = None,
     save: Callable[[Any, Any], Any] | None = None,
 ) -> int:
-    """Train with the settings of the YAML file named like the script (or by `--config`) and of the command line.
+    """Train with the settings of the YAML file (SCRIPT.yaml, or the one given by `--config`) and of the command line.
 
     Args:
         file: the script's `__file__`.
-        dataset: gets the tokenizer; returns rows in one of the formats of `data.format` (a `datasets.Dataset` or any
-            iterable of mappings), or a pair (training rows, held-out rows). Called once per machine; the result is kept
-            until the script, a file that it names, the tokenizer or the settings of the data change.
-            `data.train_file` or `data.dataset_name` replaces it.
-        tokenizer: gets the tokenizer, after it is loaded, on every rank; may return another one.
-        model: gets the model with its adapter, and the tokenizer, on every rank; may return another model.
-        trainer: gets the trainer, after it is built, on every rank; to add callbacks.
-        save: gets the trained model and the tokenizer, after the final model is in training.output_dir; called by the
-            main rank only, after the other ranks have ended: for exports, which may take long.
+        dataset: takes the tokenizer; returns rows in one of the formats of `data.format` (a `datasets.Dataset` or any
+            iterable of mappings), or a pair (training rows, held-out rows). Called once per machine; the result is
+            cached until the script, a data file it names, the tokenizer or the data settings change. Not called if
+            `data.train_file` or `data.dataset_name` is set.
+        tokenizer: takes the tokenizer after it is loaded, on every rank; may return a replacement.
+        model: takes the model with its adapter, and the tokenizer, on every rank; may return a replacement.
+        trainer: takes the trainer after it is built, on every rank, for example to add callbacks.
+        save: takes the trained model and the tokenizer, for exports. Called on the main rank only, after the final
+            model is in training.output_dir and the other ranks have exited, so it may take long.
 
     Returns:
-        The exit code of the process: 0 done, 1 failed, 2 bad configuration or input, 130 interrupted.
+        The exit code for the process: 0 done, 1 failed, 2 bad configuration or input, 130 interrupted.
     """
     script = Path(file).resolve()
     hooks = Hooks(script=script, dataset=dataset, tokenizer=tokenizer, model=model, trainer=trainer, save=save)
@@ -61,13 +61,13 @@ def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:
     from finetune.config import load
 
     if not any(argument.partition("=")[0] == "--config" for argument in argv):
-        beside = script.with_suffix(".yaml")
-        if not beside.is_file():
-            raise UserError(f"{script.name} has its settings in {beside}, which does not exist; --config names others")
-        argv = ["--config", str(beside), *argv]
+        default = script.with_suffix(".yaml")
+        if not default.is_file():
+            raise UserError(f"settings file of {script.name} not found: {default}. Create it or give --config.")
+        argv = ["--config", str(default), *argv]
     config = load(list(argv), script=script.name if hooks.dataset else None)
     if config.demo:
-        raise UserError(f"{config.config_file} names no model for {script.name}: set model.model_name_or_path.")
+        raise UserError(f"{config.config_file} names no model for {script.name}. Set model.model_name_or_path.")
     from finetune import train
 
     return train.run(config, hooks=hooks)

@@ -4,13 +4,13 @@
     python full_text.py --dry-run
 
 Settings: full_text.yaml, or on the command line as --section.key VALUE; --help lists them.
-From full_text.ipynb (sha256 da1748b2bb214836), by finetune convert 0.1.0. This is derived from that notebook,
-whose licence applies. What was left out, and why: full_text.report.json
+Generated from full_text.ipynb (sha256 da1748b2bb214836) by finetune convert 0.1.0. This is a derived work, so
+the notebook's license applies. What was left out, and why: full_text.report.json
 """
 
 import os
 
-# Libraries read these when they are imported.
+# Set before the imports, because libraries read these when they are imported.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from finetune import script

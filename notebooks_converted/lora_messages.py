@@ -4,8 +4,8 @@
     python lora_messages.py --dry-run
 
 Settings: lora_messages.yaml, or on the command line as --section.key VALUE; --help lists them.
-From lora_messages.ipynb (sha256 64ea92aca5c0ee66), by finetune convert 0.1.0. This is derived from that
-notebook, whose licence applies. What was left out, and why: lora_messages.report.json
+Generated from lora_messages.ipynb (sha256 64ea92aca5c0ee66) by finetune convert 0.1.0. This is a derived
+work, so the notebook's license applies. What was left out, and why: lora_messages.report.json
 """
 
 from finetune import script

@@ -4,8 +4,8 @@
     python multi_turn_responses.py --dry-run
 
 Settings: multi_turn_responses.yaml, or on the command line as --section.key VALUE; --help lists them.
-From multi_turn_responses.ipynb (sha256 77badd00284eb733), by finetune convert 0.1.0. This is derived from
-that notebook, whose licence applies. What was left out, and why: multi_turn_responses.report.json
+Generated from multi_turn_responses.ipynb (sha256 77badd00284eb733) by finetune convert 0.1.0. This is a
+derived work, so the notebook's license applies. What was left out, and why: multi_turn_responses.report.json
 """
 
 from finetune import script

@@ -4,8 +4,8 @@
     python qlora_alpaca.py --dry-run
 
 Settings: qlora_alpaca.yaml, or on the command line as --section.key VALUE; --help lists them.
-From qlora_alpaca.ipynb (sha256 1a1ccf493267b810), by finetune convert 0.1.0. This is derived from that
-notebook, whose licence applies. What was left out, and why: qlora_alpaca.report.json
+Generated from qlora_alpaca.ipynb (sha256 1a1ccf493267b810) by finetune convert 0.1.0. This is a derived work,
+so the notebook's license applies. What was left out, and why: qlora_alpaca.report.json
 """
 
 from finetune import script

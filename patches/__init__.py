@@ -1,6 +1,6 @@
-"""Patches for defects of the installed libraries, one file each, in the order in which they are probed.
+"""Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY runs before `import unsloth`, LATE after it. A patch is applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it. A patch is applied only if its probe finds the defect.
 """
 
 from patches import (

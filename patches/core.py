@@ -1,4 +1,4 @@
-"""Probe for each patch's defect, apply the patch if the defect is present, and verify that it is gone."""
+"""Probes for each patch's defect, applies the patch if the defect is present, and verifies that it worked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import ModuleType
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found and done about one defect."""
+    """The result of the probe for one defect, and whether its patch was applied."""
 
     name: str
-    needed: bool | None  # None: the probe of a patch that was left out failed
+    needed: bool | None  # None if the probe of a patch that was left out failed
     left_out: bool = False
 
     @property
@@ -31,11 +31,11 @@ class Verdict:
 
 
 def run(patches: Iterable[ModuleType], without: Collection[str] = ()) -> list[Verdict]:
-    """Apply each patch whose defect is present in this process. Those named in `without` ("all" for every one) are
+    """Apply each patch whose defect is present in this process. Patches named in `without` ("all" for every patch) are
     only probed.
 
     Raises:
-        RuntimeError: a probe failed (the defect is then unknown, which is not "absent"), or a patch did not help.
+        RuntimeError: a probe failed, so it is unknown whether the defect is present; or a patch did not work.
     """
     verdicts = []
     for patch in patches:
@@ -47,10 +47,12 @@ def run(patches: Iterable[ModuleType], without: Collection[str] = ()) -> list[Ve
             if left_out:
                 verdicts.append(Verdict(name=name, needed=None, left_out=True))
                 continue
-            raise RuntimeError(f"patch {name}: its probe failed, so the defect is unknown: {error!r}") from error
+            raise RuntimeError(
+                f"patch {name}: its probe failed, so it is unknown whether the defect is present: {error!r}"
+            ) from error
         if needed and not left_out:
             patch.apply()
             if patch.needed():
-                raise RuntimeError(f"patch {name}: applied, and the defect is still there (see {patch.UPSTREAM})")
+                raise RuntimeError(f"patch {name}: applied, but the defect is still present (see {patch.UPSTREAM})")
         verdicts.append(Verdict(name=name, needed=needed, left_out=left_out))
     return verdicts

@@ -1,8 +1,8 @@
-"""torch 2.11's variable-length flash attention handles grouped-query heads but does not take `enable_gqa`.
+"""torch 2.11's variable-length flash attention supports grouped-query attention but does not accept `enable_gqa`.
 
-Unsloth 2026.10 asks `torch.nn.attention.varlen.varlen_attn` for that keyword and, if it is missing, makes one
-attention call per document and layer instead. Only CUDA kernels are affected; a CPU uses neither path.
-Without this: packed training runs at half its throughput on torch 2.11, with the same losses and no warning.
+Unsloth 2026.10 checks `torch.nn.attention.varlen.varlen_attn` for that keyword and, if it is missing, makes one
+attention call per document and layer instead. Affects CUDA only; a CPU uses neither path.
+Without this: packed training on torch 2.11 has half the throughput, with the same losses and no warning.
 """
 
 import functools
@@ -13,20 +13,20 @@ REMOVE_WHEN = "torch>=2.12"
 
 
 def _varlen():
-    """The module of the function; None if it is not used."""
+    """The module that defines `varlen_attn`; None if nothing can use it."""
     import torch
 
-    if not torch.cuda.is_available():  # nothing uses it, and importing it takes a second
+    if not torch.cuda.is_available():  # unused, and importing it takes a second
         return None
     try:
         from torch.nn.attention import varlen
-    except ImportError:  # torch < 2.10 does not have this function, and nothing uses it
+    except ImportError:  # torch < 2.10 does not have it
         return None
     return varlen
 
 
 def needed() -> bool:
-    """Whether `varlen_attn` supports windows (torch 2.11) and refuses `enable_gqa` (torch 2.12)."""
+    """Whether `varlen_attn` supports windows (since torch 2.11) but rejects `enable_gqa` (accepted since 2.12)."""
     varlen = _varlen()
     if varlen is None:
         return False
@@ -35,7 +35,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Accept `enable_gqa` and drop it: the kernel itself reads the number of key-value heads from the shapes."""
+    """Accept and ignore `enable_gqa`: the kernel infers the number of key-value heads from the shapes."""
     varlen = _varlen()
     if varlen is None or not needed():
         return

@@ -1,11 +1,11 @@
-"""Unsloth moves the frozen copy of a trained embedding or head off the GPU, through a pickle in the model's folder.
+"""Unsloth offloads the frozen copy of a trained embedding or head from the GPU to a pickle in the model's folder.
 
-With `modules_to_save` or target_modules of `embed_tokens` or `lm_head` and Unsloth's own checkpointing,
-`get_peft_model` saves the weights that PEFT is about to copy as TEMPORARY/NAME_OR_PATH/*.pt, which for a local model is
-that model's own folder, and reads them back as a memory map on the CPU.
-Without this: every rank writes the same file while others have it mapped; a folder that cannot be written ends the
-run; and DDP, which requires one kind of device, gets weights on two (this program's *one device per rank* refuses
-that). With it the copy stays where it is, for the memory of one embedding on each GPU.
+If `embed_tokens` or `lm_head` is in `modules_to_save` or `target_modules` and Unsloth's own checkpointing is used,
+`get_peft_model` saves the weights that PEFT is about to copy to TEMPORARY/NAME_OR_PATH/*.pt, which for a local model is
+the model's own folder, and maps them back into memory on the CPU.
+Without this: every rank writes the same file while other ranks have it mapped; a read-only folder ends the run; and
+DDP, which requires a single device type, gets weights on two (refused by the invariant *one device per rank*). With
+this, the copy stays on the GPU, at the cost of one embedding's memory per GPU.
 """
 
 import functools
@@ -24,13 +24,13 @@ NAMES = ("offload_input_embeddings", "offload_output_embeddings")
 
 
 def _loaded() -> tuple[ModuleType | None, dict[str, Callable[..., Any]]]:
-    """The module, and those of the functions that it has; nothing if `import unsloth` has not loaded it (on a CPU)."""
+    """The module and its functions among NAMES; (None, {}) if `import unsloth` has not loaded it, as on a CPU."""
     module = sys.modules.get(MODULE)
     return module, {name: vars(module)[name] for name in NAMES if module is not None and name in vars(module)}
 
 
 def needed() -> bool:
-    """Whether a model of two small layers leaves a file on disk, or changes the layers."""
+    """Whether the functions write a file or replace the layers, tried on a model of two small layers."""
     _, functions = _loaded()
     if not functions:
         return False
@@ -45,7 +45,7 @@ def needed() -> bool:
 
 
 class _Layers:
-    """The parts of a model that the functions use."""
+    """A stand-in for a model, with the members that the functions use."""
 
     def __init__(self, first: Any, last: Any, folder: Path) -> None:
         self._first, self._last = first, last
@@ -68,17 +68,17 @@ class _Layers:
 
 
 def apply() -> None:
-    """Leave the layers alone."""
+    """Make the functions do nothing, so that the layers stay on the GPU."""
     module, functions = _loaded()
     if module is None or not needed():
         return
     for name, original in functions.items():
-        setattr(module, name, _stays(original))
+        setattr(module, name, _no_op(original))
 
 
-def _stays(original: Callable[..., Any]) -> Callable[..., None]:
+def _no_op(original: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(original)
-    def stay(*args: Any, **kwargs: Any) -> None:
+    def no_op(*args: Any, **kwargs: Any) -> None:
         return None
 
-    return stay
+    return no_op

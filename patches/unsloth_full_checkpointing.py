@@ -1,10 +1,10 @@
 """Unsloth uses a slower kind of gradient checkpointing for full fine-tuning on several ranks than on one.
 
-On one GPU it uses its own reentrant checkpointing, and under DDP torch's non-reentrant one, because DDP would mark the
+On one GPU it uses its own reentrant checkpointing, under DDP torch's non-reentrant one, because DDP would mark the
 weights of a vision or audio tower ready twice. Full fine-tuning shares that code, so text models are affected as well.
-Without this: 7 % more time per micro-batch (1.2 B, packs of 16,384 tokens, one H200) and 0.19 GiB less memory. With it,
-the text models that Unsloth itself trains with reentrant checkpointing under DDP when they have a LoRA keep it in full
-fine-tuning: each of their layers runs once per forward pass. What one GPU measures then holds for several.
+Without this: 7% more time per micro-batch (1.2 B, packs of 16,384 tokens, one H200) and 0.19 GiB less memory. With
+this, text models keep reentrant checkpointing, which Unsloth itself uses for them under DDP with LoRA: each of their
+layers runs once per forward pass. Measurements on one GPU then apply to several.
 """
 
 import functools
@@ -14,38 +14,39 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that non-reentrant avoids for towers
+UPSTREAM = "https://github.com/unslothai/unsloth/issues/3713"  # the error that non-reentrant checkpointing avoids
 REMOVE_WHEN = None  # unreleased: 2026.8.22 to 2026.10.9 have it (benchmarks/release_probes.py)
 
 MODULE = "unsloth.models.vision"
 UTILITIES = "unsloth.models.loader_utils"
-# What `post_patch_model` asks, and the answer it gets on one rank. Releases up to 2026.10.7 ask the second question.
-QUESTIONS = {"vlm_gradient_checkpointing_reentrant": True, "is_distributed": False}
-# The two functions of which it calls one as soon as it has decided: the first for non-reentrant checkpointing.
+# The function that `post_patch_model` calls to decide, with its result on one rank. Releases up to 2026.10.7 call the
+# second one.
+DECIDERS = {"vlm_gradient_checkpointing_reentrant": True, "is_distributed": False}
+# It calls one of these two as soon as it has decided; the first if checkpointing is non-reentrant.
 DROPS_REENTRANT, PREPARES = "unpatch_unsloth_gradient_checkpointing", "prepare_model_for_training"
 MODEL_TYPES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3")  # the fast classes of unsloth.models.loader
 
 
 def _loaded() -> ModuleType | None:
-    """The module, if `import unsloth` has loaded it and its decision has a form known here."""
+    """The module, if `import unsloth` has loaded it and it decides in one of the known ways."""
     module = sys.modules.get(MODULE)
     known = module is not None and hasattr(getattr(module, "FastBaseModel", None), "post_patch_model")
-    return module if known and _question(module) and hasattr(module, PREPARES) else None
+    return module if known and _decider(module) and hasattr(module, PREPARES) else None
 
 
-def _question(module: ModuleType | None) -> str | None:
-    return next((name for name in QUESTIONS if hasattr(module, name)), None)
+def _decider(module: ModuleType | None) -> str | None:
+    return next((name for name in DECIDERS if hasattr(module, name)), None)
 
 
 def needed() -> bool:
-    """Whether a Llama on two ranks would get non-reentrant checkpointing. The answer does not depend on the number of
-    ranks of this process, so that a measurement on one rank has the patches of a run on several."""
+    """Whether a Llama on two ranks would get non-reentrant checkpointing. The result does not depend on the actual
+    world size, so that a measurement on one rank uses the same patches as a run on several."""
     module = _loaded()
     return module is not None and not _reentrant_on_two_ranks(module)
 
 
 class _Decided(Exception):
-    """Ends `post_patch_model` as soon as it has decided, before it changes anything."""
+    """Exits `post_patch_model` as soon as it has decided, before it changes anything."""
 
     def __init__(self, reentrant: bool) -> None:
         self.reentrant = reentrant
@@ -77,10 +78,10 @@ def _reentrant_on_two_ranks(module: ModuleType) -> bool:
 
 
 def apply() -> None:
-    """Give text models the answer of one rank."""
+    """Have `post_patch_model` decide for text models as it does on one rank."""
     module = _loaded()
-    question = _question(module)
-    if module is None or question is None or not needed():
+    decider = _decider(module)
+    if module is None or decider is None or not needed():
         return
     original = module.FastBaseModel.post_patch_model
 
@@ -88,7 +89,7 @@ def apply() -> None:
     def post_patch_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         if model.config.model_type not in MODEL_TYPES:
             return original(model, *args, **kwargs)
-        with _replaced(module, question, lambda: QUESTIONS[question]):
+        with _replaced(module, decider, lambda: DECIDERS[decider]):
             return original(model, *args, **kwargs)
 
     module.FastBaseModel.post_patch_model = staticmethod(post_patch_model)

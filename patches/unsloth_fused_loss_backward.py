@@ -1,10 +1,10 @@
-"""The backward of Unsloth's fused cross entropy assumes an incoming gradient of 1.
+"""The backward pass of Unsloth's fused cross entropy ignores the incoming gradient and assumes it is 1.
 
-The loss of a rank carries the factor world size, which the mean that DDP takes over the ranks' gradients removes again.
-A backward that drops the factor leaves the mean alone. Older releases of unsloth_zoo only; a separate
-defect from the loss that is a view: copying that loss removes the error but not the wrong gradients.
-Without this: gradients of 1/world_size under DDP, while the logged loss is right. Adam hides it; gradient clipping, the
-logged gradient norm, weight decay and SGD do not.
+Each rank multiplies its loss by the world size, to cancel the division when DDP averages gradients over ranks. A
+backward pass that ignores the factor leaves the division. Affects older releases of unsloth_zoo only. Separate from
+the defect that the loss is a view: copying the loss fixes that error but not the wrong gradients.
+Without this: gradients under DDP are 1/world_size of the correct ones, while the logged loss is right. Adam hides it;
+gradient clipping, the logged gradient norm, weight decay and SGD do not.
 """
 
 import functools
@@ -16,7 +16,7 @@ REMOVE_WHEN = "unsloth_zoo>=2026.5.1"
 
 
 def needed() -> bool:
-    """Whether twice the loss does not have twice the gradient; a gradient of zero or NaN counts as a defect."""
+    """Whether doubling the loss fails to double the gradient; a gradient of zero or NaN counts as a defect."""
     module = fused_loss()
     if module is None:
         return False
@@ -32,9 +32,9 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Ask for the gradients at the incoming gradient that the backward assumes, and scale them by the actual one.
+    """Pass the incoming gradient that the original backward pass assumes, and scale its result by the actual one.
 
-    It assumes 1, or the factor of the fp16 gradient scaler, which its saved gradients then hold already.
+    It assumes 1, or the scale of the fp16 gradient scaler, which its saved gradients then already contain.
     """
     module = fused_loss()
     if module is None or not needed():

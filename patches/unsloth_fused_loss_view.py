@@ -1,7 +1,7 @@
-"""Unsloth's fused cross entropy returns its loss as a view, which autograd does not let anyone change in place.
+"""Unsloth's fused cross entropy returns its loss as a view, which autograd does not allow to be modified in place.
 
 transformers' `Trainer.compute_loss` multiplies the loss by the number of processes in place, so training on more than
-one rank ends in its first step. Older releases of unsloth_zoo only; a CPU backend does not load this loss.
+one rank fails in its first step. Affects older releases of unsloth_zoo only; the CPU backend does not load this loss.
 Without this: "Output 0 of UnslothFusedLossBackward is a view and is being modified inplace" under `loss *= world_size`.
 """
 
@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the list of patches is read before torch is imported
+if TYPE_CHECKING:  # patches are imported before torch
     import torch
 
 UPSTREAM = "https://github.com/unslothai/unsloth/issues/3452"
@@ -22,15 +22,15 @@ MODULE = "unsloth_zoo.fused_losses.cross_entropy_loss"
 
 
 def fused_loss() -> ModuleType | None:
-    """The module of the fused loss, if `import unsloth` has loaded it; else nothing here can call it."""
+    """The module of the fused loss; None if `import unsloth` has not loaded it, so nothing can call it."""
     return sys.modules.get(MODULE)
 
 
 def small_loss(module: ModuleType) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss that training runs, on 24 fixed tokens: (loss [], hidden [2, 12, 16], head [64, 16]).
+    """Training's fused loss on 24 fixed tokens: (loss [], hidden [2, 12, 16], head [64, 16]).
 
-    It takes the path that the installed release and its environment variables choose, on the training device; only
-    torch.compile, which takes up to half a minute, is left out.
+    Runs on the training device, through the code path that the installed release and its environment variables select,
+    but without torch.compile, which takes up to half a minute.
     """
     import torch
 
@@ -51,7 +51,7 @@ def small_loss(module: ModuleType) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def needed() -> bool:
-    """Whether multiplying the loss in place is refused because it is a view."""
+    """Whether multiplying the loss in place fails because it is a view."""
     module = fused_loss()
     if module is None:
         return False
@@ -69,13 +69,13 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Return a copy of the loss, one number, from the autograd function itself: every caller gets it."""
+    """Return a copy of the loss, a scalar, from the autograd function itself, so that every caller gets it."""
     module = fused_loss()
     if module is None or not needed():
         return
     original = module.UnslothFusedLoss.forward
 
-    @functools.wraps(original)  # Unsloth reads the names and defaults of the arguments from the signature
+    @functools.wraps(original)  # Unsloth reads argument names and defaults from the signature
     def forward(*args, **kwargs):
         return original(*args, **kwargs).clone()
 

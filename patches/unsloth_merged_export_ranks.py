@@ -1,15 +1,15 @@
 """Unsloth's merged, GGUF and quantized exports do not check which rank they run on.
 
-`save_pretrained_merged`, `save_pretrained_gguf`, their push_to_hub_ forms and the functions behind them take
-`is_main_process=True` by default and look no further, on GPUs and on a CPU. transformers 5 itself leaves the weights of
-a model without adapters to rank 0; merged weights, adapters, tokenizers and GGUF files it does not see.
-Without this: every rank merges the whole model at once (memory times world size) and writes the same files, so that
-they may be damaged or mixed, or pushes them to the hub once per rank.
+`save_pretrained_merged`, `save_pretrained_gguf`, their push_to_hub_ variants and the functions behind them default to
+`is_main_process=True` and check nothing else, on GPUs and on a CPU. transformers 5 saves the weights of a model without
+adapters on rank 0 only, but this does not cover merged weights, adapters, tokenizers and GGUF files.
+Without this: all ranks merge the whole model at the same time (memory times world size) and write the same files, which
+may be corrupted, or push them to the hub once per rank.
 
-With it, rank 0 exports and the others return None at once. They do not wait: an export may outlast the timeout of the
-process group, and a script that asks rank 0 alone, as many do, would wait forever in a collective. A caller whose
-other ranks read the files next waits for rank 0 itself. A model that is spread over ranks (FSDP2, ZeRO-3) is let
-through on all of them: Unsloth gathers it there, and writes once.
+With this, rank 0 exports and the other ranks return None immediately. They do not wait, because an export may outlast
+the timeout of the process group, and because in scripts that export on rank 0 only, as many do, rank 0 would wait
+forever in a collective. Callers whose other ranks need the files must wait for rank 0 themselves. A model that is
+sharded over ranks (FSDP2, ZeRO-3) is exported on all ranks: Unsloth gathers it there and writes once.
 """
 
 import contextvars
@@ -42,24 +42,24 @@ EXPORTS = {
     ),
     "unsloth_zoo.cpu.loader": ("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged"),
 }
-# Those that a probe can call without cost: they look at the model before anything else.
+# Functions that are cheap to probe, because they access the model before anything else.
 PROBED = {
     "unsloth.save": ("unsloth_generic_save_pretrained_merged", "unsloth_save_pretrained_gguf"),
     "unsloth_zoo.cpu.loader": ("save_pretrained_merged",),
 }
 
-# An export calls others; only the outermost one decides.
+# Exports call each other; only the outermost one checks the rank.
 _decided = contextvars.ContextVar("export_decided", default=False)
 
 
 def _loaded(names: dict[str, tuple[str, ...]]) -> list[Callable]:
-    """The functions of these names that `import unsloth` has loaded."""
+    """The functions with these names in modules that `import unsloth` has loaded."""
     modules = [(sys.modules.get(module), functions) for module, functions in names.items()]
     return [vars(module)[name] for module, functions in modules if module for name in functions if name in vars(module)]
 
 
 def needed() -> bool:
-    """Whether an export begins to work on rank 1 of 2."""
+    """Whether an export starts to work on rank 1 of 2."""
     return any(_works_on_rank_1(export) for export in _loaded(PROBED))
 
 
@@ -70,26 +70,26 @@ def _works_on_rank_1(export: Callable) -> bool:
         return False
 
     class Model(torch.nn.Module):
-        """Empty; stops whoever asks it for what an export needs."""
+        """An empty model that fails as soon as an export uses it."""
 
-        def begun(self, *args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("an export has begun to work")
+        def fail(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("the export has started")
 
-        config = dtype = property(begun)
-        save_pretrained = state_dict = begun
+        config = dtype = property(fail)
+        save_pretrained = state_dict = fail
 
     second = dict(is_initialized=lambda: True, get_rank=lambda *_: 1, get_world_size=lambda *_: 2)
     collectives = dict.fromkeys(("barrier", "broadcast_object_list"), lambda *_, **__: None)
     with mock.patch.multiple(torch.distributed, **second, **collectives), tempfile.TemporaryDirectory() as folder:
         try:
             export(Model(), folder, tokenizer=object())
-        except Exception:  # whatever failed, it has not left the work to rank 0
+        except Exception:  # whatever failed, the export did not leave the work to rank 0
             return True
     return False
 
 
 def apply() -> None:
-    """Check the rank before every export, wherever Unsloth has bound its name."""
+    """Check the rank before every export, in every module of Unsloth that refers to it."""
     if not needed():
         return
     holders = [
@@ -129,5 +129,5 @@ def _left_to_rank_0(model: Any) -> bool:
         return False
     from torch.distributed.tensor import DTensor
 
-    spread = any(isinstance(part, DTensor) or hasattr(part, "ds_id") for part in model.parameters())
-    return not spread
+    sharded = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return not sharded

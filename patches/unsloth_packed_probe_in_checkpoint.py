@@ -1,11 +1,11 @@
-"""Unsloth tries an attention kernel, backward and all, in the middle of a layer that is being checkpointed.
+"""Unsloth tests an attention kernel, including its backward pass, inside a layer that is being checkpointed.
 
-Where all weights are trained on packs, Unsloth compiles each decoder layer and, while it is traced, runs
-`_varlen_in_graph_probe`: a forward and a backward of that kernel on zeros. On several ranks checkpointing is the kind
-that is not reentrant, which takes what any forward inside the layer saves: the trial's backward asks for it, and so has
-the layer computed again, on autograd's thread, which waits for the compiler, which waits for the trial.
+For full fine-tuning on packs, Unsloth compiles each decoder layer and, during tracing, runs `_varlen_in_graph_probe`: a
+forward and a backward pass of that kernel on zeros. On several ranks checkpointing is non-reentrant and intercepts all
+tensors saved inside the layer. When the test's backward pass asks for its tensors, checkpointing recomputes the layer
+on autograd's thread, which waits for the compiler, which waits for the test.
 Without this: full fine-tuning on packs with gradient checkpointing hangs in its first step on two GPUs, without an
-error. With it the trial keeps what it saves to itself.
+error. With this, checkpointing does not see the tensors that the test saves.
 """
 
 import functools
@@ -23,8 +23,8 @@ HEAD_WIDTH, HEADS = 64, 2  # any that the kernel accepts
 
 
 def _loaded() -> ModuleType | None:
-    """The module, if Unsloth is in use and has the trial. Without a GPU Unsloth does not load it; loading it, and half
-    of Unsloth with it, would take as long as the rest of the startup."""
+    """The module, if Unsloth is in use and contains the test. Unsloth does not load it without a GPU, and neither does
+    this function: loading it, and half of Unsloth with it, takes as long as the rest of the startup."""
     if "unsloth" not in sys.modules:
         return None
     import torch
@@ -38,12 +38,12 @@ def _loaded() -> ModuleType | None:
     return module if hasattr(module, NAME) else None
 
 
-def _same(tensor: Any) -> Any:
+def _identity(tensor: Any) -> Any:
     return tensor
 
 
 def needed() -> bool:
-    """Whether hooks such as those of checkpointing see what the trial saves. Without a GPU it saves nothing."""
+    """Whether saved-tensor hooks, as checkpointing uses them, see the test's tensors. Without a GPU it saves none."""
     module = _loaded()
     if module is None:
         return False
@@ -56,13 +56,13 @@ def needed() -> bool:
         return tensor
 
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    with torch.autograd.graph.saved_tensors_hooks(note, _same):
+    with torch.autograd.graph.saved_tensors_hooks(note, _identity):
         getattr(module, NAME)(device, torch.bfloat16, HEAD_WIDTH, HEADS, HEADS, None)
     return bool(seen)
 
 
 def apply() -> None:
-    """Run the trial under hooks that do nothing: only the innermost hooks in effect are called."""
+    """Run the test under hooks that do nothing: of nested hooks, only the innermost ones are called."""
     module = _loaded()
     if module is None or not needed():
         return
@@ -71,8 +71,8 @@ def apply() -> None:
     original = getattr(module, NAME)
 
     @functools.wraps(original)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    def isolated(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
             return original(*args, **kwargs)
 
-    setattr(module, NAME, alone)
+    setattr(module, NAME, isolated)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from finetune.runtime import command as verb
+from finetune.runtime import command
 from tests import tiny, warm
 
 OF_LIBRARIES = {"uname", "fc-list"}  # that a library asks once, when it is first used
@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def a_console_of_its_own() -> None:
     """The console keeps what the terminal was like when it was first asked for."""
-    verb.console.cache_clear()
+    command.console.cache_clear()
 
 
 @pytest.fixture(autouse=True)

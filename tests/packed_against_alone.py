@@ -1,4 +1,4 @@
-"""Packed documents against each document alone: logits and gradients of one model. Prints a line of JSON for each pack.
+"""Compare packed documents with each document alone: logits and gradients of one model. Prints one JSON line per pack.
 
 python -m tests.packed_against_alone MODEL_FOLDER BACKEND DOCUMENTS[,DOCUMENTS ...] [--section.key value ...]
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> int:
-    """Relative differences (norm of the difference over norm) of logits and gradients, and of the summed loss."""
+    """Relative differences (norm of the difference divided by norm) of logits, gradients and the summed loss."""
     os.environ["UNSLOTH_RETURN_LOGITS"] = "1"
     folder, backend, counts = sys.argv[1], sys.argv[2], [int(text) for text in sys.argv[3].split(",")]
     from finetune.config import load
@@ -31,7 +31,7 @@ def main() -> int:
     reason = models.why_not_packed(model, stack)
     assert reason is None, reason
     models.prepare_for_packs(model, stack)
-    with torch.no_grad():  # an adapter starts at zero, and would have a gradient in one half only
+    with torch.no_grad():  # an adapter starts at zero, so only one of its halves would get a gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)

@@ -80,7 +80,7 @@ class Bench:
             with console().status(f"dry run {' '.join(extra)}"):
                 done = subprocesses.run([*command, "--json", str(report)], env=env)
             if not report.is_file():
-                text = subprocesses.error_of(done.stderr) or (done.stdout + done.stderr)[-3000:]
+                text = subprocesses.first_error(done.stderr) or (done.stdout + done.stderr)[-3000:]
                 raise (UserError if done.returncode == 2 else RunError)(f"A dry run failed: {text}")
             return tried(json.loads(report.read_text()))
 

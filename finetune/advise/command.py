@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
     options, rest = parse(argv)
     if options.model is not None:
         return on_dense_model(options, rest)
-    config = load(rest, verb="advise")
+    config = load(rest, command="advise")
     if options.rules:
         return by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import Bench

@@ -42,7 +42,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
         "machine_rank: 0\n"
         "gpu_ids: all\n"
         "main_training_function: main\n"
-        'mixed_precision: "no"   # the model\'s dtype decides; see model.dtype\n'
+        'mixed_precision: "no"   # set by model.dtype instead\n'
         "rdzv_backend: static\n"
         "same_network: true\n"
         f"use_cpu: {str(on_cpu).lower()}\n"

@@ -81,7 +81,7 @@ def job_buckets(arguments: list[str]) -> list[int]:
     """
     from finetune.config import load
 
-    config = load(arguments, verb="bench")
+    config = load(arguments, command="bench")
     if config.demo:
         raise UserError(
             "the configuration names no model whose gradients could be measured: model.model_name_or_path is not set. "

@@ -99,7 +99,7 @@ class _progress:
 
 def _failure(code: int, output: str, world_size: int) -> UserError:
     """The error of a launch, with the message of the rank that failed first if it printed one."""
-    message = subprocesses.error_of(output)
+    message = subprocesses.first_error(output)
     if message is not None:
         # The launcher always exits with 1; the exit codes of the ranks are in its report.
         own = {int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", output)} | {code}

@@ -18,7 +18,7 @@ from finetune.runtime.nccl import settings
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure every world size. Yields the content of `--json`: {"kind": "step", "runs": [...]}."""
-    config = load(rest, verb="bench")
+    config = load(rest, command="bench")
     machine = survey()
     world_sizes = dividing(
         config, choose_world_sizes(options.world_sizes, machine.count), asked=bool(options.world_sizes)

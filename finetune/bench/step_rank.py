@@ -26,7 +26,7 @@ def run(folder: Path) -> int:
     """Train for as many steps as requested; rank 0 writes the result."""
     request = json.loads((folder / REQUEST).read_text())
     with tempfile.TemporaryDirectory(prefix="bench-step-") as out:
-        config = short(load(request["arguments"], verb="bench"), request, out)
+        config = short(load(request["arguments"], command="bench"), request, out)
         result = measure(config, request, Path(out))
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)
@@ -57,25 +57,22 @@ def measure(config: Config, request: dict[str, Any], out: Path) -> dict[str, Any
     batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
     job = session.open_session(config, batch, demo=demo)
     from finetune.bench.windows import Windows
-    from finetune.engine.callbacks import peak_memory_gib
+    from finetune.engine import memory
 
     built = session.build_trainer(job, out)
-    trainer, logger = built.trainer, built.logger
+    trainer = built.trainer
     windows = Windows(trainer, runs=request["runs"], warm_up=request["warm_up"], steps=request["steps"])
     trainer.args.max_steps = windows.total
-    with session.out_of_memory(job):
-        try:
-            trainer.train()
-        finally:
-            logger.close()
+    with built.logger, session.out_of_memory(job):
+        trainer.train()
     own = figures(windows)
-    own |= {"peak_memory_gib": peak_memory_gib(), "states": windows.states, "profile": windows.profile}
+    own |= {"peak_memory_gib": memory.peak_gib(), "states": windows.states, "profile": windows.profile}
     ranks = distributed.gather_objects(own)
     return {
         "backend": job.stack.backend,
         "batch": asdict(batch),
         "trainable_parameters": job.size.trainable_parameters,
-        "tokens_per_step": logger.tokens_seen / trainer.state.global_step,
+        "tokens_per_step": built.logger.tokens_seen / trainer.state.global_step,
         "ranks": ranks,
     }
 

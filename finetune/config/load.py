@@ -139,7 +139,7 @@ class _Problems:
         self.names.update(name for name in names if name)
 
 
-def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> Config:
+def load(argv: list[str], *, command: str = "train", script: str | None = None) -> Config:
     """The configuration of one invocation: command line over YAML over defaults.
 
     Grammar: `[--config F.yaml] [--section.key value | --section.key=value ...] [--dry-run] [--json PATH]`.
@@ -147,14 +147,14 @@ def load(argv: list[str], *, verb: str = "train", script: str | None = None) -> 
     repeated on the command line, the last one counts. `--dry-run` is for the command `train` alone.
 
     Args:
-        verb: the command, named in messages.
+        command: the command that is run; only `train` accepts --dry-run.
         script: file whose function returns the rows if the configuration names none.
 
     Raises:
         ConfigError: with every unknown key, wrong type, value out of range and contradiction in `problems`.
     """
     problems = _Problems()
-    plain, overrides = _read_command_line(argv, verb, problems)
+    plain, overrides = _read_command_line(argv, command, problems)
     config_file = plain.get("config")
     settings = [*(_read_yaml(config_file, problems) if config_file else ()), *overrides]
 
@@ -220,7 +220,7 @@ def _build(section: str, values: dict[str, Any]) -> Any:
 # Reading ------------------------------------------------------------------------------------------------------------
 
 
-def _read_command_line(argv: Sequence[str], verb: str, problems: _Problems) -> tuple[dict[str, str], list[Setting]]:
+def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -> tuple[dict[str, str], list[Setting]]:
     """The options without a section (name -> text), and the settings."""
     options: dict[str, str] = {}
     settings: list[Setting] = []
@@ -237,7 +237,7 @@ def _read_command_line(argv: Sequence[str], verb: str, problems: _Problems) -> t
             continue
         if name == "dry_run":
             options[name] = "true"
-            if equals or verb != "train":
+            if equals or command != "train":
                 what = "--dry-run takes no value. Remove it." if equals else "only `train` has --dry-run. Remove it."
                 problems.add(f"{_COMMAND_LINE}: `{token}`: {what}")
             continue
@@ -252,7 +252,7 @@ def _read_command_line(argv: Sequence[str], verb: str, problems: _Problems) -> t
                 problems.add(f"{_COMMAND_LINE}: `--{name} {text}`: --{name} is given twice. Keep one.", *KEYS)
             options[name] = text
         elif not key:
-            known = ["--config", "--json", *(["--dry-run"] if verb == "train" else [])]
+            known = ["--config", "--json", *(["--dry-run"] if command == "train" else [])]
             option, nearest = _most_alike(token.partition("=")[0], known), _nearest(section)
             text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
             problems.add(f"{_COMMAND_LINE}: `{token}`: {text}", nearest)

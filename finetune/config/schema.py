@@ -221,6 +221,10 @@ class LoggingConfig:
     generate_samples: int = _setting(
         3, "Sample answers to print after training, if rows have references. 0 is off.", AT_LEAST_0
     )
+    include_rows: bool = _setting(
+        True,
+        "Show rows of the data in TensorBoard: sample answers, the first row dropped for each reason.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Least severe messages to show.")
 
 

@@ -1,4 +1,4 @@
-"""`finetune convert`: an Unsloth notebook becomes a script that is safe on N ranks, or is refused with the reason."""
+"""`finetune convert`: turn an Unsloth notebook into a script that is safe on N ranks, or refuse it with the reason."""
 
 from finetune.convert.command import main
 

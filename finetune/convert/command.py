@@ -20,13 +20,13 @@ REFUSED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one notebook: `result` is converted, refused, failed or bad input, with the exit code of it."""
+    """The outcome for one notebook: `result` is converted, refused, failed or bad input; `exit_code` matches it."""
 
     notebook: str
     result: str
     exit_code: int
     seconds: float
-    code: str = ""  # of a refusal, or of the verification that failed
+    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 for a failed verification
     cell: int | None = None
     reason: str = ""
     conversion: Any = None
@@ -37,37 +37,39 @@ class Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert a notebook, or look over a folder. Returns 0 when written, 1 when a verification failed, 2 for bad input,
-    3 when the notebook is refused."""
+    """Convert a notebook, or try every notebook in a folder.
+
+    Returns 0 if written, 1 if a verification failed, 2 for bad input, 3 if the notebook is refused.
+    """
     return run_with_options(
         own_options().format_help(), argv, lambda arguments: _run(own_options().split(arguments)[0])
     )
 
 
 def own_options() -> Options:
-    """The options of this command."""
+    """The options of `finetune convert`."""
     found = Options(
         "convert",
         "Convert an Unsloth notebook into a script that is safe on any number of GPUs: NAME.py, NAME.yaml and"
         " NAME.report.json.",
-        notes="Exit code 0: written, 1: a verification failed, 2: bad input, 3: refused, with the reason.",
+        notes="Exit code 0: written, 1: a verification failed, 2: bad input, 3: refused (the reason is printed).",
         configuration=False,
         usage="NOTEBOOK [options]",
     )
     found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or .py exported from one")
-    found.add("--out", path, "DIR", "folder for the files (default: next to the notebook)")
-    found.add("--check", path, "DIR", "try every notebook of a folder, write none, print a table")
-    found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's generation")
-    found.add_switch("--overwrite", "replace files that differ from the new ones")
+    found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
+    found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
+    found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's inference code")
+    found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
 
 def _run(options: argparse.Namespace) -> int:
     if (options.notebook is None) == (options.check is None):
-        raise UserError("expected one notebook, or a folder with --check. See finetune convert --help.")
+        raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
     from finetune.convert.emit import ruff
 
-    ruff()  # if it is missing, nothing can be written: end before the notebook's code runs
+    ruff()  # without it nothing can be written, so fail before the notebook's code runs
     if options.check is not None:
         return _check(options)
     outcome = convert(options.notebook, keep_inference=options.keep_inference)
@@ -76,12 +78,12 @@ def _run(options: argparse.Namespace) -> int:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
     if options.json:
         _write_json(options.json, outcome.to_dict() | {"files": [str(path) for path in files]})
-    _say(outcome, files)
+    _print_outcome(outcome, files)
     return outcome.exit_code
 
 
 def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
-    """Convert one notebook in memory, and verify it. Raises nothing that the notebook can cause."""
+    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions."""
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
     from finetune.redact import redact
@@ -120,18 +122,18 @@ def _verified(path: Path, keep_inference: bool) -> Any:
 
 
 def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
-    """`sandbox` is `kernel` if the notebook's code ran confined by the kernel, else `stubs`, with a note that warns."""
+    """Set `sandbox` to `kernel` if the kernel confined the notebook's code, else to `stubs`, with a warning note."""
     missing = sorted({reason for trace in traces for reason in trace["unconfined"]})
     report["sandbox"] = "stubs" if missing else "kernel"
     if missing:
         report["notes"].append(
-            f"warning: the kernel did not confine the notebook's code, only the recording stubs did:"
-            f" {'; '.join(missing)}. Convert notebooks you do not trust on Linux 5.13 or newer, x86-64 or 64-bit ARM."
+            f"warning: only the recording stubs, not the kernel, confined the notebook's code:"
+            f" {'; '.join(missing)}. Convert untrusted notebooks on Linux 5.13 or newer, on x86-64 or 64-bit ARM."
         )
 
 
 def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tuple[Any, Any, Any, Any]:
-    """Read, refuse, trace, plan, emit: the notebook, its plan, its traces and the conversion, not yet verified."""
+    """Read, classify, trace, plan and emit. Returns the notebook, plan, traces and the unverified conversion."""
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
@@ -153,7 +155,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
 
 
 def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Write the files of a conversion. Raises UserError if a different one exists and `overwrite` is not set."""
+    """Write a conversion's files. Raises UserError if an existing file differs and `overwrite` is not set."""
     report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
     texts = {
         f"{conversion.name}.py": conversion.script,
@@ -163,7 +165,7 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     if conversion.infer:
         texts[f"{conversion.name}_infer.py"] = conversion.infer
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out is not a folder: {folder}. Give another one.")
+        raise UserError(f"--out is not a folder: {folder}. Choose another one.")
     different = [
         name
         for name, text in texts.items()
@@ -171,20 +173,19 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     ]
     if different and not overwrite:
         raise UserError(
-            f"{folder / different[0]} exists and differs from the new file. Give another --out, or --overwrite to"
-            " replace it."
+            f"{folder / different[0]} exists and differs from the new file. Choose another --out, or replace it with"
+            " --overwrite."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_bytes(text.encode())
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}. Give another --out.") from None
+        raise UserError(f"cannot write to {folder}: {error.strerror}. Choose another --out.") from None
     return [folder / name for name in texts]
 
 
-def _say(outcome: Outcome, files: list[Path]) -> None:
-
+def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     if outcome.result == "converted":
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])
@@ -196,14 +197,14 @@ def _say(outcome: Outcome, files: list[Path]) -> None:
         for note in report["notes"]:
             print_line(f"  note: {note}")
         return
-    where = "" if outcome.cell is None else f", cell {outcome.cell}"
-    code = f" ({outcome.code}{where})" if outcome.code else ""
+    cell = "" if outcome.cell is None else f", cell {outcome.cell}"
+    code = f" ({outcome.code}{cell})" if outcome.code else ""
     what = {"refused": "refused", "failed": "not written, a verification failed", "bad input": "error"}[outcome.result]
     sys.stderr.write(f"{what}{code}: {outcome.reason}\n")
 
 
 def _check(options: argparse.Namespace) -> int:
-    """The table over a folder: 0 unless a verification failed."""
+    """Print the table for a folder. Returns 1 if a verification failed, else 0."""
     outcomes = check_folder(options.check)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
@@ -218,15 +219,15 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def check_folder(folder: Path) -> list[Outcome]:
-    """Convert each notebook below `folder` in memory, and print a table. Raises UserError where there is none."""
+    """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
     from rich.markup import escape
     from rich.table import Table
 
     if not folder.is_dir():
-        raise UserError(f"--check {folder} is no folder; give a folder with notebooks")
+        raise UserError(f"--check is not a folder: {folder}. Give a folder with notebooks.")
     paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
     if not paths:
-        raise UserError(f"--check {folder}: no .ipynb file is in it")
+        raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
     outcomes = [convert(path) for path in paths]
     table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
     for outcome in outcomes:

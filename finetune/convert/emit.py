@@ -1,4 +1,4 @@
-"""The script, its YAML file and the report, from a plan and the settings. The same input gives the same bytes."""
+"""Write the script, its YAML file and the report from a plan and the settings, deterministically."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINE = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a notebook becomes. `name` is the files' name without an ending; `infer` is "" unless it was asked for."""
+    """The files of a converted notebook. `name` is their stem; `infer` is "" unless requested."""
 
     name: str
     script: str
@@ -44,7 +44,7 @@ class Conversion:
     infer: str = ""
 
 
-# What a run imports beside the standard library.
+# Packages that a run may import, besides the standard library.
 LIBRARIES = frozenset(
     "accelerate bitsandbytes datasets filelock finetune fsspec huggingface_hub jinja2 numpy packaging pandas patches"
     " peft psutil pyarrow regex requests rich ruff safetensors sympy tensorboard tokenizers torch tqdm transformers"
@@ -55,7 +55,7 @@ LIBRARIES = frozenset(
 def emit(
     notebook: Notebook, plan: Plan, settings: Settings, notes: list[str], *, keep_inference: bool = False
 ) -> Conversion:
-    """Write the three texts."""
+    """Write the script, the YAML file and the report, and the inference script if requested."""
     name = slug(notebook.name, {dotted.split(".")[0] for dotted in plan.program.imports.values()})
     script = formatted(_script(notebook, plan, settings, name))
     report = _report(notebook, plan, settings, notes, name)
@@ -66,8 +66,8 @@ def emit(
 def slug(name: str, imported: Collection[str] = ()) -> str:
     """`Llama3.2_(1B)-Alpaca.ipynb` -> `llama3_2_1b_alpaca`.
 
-    A script's folder comes first where Python looks for modules: one named like a library that is imported (`imported`
-    are the notebook's own) would stand in its place, on every `import pandas` of whatever library.
+    Python searches the script's folder first: a script named like an imported library (`imported`: those of the
+    notebook) would shadow it everywhere, for example `import pandas` inside another library.
     """
     stem = re.sub(r"\.(ipynb|py)$", "", name)
     found = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "notebook"
@@ -76,9 +76,9 @@ def slug(name: str, imported: Collection[str] = ()) -> str:
     return f"nb_{found}" if found[0].isdigit() else found
 
 
-@functools.lru_cache(maxsize=4)  # a verified conversion is made twice: V6 compares the texts, and formats them once
+@functools.lru_cache(maxsize=4)  # V6 converts a second time, with the same texts to format
 def formatted(source: str) -> str:
-    """The source as `ruff format` has it, so that it stays as it is in whoever's editor."""
+    """The source, formatted by `ruff format`, so that editors leave it unchanged."""
     done = subprocess.run(
         [
             ruff(),
@@ -98,7 +98,7 @@ def formatted(source: str) -> str:
     )
     if done.returncode:
         raise UserError(
-            f"the converted script cannot be formatted; please report this notebook ({done.stderr.decode()[:300]})"
+            f"cannot format the converted script: {done.stderr.decode()[:300]}. Please report this notebook."
         )
     return done.stdout.decode()
 
@@ -150,9 +150,9 @@ def _docstring(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     model = settings.sections["model"]
     kind = "full fine-tuning" if model.get("full_finetuning") else "QLoRA" if model.get("load_in_4bit") else "LoRA"
     what = f"{kind} of {model['model_name_or_path']}"
-    told = (
-        f"From {notebook.name} (sha256 {notebook.sha256[:16]}), by finetune convert {__version__}. This is derived "
-        f"from that notebook, whose licence applies{_licence(notebook)}. What was left out, and why: "
+    origin = (
+        f"Generated from {notebook.name} (sha256 {notebook.sha256[:16]}) by finetune convert {__version__}. This is a "
+        f"derived work, so the notebook's license applies{_license(notebook)}. What was left out, and why: "
         f"{name}.report.json"
     )
     lines = [
@@ -162,16 +162,16 @@ def _docstring(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
         f"    python {name}.py --dry-run",
         "",
         f"Settings: {name}.yaml, or on the command line as --section.key VALUE; --help lists them.",
-        *textwrap.wrap(told, 110, break_long_words=False, break_on_hyphens=False),
+        *textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False),
         '"""',
         "",
     ]
     return "\n".join(line.replace("\\", "/") for line in lines)
 
 
-def _licence(notebook: Notebook) -> str:
+def _license(notebook: Notebook) -> str:
     return (
-        " (LGPL-3.0 for those of unslothai/notebooks)"
+        " (LGPL-3.0 for unslothai/notebooks)"
         if "unsloth" in notebook.text.lower() and "YOUR_HF_TOKEN" in notebook.text
         else ""
     )
@@ -181,7 +181,7 @@ def _environment(plan: Plan) -> list[str]:
     comments = [f"# {line}" for line in plan.environment_comments]
     if comments:
         comments = [
-            "# Set in a branch of the notebook's installation; take it in if your platform needs it:",
+            "# Set in an installation branch of the notebook; uncomment if your platform needs it:",
             *comments,
             "",
         ]
@@ -191,7 +191,7 @@ def _environment(plan: Plan) -> list[str]:
     return [
         "import os",
         "",
-        "# Libraries read these when they are imported.",
+        "# Set before the imports, because libraries read these when they are imported.",
         *(_text(plan, place) for place in places),
         "",
         *comments,
@@ -230,9 +230,9 @@ def _expressions(plan: Plan, hook: str) -> list[ast.expr]:
 
 
 def _import_lines(plan: Plan, names: set[str]) -> list[tuple[str, bool]]:
-    """One import line per name and statement, in the notebook's order, with whether it is of the standard library.
+    """One import line per name and statement, in the notebook's order, and whether it is from the standard library.
 
-    `import a.b` and `import a.c` bind the same name, and each stays."""
+    `import a.b` and `import a.c` bind the same name; both are kept."""
     lines: dict[str, tuple[bool, str]] = {}
     taken: set[str] = set()
     for statement in plan.program.statements:
@@ -274,31 +274,32 @@ def _top_imports(plan: Plan) -> list[str]:
 
 
 def _function(notebook: Notebook, plan: Plan, hook: str) -> str:
-    """One hook as a function, or "" where the notebook needs none."""
+    """One hook as a function, or "" if the notebook does not need it."""
     places = [place for place in plan.hooks[hook] if not is_import(kept_node(plan, place))]
     if not places and not _expressions(plan, hook):
         return ""
     imports = [line for line, standard in _import_lines(plan, _needed(plan, hook)) if not standard]
     aliases, parameters = _parameters(plan, hook, places)
     body = [*_merged(imports), *([""] if imports else []), *aliases]
-    said = ""
+    last_heading = ""
     for place in places:
         statement = plan.program.statements[place]
         heading = notebook.headings.get(statement.cell, "")
-        if heading != said and not statement.source.lstrip().startswith("#") and _worth(heading):
+        if heading != last_heading and not statement.source.lstrip().startswith("#") and _is_informative(heading):
             body.append(f"# {heading}")
-            said = heading
+            last_heading = heading
         body.append(_text(plan, place))
     body += _ending(plan, hook)
     return f"def {FUNCTIONS[hook]}({', '.join(parameters)}):\n" + "\n".join(indented(text) for text in body)
 
 
-def _worth(heading: str) -> bool:
+def _is_informative(heading: str) -> bool:
+    """Whether a heading of the notebook is useful as a comment in the script."""
     return not re.search(r"news|installation|unsloth|train the model|inference|<|http", heading, re.IGNORECASE)
 
 
 def _parameters(plan: Plan, hook: str, places: list[int]) -> tuple[list[str], list[str]]:
-    """Lines that give the other names of what is passed in, and the parameters."""
+    """The parameters, and lines that assign their other names in the notebook."""
     read: list[str] = []
     bound: set[str] = set()
     for place in places:
@@ -335,8 +336,8 @@ def _ending(plan: Plan, hook: str) -> list[str]:
             for name in sorted(effects(kept_node(plan, place)).binds)
             if name in plan.tokenizers
         ]
-        given = _parameters(plan, hook, [p for p in plan.hooks[hook] if not is_import(kept_node(plan, p))])[1][0]
-        return [f"return {changed[-1] if changed else given}"]
+        parameter = _parameters(plan, hook, [p for p in plan.hooks[hook] if not is_import(kept_node(plan, p))])[1][0]
+        return [f"return {changed[-1] if changed else parameter}"]
     if hook == "dataset":
         train = ast.unparse(plan.train_expression) if plan.train_expression is not None else "None"
         held_out = ast.unparse(plan.eval_expression) if plan.eval_expression is not None else ""
@@ -346,7 +347,7 @@ def _ending(plan: Plan, hook: str) -> list[str]:
         row = "rows" if many else "row"
         called = f"({one})({row})" if isinstance(plan.formatting, ast.Lambda) else f"{one}({row})"
         convert = f'lambda {row}: {{"text": {called}}}'
-        # Of many rows it may make more texts, or fewer: their other columns would not fit.
+        # A batched function may return a different number of rows, which the other columns would not match.
         more = ", batched=True, remove_columns={0}.column_names" if many else ""
         return [
             "return " + ", ".join(f"{item}.map({convert}{more.format(item)})" for item in (train, held_out) if item)
@@ -357,7 +358,7 @@ def _ending(plan: Plan, hook: str) -> list[str]:
 
 
 def _formats_many(plan: Plan) -> bool:
-    """Whether `formatting_func` takes many rows at once: it returns a list."""
+    """Whether `formatting_func` is batched, that is, returns a list."""
     event = next(item for item in plan.trace["events"] if item["kind"] == "trainer")
     form = event["forms"].get("formatting_func")
     return isinstance(form, list) and len(form) > 2 and isinstance(form[2], list) and form[2][:1] == ["list"]
@@ -383,7 +384,7 @@ def _callback_lines(plan: Plan) -> list[str]:
 
 
 def indented(text: str) -> str:
-    """Four blanks before each line that does not begin inside a string."""
+    """Indent each line that does not begin inside a string by four spaces."""
     inside: set[int] = set()
     try:
         for node in ast.walk(ast.parse(text)):
@@ -402,7 +403,7 @@ def indented(text: str) -> str:
 
 
 def _config(notebook: Notebook, settings: Settings, name: str) -> str:
-    lines = [f"# Settings of {name}.py. Every key and its meaning: python {name}.py --help"]
+    lines = [f"# Settings of {name}.py. All keys and what they mean: python {name}.py --help"]
     for section, values in settings.sections.items():
         if not values:
             continue
@@ -411,7 +412,7 @@ def _config(notebook: Notebook, settings: Settings, name: str) -> str:
             dotted = f"{section}.{key}"
             if settings.comments.get(dotted) == "demo":
                 lines.append(
-                    f"  {key}: {_yaml(value)}  # demo: the notebook stops early. For whole passes put instead:"
+                    f"  {key}: {_yaml(value)}  # demo: the notebook stops early. For full epochs, use instead:"
                 )
                 lines.append("  # num_train_epochs: 1")
                 continue
@@ -422,10 +423,10 @@ def _config(notebook: Notebook, settings: Settings, name: str) -> str:
 
 def _yaml(value: Any) -> str:
     if isinstance(value, str) and re.search(r"[\n\t]", value):
-        return json.dumps(value, ensure_ascii=False)  # YAML reads JSON's strings, and they stay on one line
+        return json.dumps(value, ensure_ascii=False)  # valid YAML, on one line
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         text = f"{value:.12g}"
-        return text if "." in text else text.replace("e", ".0e")  # without a point YAML reads a text
+        return text if "." in text else text.replace("e", ".0e")  # without a decimal point, YAML reads a string
     return (
         yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").strip()
     )
@@ -438,22 +439,22 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
     statements = []
     live = {statement.id: place for place, statement in enumerate(plan.program.statements)}
     for statement in notebook.statements:
-        fate = plan.dispositions[live[statement.id]] if statement.id in live else None
-        if fate is None:
+        disposition = plan.dispositions[live[statement.id]] if statement.id in live else None
+        if disposition is None:
             assert is_dead(statement.node)
-            entry = {"outcome": "dropped", "reason": "dead: `if False:`"}
-        elif fate.what == "kept":
-            entry = {"outcome": "kept", "in": FUNCTIONS.get(fate.where, "top of the script")}
+            entry = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+        elif disposition.what == "kept":
+            entry = {"outcome": "kept", "in": FUNCTIONS.get(disposition.where, "top of the script")}
             if live[statement.id] in plan.replaced:
                 entry = {
                     "outcome": "rewritten",
                     "in": entry["in"],
-                    "reason": "the trainer aligns the model's token ids itself",
+                    "reason": "the trainer sets the model's token ids",
                 }
-        elif fate.what == "settings":
-            entry = {"outcome": "rewritten", "in": f"{name}.yaml or the package", "reason": fate.why}
+        elif disposition.what == "settings":
+            entry = {"outcome": "rewritten", "in": f"{name}.yaml or the package", "reason": disposition.why}
         else:
-            entry = {"outcome": "dropped", "reason": fate.why}
+            entry = {"outcome": "dropped", "reason": disposition.why}
         statements.append(
             {"cell": statement.cell, "line": statement.line, "statement": scrub(_head(statement.source)), **entry}
         )
@@ -474,10 +475,10 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
 
 
 def _not_installed(plan: Plan) -> list[str]:
-    """Libraries of the script that this project does not bring."""
+    """Notes on libraries that the script imports and this project does not install."""
     names = {name for hook in ("module", *FUNCTIONS) for name in _needed(plan, hook)}
     roots = {line.split()[1].split(".")[0] for line, standard in _import_lines(plan, names) if not standard}
-    return [f"the script imports {root}: install it where it runs" for root in sorted(roots - LIBRARIES)]
+    return [f"the script imports {root}, which this project does not install" for root in sorted(roots - LIBRARIES)]
 
 
 def _head(source: str) -> str:
@@ -488,7 +489,7 @@ def _head(source: str) -> str:
 
 
 def _requirements(notebook: Notebook) -> list[str]:
-    """Pinned packages of the installation: what the notebook was written with."""
+    """Package versions pinned by the notebook's installation."""
     found = set()
     for shell in notebook.shells:
         if "install" in shell.text:
@@ -498,17 +499,17 @@ def _requirements(notebook: Notebook) -> list[str]:
     return sorted(found)
 
 
-# --- generation, on request -------------------------------------------------------------------------------------------
+# --- inference, on request --------------------------------------------------------------------------------------------
 
 
 def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) -> str:
-    """The notebook's generation after the training as a script of its own, for one process."""
+    """The notebook's inference after training, as a separate script for one process."""
     program = plan.program
     stop = frozenset(plan.models | set(plan.tokenizers) | plan.trainers)
     chosen: set[int] = set()
     for place in range(plan.key["train"] + 1, len(program.statements)):
-        fate = plan.dispositions[place]
-        if fate.why == "inference" or ("display" in fate.why and "decode" in program.statements[place].source):
+        why = plan.dispositions[place].why
+        if why == "inference" or ("display" in why and "decode" in program.statements[place].source):
             needed, given = program.slice(effects(program.statements[place].node).all_reads - stop, place, stop)
             if not given & plan.trainers and not any("trainer" in plan.dispositions[p].why for p in needed):
                 chosen |= {place} | needed
@@ -516,18 +517,17 @@ def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     names = {n for p in places for n in effects(program.statements[p].node).all_reads}
     tokenizer = (plan.tokenizers or ["tokenizer"])[0]
     model = (sorted(plan.models) or ["model"])[0]
-    what = settings.sections["model"]
-    loader = what.get("loader") or "FastLanguageModel"
+    loader = settings.sections["model"].get("loader") or "FastLanguageModel"
     aliases = [f"{other} = {tokenizer}" for other in plan.tokenizers[1:]]
-    own = {loader, "AutoModelForCausalLM", "AutoTokenizer"}
+    loading = {loader, "AutoModelForCausalLM", "AutoTokenizer"}
     body = [
         *_loading(settings, model, tokenizer, loader),
         *aliases,
         *(program.statements[p].source for p in places),
     ]
-    imports = _merged([line for line, _ in _import_lines(plan, names - own)])
+    imports = _merged([line for line, _ in _import_lines(plan, names - loading)])
     body = [body[0], *imports, "", *body[1:]]
-    head = f'"""Generation with what {name}.py trained, from {notebook.name}. For one process."""\n'
+    head = f'"""Inference with the model trained by {name}.py, from {notebook.name}. For one process."""\n'
     return (
         head
         + "\n\ndef main() -> None:\n"
@@ -537,15 +537,15 @@ def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
 
 
 def _loading(settings: Settings, model: str, tokenizer: str, loader: str) -> list[str]:
-    """Lines that load what was trained."""
-    folder, what = settings.sections["training"]["output_dir"], settings.sections["model"]
-    if what["backend"] == "transformers":
+    """Lines that load the trained model."""
+    folder, section = settings.sections["training"]["output_dir"], settings.sections["model"]
+    if section["backend"] == "transformers":
         return [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f'{model} = AutoModelForCausalLM.from_pretrained("{folder}", device_map={{"": 0}})',
             f'{tokenizer} = AutoTokenizer.from_pretrained("{folder}")',
         ]
-    length, four = settings.sections["data"]["max_length"], what["load_in_4bit"]
+    length, four = settings.sections["data"]["max_length"], section["load_in_4bit"]
     return [
         f"from unsloth import {loader}",
         f'{model}, {tokenizer} = {loader}.from_pretrained("{folder}", max_seq_length={length}, load_in_4bit={four})',

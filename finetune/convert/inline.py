@@ -1,9 +1,9 @@
-"""A function that sets up the training and is called once at the top level gives way to its statements.
+"""Inline functions that set up the training and are called once, at the top level.
 
-`def load_model(): ... return model, tokenizer`, `def main(): ...`, `def seed_everything(seed): ...` and their like.
-Functions for data stay functions. Data that are saved and loaded again stay in memory.
-What is not of the simple shape stays as it is, and is refused later (R4). That the result does the same is not believed
-but seen: the recording stubs note the same events before and after.
+Examples: `def load_model(): ... return model, tokenizer`, `def main(): ...`, `def seed_everything(seed): ...`.
+Functions that prepare data stay functions. Data that is saved and loaded again stays in memory.
+A function that is too complex to inline is left unchanged, and the notebook is refused later (R4). Inlining is undone
+unless the recording stubs see the same events before and after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETS_LIBRARY = re.compile(
 
 
 def inline_setup(notebook: Notebook) -> list[str]:
-    """Replace such functions, in place. Returns what was done, for the report."""
+    """Inline such functions, in place. Returns notes for the report."""
     statements, notes = list(notebook.statements), []
     while (found := _next(statements)) is not None:
         place, definition, body = found
@@ -37,9 +37,7 @@ def inline_setup(notebook: Notebook) -> list[str]:
         ]
         statements[place : place + 1] = made
         statements.remove(definition)
-        notes.append(
-            f"cell {cell}: {_name(definition)}() is called once; its statements stand in the place of the call"
-        )
+        notes.append(f"cell {cell}: {_name(definition)}() is called once; its statements replace the call")
     if not notes or _events(notebook.statements) != _events(statements):
         return []
     notebook.statements = statements
@@ -47,8 +45,8 @@ def inline_setup(notebook: Notebook) -> list[str]:
 
 
 def data_in_memory(notebook: Notebook) -> list[str]:
-    """`data.save_to_disk("x")` and `data = load_from_disk("x")` give way to the data themselves, in place, where the
-    notebook names the folder nowhere else. Returns what was done, for the report."""
+    """Remove `data.save_to_disk("x")` followed by `data = load_from_disk("x")`, in place, if the notebook mentions the
+    folder nowhere else. Returns notes for the report."""
     statements, notes = list(notebook.statements), []
     for loading in notebook.statements:
         path = _loaded_folder(loading.node)
@@ -62,9 +60,7 @@ def data_in_memory(notebook: Notebook) -> list[str]:
         made = replace(loading, node=ast.parse(source).body[0], source=source)
         statements[place : place + 1] = [made] if target != data else []
         statements.remove(saving)
-        notes.append(
-            f"cell {saving.cell}: the data are not saved to {path} and loaded from there; {data} stays in memory"
-        )
+        notes.append(f"cell {saving.cell}: {data} stays in memory; it is not saved to {path} and loaded again")
     notebook.statements = statements
     return notes
 
@@ -82,7 +78,7 @@ def _saved_folder(node: ast.stmt) -> str | None:
 
 
 def _mentions(notebook: Notebook, path: str) -> int:
-    """How many statements and shell lines name a folder: with another one, somebody else may need it."""
+    """How many statements and shell lines mention a folder. More than two: something else may need the files."""
     wanted = ast.parse(path, mode="eval").body
     text = wanted.value if isinstance(wanted, ast.Constant) else path
     named = sum(any(ast.dump(node) == ast.dump(wanted) for node in ast.walk(s.node)) for s in notebook.statements)
@@ -90,7 +86,7 @@ def _mentions(notebook: Notebook, path: str) -> int:
 
 
 def _same_between(statements: Sequence[Statement], saving: Statement, loading: Statement) -> bool:
-    """Whether the data and the folder's name are when it is loaded what they were when it was saved."""
+    """Whether neither the data nor the folder's name changes between saving and loading."""
     between = statements[statements.index(saving) + 1 : statements.index(loading)]
     names = free_names(ast.parse(ast.unparse(saving.node)).body[0])
     return not any(names & (e.binds | e.may_bind | e.changes) for e in (effects(one.node) for one in between))
@@ -106,7 +102,7 @@ def _name(statement: Statement) -> str:
 
 
 def _next(statements: list[Statement]) -> tuple[int, Statement, list[tuple[int, str]]] | None:
-    """The next call that can give way: its place, the definition, and lines and texts in its stead."""
+    """The next call that can be inlined: its place, the definition, and the line and text of each replacement."""
     functions = _setting_up(statements)
     for place, statement in enumerate(statements):
         node = statement.node
@@ -124,8 +120,8 @@ def _next(statements: list[Statement]) -> tuple[int, Statement, list[tuple[int, 
 
 
 def _setting_up(statements: Sequence[Statement]) -> dict[str, Statement]:
-    """Functions that are defined once, mentioned once, and load, adapt or train, set a library or the environment, or
-    call one that does."""
+    """Functions that are defined and mentioned once, and that load, adapt or train the model, configure a library or
+    the environment, or call a function that does."""
     names = [node.id for s in statements for node in ast.walk(s.node) if isinstance(node, ast.Name)]
     defined = [_name(s) for s in statements]
     once = {name: s for s in statements if (name := _name(s)) and names.count(name) == defined.count(name) == 1}
@@ -141,7 +137,7 @@ def _called(node: ast.AST) -> set[str]:
 
 
 def _in_place(statement: ast.stmt, call: ast.Call, definition: Statement) -> list[tuple[int, str]] | None:
-    """What stands for the call: parameters, body and result. None where the function is not of the simple shape."""
+    """What replaces the call: parameters, body and result. None if the function is too complex to inline."""
     function = definition.node
     assert isinstance(function, ast.FunctionDef)
     given = _parameters(call, function)
@@ -163,7 +159,7 @@ def _in_place(statement: ast.stmt, call: ast.Call, definition: Statement) -> lis
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes outside of functions that the body defines."""
+    """Nodes outside the functions that the body defines."""
     yield node
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
         for inner in ast.iter_child_nodes(node):
@@ -171,7 +167,7 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parameters(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr] | None:
-    """Each parameter with what it is given; None where it is not told by name and place alone."""
+    """Each parameter with its argument; None if name and position alone do not determine it."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args]
     names = [item.arg for item in [*named, *arguments.kwonlyargs]]
@@ -179,12 +175,12 @@ def _parameters(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr
     given = {n: d for n, d in zip(names, defaults, strict=True) if isinstance(d, ast.Constant | ast.Name)}
     given |= dict(zip(names, call.args, strict=False)) | {item.arg: item.value for item in call.keywords if item.arg}
     spread = any(item.arg is None for item in call.keywords) or any(isinstance(item, ast.Starred) for item in call.args)
-    told = not (spread or arguments.vararg or arguments.kwarg) and given.keys() == set(names)
-    return {name: given[name] for name in names} if told else None
+    bound = not (spread or arguments.vararg or arguments.kwarg) and given.keys() == set(names)
+    return {name: given[name] for name in names} if bound else None
 
 
 def _result(statement: ast.stmt, value: ast.expr | None) -> list[str] | None:
-    """Statements that bind what the call bound to what the function returned."""
+    """Statements that assign the function's result to the targets of the call."""
     if isinstance(statement, ast.Expr):
         return [ast.unparse(value)] if isinstance(value, ast.Call) else []
     if value is None or not isinstance(statement, ast.Assign):
@@ -198,7 +194,7 @@ def _result(statement: ast.stmt, value: ast.expr | None) -> list[str] | None:
 
 
 def _moved(lines: list[str], node: ast.stmt) -> str:
-    """A statement and the comments above it, moved to the left; without comments where that would change a text."""
+    """A statement and the comments above it, dedented; without comments if dedenting would change a string."""
     text = textwrap.dedent("\n".join(lines)).strip("\n")
     try:
         same = [ast.dump(one) for one in ast.parse(text).body] == [ast.dump(node)]
@@ -208,7 +204,7 @@ def _moved(lines: list[str], node: ast.stmt) -> str:
 
 
 def _clashes(statements: Sequence[Statement], place: int, definition: Statement, body: list[tuple[int, str]]) -> bool:
-    """Whether the function would overwrite a name of the top level that is read after it."""
+    """Whether inlining would overwrite a top-level name that is read later."""
     nodes = [ast.parse(text).body[0] for _, text in body]
     local = {name for node in nodes for name in effects(node).binds | effects(node).may_bind}
     others = [(n, s.node, effects(s.node)) for n, s in enumerate(statements) if s is not definition and n != place]

@@ -1,4 +1,4 @@
-"""What a statement reads, binds and changes; what of a program a name depends on, followed backwards."""
+"""Data flow: what each statement reads, binds and changes, and backward slices of a program."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from finetune.convert.read import Statement
 
-# Methods that change what they are called on, also where their value is taken.
+# Methods that change their receiver even when their return value is used.
 MUTATORS = frozenset(
     "append extend insert remove pop clear sort reverse update setdefault add discard popitem add_tokens"
     " add_special_tokens resize_token_embeddings add_callback remove_callback pop_callback set_format with_format_"
     " seed shuffle_ mount enable_input_require_grads gradient_checkpointing_enable add_faiss_index".split()
 )
-# Calls that seed a generator which other code draws from.
+# Calls that seed a random generator used by other code.
 SEEDS = {
     "set_seed": ("random", "numpy", "torch"),
     "seed_everything": ("random", "numpy", "torch"),
@@ -25,7 +25,7 @@ SEEDS = {
     "torch.manual_seed": ("torch",),
 }
 _CASTS = frozenset("to float half double bfloat16 type requires_grad_".split())
-# Calls that only look at what they are given.
+# Calls that only read their arguments.
 _READERS = frozenset("print display pprint save_model len info debug warning plot hist generate".split())
 _LIBRARIES = ("torch", "transformers", "unsloth", "unsloth_zoo", "bitsandbytes")
 _SETTERS = re.compile(r"torch\.(set_float32_matmul_precision|use_deterministic_algorithms|_dynamo\.|backends\.)")
@@ -34,7 +34,7 @@ _BUILTINS = frozenset(dir(builtins))
 
 @dataclass(kw_only=True)
 class Effects:
-    """Names at module scope. `late` names are read when a function of the statement is called, not where it stands."""
+    """Names at module scope. `late` names are read when a function in the statement is called, not at definition."""
 
     binds: set[str] = field(default_factory=set)
     may_bind: set[str] = field(default_factory=set)
@@ -72,8 +72,7 @@ def changed_in_loop(node: ast.stmt) -> set[str]:
 
 
 def casts_modules(node: ast.stmt) -> bool:
-    """`for name, module in model.named_modules(): module = module.to(...)`: of modules these methods change what they
-    are called on."""
+    """`for name, module in model.named_modules(): module = module.to(...)`: on modules these methods work in place."""
     if not isinstance(node, ast.For) or "modules" not in getattr(getattr(node.iter, "func", None), "attr", ""):
         return False
     targets = set(target_names(node.target))
@@ -164,7 +163,7 @@ class _Visitor:
             self.expression(target)
 
     def _bare(self, value: ast.expr) -> None:
-        """A call for its effect changes its receiver, or what it is given."""
+        """A call whose result is unused changes its receiver or its arguments."""
         if isinstance(value, ast.Await):
             value = value.value
         if not isinstance(value, ast.Call):
@@ -190,7 +189,7 @@ class _Visitor:
                     self.effects.changes.add(str(name))
 
     def _files(self, node: ast.expr) -> None:
-        """A file is a name, too: who writes it changes `file:NAME`, who mentions it reads that."""
+        """Track files like names: writing a file changes `file:NAME`, mentioning it reads that name."""
         written: set[ast.AST] = set()
         for inner in ast.walk(node):
             if isinstance(inner, ast.Call) and (path := written_path(inner)) is not None:
@@ -208,7 +207,7 @@ _WRITERS = frozenset(
 
 
 def written_path(call: ast.Call) -> ast.expr | None:
-    """The file that a call writes, as an expression; None where it writes none that is known."""
+    """The file that a call writes, as an expression; None if it writes no file that we know of."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name == "open":
         mode = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "mode"), None)
@@ -223,7 +222,7 @@ def written_path(call: ast.Call) -> ast.expr | None:
 
 
 def is_path(value: object) -> bool:
-    """Whether a literal looks like the name of a file of data."""
+    """Whether a literal looks like the name of a data file."""
     return isinstance(value, str) and bool(
         re.fullmatch(
             r"[\w./~ -]{1,200}\.(jsonl?|csv|tsv|txt|parquet|arrow|xlsx?|pkl|ya?ml|gz|zip|db|xml|html|md|pdf)", value
@@ -232,14 +231,14 @@ def is_path(value: object) -> bool:
 
 
 def file_name(node: ast.AST) -> str | None:
-    """The name under which a literal path is followed."""
+    """The name under which a literal path is tracked."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_path(node.value):
         return f"file:{node.value.removeprefix('./')}"
     return None
 
 
 def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[set[str], set[str]]:
-    """Names read where the definition stands (decorators, defaults, bases), and those read when it is called."""
+    """Names read at definition (decorators, defaults, bases), and names read when called."""
     now: set[str] = set()
     for item in node.decorator_list:
         now |= free_names(item)
@@ -263,7 +262,7 @@ def definition_reads(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def body_reads(body: Sequence[ast.stmt], local: set[str]) -> set[str]:
-    """Names that a function's body takes from outside."""
+    """Names from outside that a function's body reads."""
     outside: set[str] = set()
     for node in body:
         for inner in ast.walk(node):
@@ -280,7 +279,7 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def free_names(node: ast.AST) -> set[str]:
-    """Names that an expression takes from outside of it; builtins are left out."""
+    """Names from outside that an expression reads, without builtins."""
     if isinstance(node, ast.Name):
         return set() if node.id in _BUILTINS and node.id not in ("input",) else {node.id}
     if isinstance(node, ast.Lambda):
@@ -303,11 +302,11 @@ def free_names(node: ast.AST) -> set[str]:
     return found
 
 
-# --- following backwards ----------------------------------------------------------------------------------------------
+# --- backward slices --------------------------------------------------------------------------------------------------
 
 
 class Program:
-    """Statements in order, with their effects, and slices of them."""
+    """Statements in order, with their effects and backward slices."""
 
     def __init__(self, statements: Sequence[Statement]):
         self.statements = list(statements)
@@ -316,10 +315,10 @@ class Program:
         for statement, found in zip(self.statements, self.effects, strict=True):
             found.changes |= self._written(statement.node)
             if self.sets_library(statement.node):
-                found.changes.clear()  # it holds for the process, and nothing is made from it
+                found.changes.clear()  # a process-wide setting, which no value depends on
 
     def _written(self, node: ast.stmt) -> set[str]:
-        """Files that a function of the notebook writes, where it is called with their names."""
+        """Files whose names are passed to a function of the notebook that writes them."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return set()
         calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name)]
@@ -327,7 +326,7 @@ class Program:
         return {name for path in paths if (name := file_name(path) or root(path))}
 
     def _paths_written(self, call: ast.Call) -> list[ast.expr]:
-        """What a call gives for those parameters of the notebook's function that it opens for writing."""
+        """The arguments of a call for the parameters that the notebook's function opens for writing."""
         definition = self.definition(getattr(call.func, "id", ""))
         if not isinstance(definition, ast.FunctionDef):
             return []
@@ -338,7 +337,7 @@ class Program:
         return [value for name, value in given if name in written]
 
     def definition(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
-        """The function or class of this name; the last one, where a later cell defines it again."""
+        """The function or class with this name; the last one if several cells define it."""
         for statement in reversed(self.statements):
             node = statement.node
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -346,17 +345,17 @@ class Program:
         return None
 
     def position(self, identity: int) -> int:
-        """The place of a statement by its id."""
+        """The position of a statement, by its id."""
         return next(n for n, statement in enumerate(self.statements) if statement.id == identity)
 
     def slice(self, names: Iterable[str], before: int, stop: frozenset[str] = frozenset()) -> tuple[set[int], set[str]]:
-        """What the values of `names` depend on just before the place `before`.
+        """What the values of `names` depend on just before position `before`.
 
         Args:
-            stop: names that are not followed; they are given from outside.
+            stop: names that are not followed, because they are passed in from outside.
 
         Returns:
-            The places of the statements, and those of `stop` that they read.
+            The positions of the statements, and the names in `stop` that they read.
         """
         wanted = [(name, before) for name in names]
         seen: set[tuple[str, int]] = set()
@@ -378,9 +377,9 @@ class Program:
         return places, given
 
     def _reaching(self, name: str, limit: int) -> Iterator[int]:
-        """Places before `limit` that bind or change `name`, back to the last that binds it for certain."""
+        """Positions before `limit` that bind or change `name`, back to the last unconditional binding."""
         module = self.imports.get(name, name)
-        imported = False  # from there on back only seeds of the module count
+        imported = False  # before the import, only seeding of the module matters
         for place in range(limit - 1, -1, -1):
             e = self.effects[place]
             node = self.statements[place].node
@@ -401,7 +400,7 @@ class Program:
         )
 
     def sets_library(self, node: ast.stmt) -> bool:
-        """`torch._dynamo.config.x = ...`, `torch.set_float32_matmul_precision(...)`: a setting of a library."""
+        """Whether it sets an option of a library, as in `torch._dynamo.config.x = ...`."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             return self.dotted(node.targets[0]).split(".")[0] in _LIBRARIES
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -409,7 +408,7 @@ class Program:
         return False
 
     def dotted(self, node: ast.AST) -> str:
-        """The full dotted name of an expression by the notebook's imports, or ''."""
+        """The full dotted name of an expression, resolved by the notebook's imports, or ''."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -420,7 +419,7 @@ class Program:
 
 
 def dotted_imports(nodes: Iterable[ast.stmt]) -> dict[str, str]:
-    """Local name -> full dotted name, of every import at any depth."""
+    """Local name -> full dotted name, for every import at any depth."""
     found: dict[str, str] = {}
     for outer in nodes:
         for node in ast.walk(outer):

@@ -1,7 +1,7 @@
-"""Where each statement of a notebook goes: into a function of the script, into the settings, or away with a reason.
+"""Decide where each statement of a notebook goes: a function of the script, the settings, or nowhere, with a reason.
 
-A statement is left out only if it is both outside of everything that the training depends on and of a known harmless
-kind; a notebook with any other one is refused (R4).
+A statement is left out only if training does not depend on it and it is of a known harmless kind. A notebook with any
+other statement is refused (R4).
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from finetune.convert.names import (
 from finetune.convert.read import Notebook, Refusal, Shell, Statement, is_dead, process_command
 from finetune.convert.trace import Trace
 
-BY_NAME = "SFTTrainer"  # who loads the model where the notebook gives the trainer its name
+BY_NAME = "SFTTrainer"  # the loader, if the notebook gives the trainer a model name
 HOOKS = ("environment", "module", "tokenizer", "dataset", "model", "trainer", "save")
 
 
 @dataclass(kw_only=True)
 class Disposition:
-    """What became of a statement: `kept` in a function, `settings` in the YAML file, `dropped`, or `rewritten`."""
+    """The decision on a statement: `kept` in a function, `settings` in the YAML file, `dropped`, or `rewritten`."""
 
     what: str
-    where: str = ""  # the function for kept ones
+    where: str = ""  # the function, if kept
     why: str = ""
 
 
 @dataclass(kw_only=True)
 class Plan:
-    """The decisions about a notebook, and the names that its functions take and give."""
+    """The decisions on a notebook, and the names that its functions take and return."""
 
     program: Program
     dispositions: dict[int, Disposition] = field(default_factory=dict)
     hooks: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in HOOKS})
-    replaced: dict[int, ast.stmt] = field(default_factory=dict)  # statement id -> what is kept of it
+    replaced: dict[int, ast.stmt] = field(default_factory=dict)  # place -> the part that is kept
     models: set[str] = field(default_factory=set)
-    tokenizers: list[str] = field(default_factory=list)  # in order; the first is what the loader gave
+    tokenizers: list[str] = field(default_factory=list)  # in order; the first comes from the loader
     trainers: set[str] = field(default_factory=set)
     train_expression: ast.expr | None = None
     eval_expression: ast.expr | None = None
     formatting: ast.expr | None = None
     callbacks: ast.expr | None = None
-    own_tokenizer: bool = False  # it is another one than the model's
+    own_tokenizer: bool = False  # the tokenizer is not the model's
     scratch: set[str] = field(default_factory=set)  # names of charts, tables, metrics
     collections: set[str] = field(default_factory=set)  # names of lists, dicts, counters
     notes: list[str] = field(default_factory=list)
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
     key: dict[str, int] = field(default_factory=dict)  # loader, adapter, trainer, responses, train -> place
-    early_saves: set[int] = field(default_factory=set)  # before the training, which no function takes along
+    early_saves: set[int] = field(default_factory=set)  # before training; left out
 
 
 def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
-    """The last event of a kind: who makes a thing again replaces it."""
+    """The last event of a kind: a repeated call replaces the earlier one."""
     return next((item for item in reversed(trace["events"]) if item["kind"] == kind), None)
 
 
@@ -73,7 +73,7 @@ def live_statements(notebook: Notebook) -> list[Statement]:
 
 
 def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan:
-    """Decide about every statement. Raises Refusal (R0, R2, R4)."""
+    """Decide on every statement. Raises Refusal (R0, R2, R4)."""
     plan = Plan(program=program, trace=traces[0])
     _key_statements(plan, traces[0])
     _names_of_roles(plan)
@@ -95,11 +95,11 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     return plan
 
 
-# --- the statements that make the training ----------------------------------------------------------------------------
+# --- the statements that set up the training --------------------------------------------------------------------------
 
 
 def _once(plan: Plan, trace: Trace) -> None:
-    """Refuse (R2) what trains, or attaches an adapter, more than once."""
+    """Refuse (R2) a notebook that trains, or attaches an adapter, more than once."""
     for kind, call in (("train", "train()"), ("adapt", "get_peft_model()")):
         events = [item for item in trace["events"] if item["kind"] == kind]
         if len(events) < 2:
@@ -108,19 +108,20 @@ def _once(plan: Plan, trace: Trace) -> None:
         cells = list(dict.fromkeys(str(_cell(plan, item)) for item in events))
         if isinstance(last.node, ast.For | ast.While) and kind == "train":
             reason = (
-                f"it trains {len(events)} times in a loop (`{last.head[:80]}`); keep one training: epochs are"
-                " num_train_epochs, and for a sweep start the script once per value, such as"
+                f"the notebook trains {len(events)} times in a loop (`{last.head[:80]}`); train once: for epochs set"
+                " num_train_epochs, and for a sweep start the script once per value, for example with"
                 " --training.learning_rate 1e-4"
             )
         else:
             reason = (
-                f"{call} is called {len(events)} times (cell{'s' * (len(cells) > 1)} {', '.join(cells)}); keep one, or"
-                " split it into one notebook each"
+                f"{call} is called {len(events)} times (cell{'s' * (len(cells) > 1)} {', '.join(cells)}); keep one"
+                " call, or split the notebook"
             )
         raise Refusal("R2", reason, last.cell)
 
 
 def _key_statements(plan: Plan, trace: Trace) -> None:
+    """Find the statements that load, adapt and train. Raises Refusal (R0, R4) if one is missing or not at top level."""
     program = plan.program
     _once(plan, trace)
     for name, kind in (
@@ -134,7 +135,7 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
     ):
         events = [item for item in trace["events"] if item["kind"] == kind]
         if events:
-            place = program.position(events[-1]["statement"])  # a cell that does it again replaces the one before
+            place = program.position(events[-1]["statement"])  # a repeated call replaces the earlier one
             plan.key[name] = place
             node = program.statements[place].node
             by_name = name == "loader" and events[-1]["detail"][0] == BY_NAME
@@ -142,14 +143,14 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
             if isinstance(node, ast.FunctionDef | ast.For | ast.While) or inside:
                 raise Refusal(
                     "R4",
-                    "the training is set up inside a function or loop; move it to the top level",
+                    "the training is set up inside a function or loop; move it to the top level of the cell",
                     program.statements[place].cell,
                 )
     _same_tokenizer(plan, trace)
     failed = trace["failed"]
     for name, what in (
-        ("loader", "no model is loaded by Unsloth's or transformers' classes"),
-        ("trainer", "no SFTTrainer is made"),
+        ("loader", "no model is loaded with classes of Unsloth or transformers"),
+        ("trainer", "no SFTTrainer is created"),
         ("train", "train() is never reached"),
     ):
         if name not in plan.key:
@@ -164,7 +165,7 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
 
 
 def _same_tokenizer(plan: Plan, trace: Trace) -> None:
-    """`AutoTokenizer.from_pretrained` of the model itself; its arguments are noted."""
+    """Compare the loaded tokenizer with the model's, and note arguments that are left out."""
     item, load = event_of(trace, "load_tokenizer"), event_of(trace, "load")
     if item is None or load is None:
         return
@@ -174,7 +175,7 @@ def _same_tokenizer(plan: Plan, trace: Trace) -> None:
     model = args[0] if args else dict(map(tuple, load["detail"][2]["dict"])).get("pretrained_model_name_or_path")
     if name != model:
         plan.own_tokenizer = True
-        plan.notes.append(f"the tokenizer is not that of {model}: prepare_tokenizer loads it, as the notebook does")
+        plan.notes.append(f"the notebook loads a tokenizer other than that of {model}; prepare_tokenizer does the same")
         return
     left_out = [
         key
@@ -183,7 +184,7 @@ def _same_tokenizer(plan: Plan, trace: Trace) -> None:
     ]
     if left_out:
         plan.notes.append(
-            f"the tokenizer's arguments {', '.join(left_out)} are left out: the package adds end tokens, and pads"
+            f"the tokenizer arguments {', '.join(left_out)} are left out: the package adds end tokens and padding"
         )
 
 
@@ -193,7 +194,7 @@ def _ordinal(program: Program, key: str) -> str:
 
 
 def _inside_function(plan: Plan, place: int, name: str) -> bool:
-    """Whether the call happens in a function that the statement calls, not in the statement itself."""
+    """Whether the call is inside a function that the statement calls, not in the statement itself."""
     words = {
         "loader": "from_pretrained",
         "adapter": "get_peft_model",
@@ -221,16 +222,16 @@ def _call(plan: Plan, place: int, word: str) -> ast.Call:
     for node in ast.walk(plan.program.statements[place].node):
         if isinstance(node, ast.Call) and word in _last_name(plan, node.func):
             return node
-    raise Refusal("R4", f"the call of {word} is not found", plan.program.statements[place].cell)
+    raise Refusal("R4", f"the call to {word} was not found", plan.program.statements[place].cell)
 
 
 def _names_of_roles(plan: Plan) -> None:
-    """Names of the model, the tokenizer and the trainer, with those that they are given later."""
+    """Find all names of the model, the tokenizer and the trainer, including aliases."""
     program = plan.program
     loader = program.statements[plan.key["loader"]].node
     targets = loader.targets[0] if isinstance(loader, ast.Assign) else None
     if plan.key["loader"] == plan.key["trainer"]:
-        pass  # SFTTrainer(model="...") loads it; the notebook has no name for it
+        pass  # SFTTrainer(model="...") loads the model, so it has no name in the notebook
     elif isinstance(targets, ast.Tuple) and len(targets.elts) == 2:
         first, second = ([*target_names(item)][:1] for item in targets.elts)
         plan.models.update(first)
@@ -269,14 +270,14 @@ def _names_of_roles(plan: Plan) -> None:
             plan.tokenizers += [name for name in names if name not in plan.tokenizers]
 
 
-# Libraries whose objects show or measure, and have no part in the training.
+# Libraries that only display or measure.
 _SHOWING = frozenset(
     "matplotlib seaborn plotly bokeh altair wordcloud rich prettytable ipywidgets evaluate logging".split()
 )
 
 
 def _names_of_scratch(plan: Plan) -> None:
-    """Names that are only ever bound to objects of libraries that show, or to collections."""
+    """Find names bound only to objects of display libraries, and names bound only to collections."""
     bound: dict[str, list[ast.expr | None]] = {}
     for statement in plan.program.statements:
         for node in ast.walk(statement.node):
@@ -293,7 +294,7 @@ def _names_of_scratch(plan: Plan) -> None:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """Targets with what they are bound to, or with None where it is not told."""
+    """Assignment targets with their values, or None if the value is unknown."""
     if isinstance(node, ast.Assign):
         yield from ((target, node.value) for target in node.targets)
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
@@ -345,7 +346,7 @@ def _is_alias(plan: Plan, value: ast.expr) -> bool:
 
 
 def _makes_tokenizer(plan: Plan, value: ast.expr) -> bool:
-    """`get_chat_template(tokenizer, ...)`, or a function of the notebook that takes the tokenizer and is named so."""
+    """`get_chat_template(tokenizer, ...)`, or a function that takes the tokenizer and has `tokenizer` in its name."""
     if not isinstance(value, ast.Call):
         return False
     name = _last_name(plan, value.func)
@@ -370,7 +371,7 @@ def _trainer_call(plan: Plan) -> None:
     given = {key: value for key, value in given.items() if ast.dump(value) != none}
     cell = plan.program.statements[plan.key["trainer"]].cell
     if "train_dataset" not in given:
-        raise Refusal("R4", "SFTTrainer is given no train_dataset", cell)
+        raise Refusal("R4", "SFTTrainer has no train_dataset", cell)
     plan.train_expression = given["train_dataset"]
     plan.eval_expression = given.get("eval_dataset")
     plan.formatting = given.get("formatting_func")
@@ -378,7 +379,7 @@ def _trainer_call(plan: Plan) -> None:
 
 
 def _spread(plan: Plan, value: ast.expr) -> dict[str, ast.expr]:
-    """The arguments in `**settings`, where settings is a dict display or `dict(...)`."""
+    """The arguments in `**settings`, if settings is a dict literal or `dict(...)`."""
     if isinstance(value, ast.Name):
         for place in range(plan.key["trainer"] - 1, -1, -1):
             node = plan.program.statements[place].node
@@ -388,7 +389,11 @@ def _spread(plan: Plan, value: ast.expr) -> dict[str, ast.expr]:
         return {str(k.value): v for k, v in zip(value.keys, value.values, strict=True) if isinstance(k, ast.Constant)}
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
         return {item.arg: item.value for item in value.keywords if item.arg}
-    raise Refusal("R4", "SFTTrainer's arguments cannot be read", plan.program.statements[plan.key["trainer"]].cell)
+    raise Refusal(
+        "R4",
+        "cannot determine the arguments of SFTTrainer; pass them as keywords",
+        plan.program.statements[plan.key["trainer"]].cell,
+    )
 
 
 # --- functions of the script ------------------------------------------------------------------------------------------
@@ -403,23 +408,21 @@ def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
 
 
 def _early_saves(plan: Plan) -> None:
-    """`model.save_pretrained(...)`, `dataset.push_to_hub(...)` before the training: a script saves once, after it."""
+    """Leave out saving before training, such as `dataset.push_to_hub(...)`: a script saves once, after training."""
     for place, statement in enumerate(plan.program.statements[: plan.key["train"]]):
         call = statement.node.value if isinstance(statement.node, ast.Expr) else None
         if not isinstance(call, ast.Call):
             continue
-        own = (
+        saves_role = (
             root(call.func) in plan.models | plan.trainers | set(plan.tokenizers)
             and _method(call) in EXPORTS | _ORDINARY
         )
-        if own or _method(call) == "push_to_hub":
+        if saves_role or _method(call) == "push_to_hub":
             plan.early_saves.add(place)
             plan.dispositions[place] = Disposition(
-                what="dropped", why="saved before the training; do it once, apart from the script"
+                what="dropped", why="saved before training; do this once, outside the script"
             )
-            plan.notes.append(
-                f"cell {statement.cell}: `{statement.head[:60]}` is left out: it saves before the training"
-            )
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it saves before training")
 
 
 def _key_places(plan: Plan) -> set[int]:
@@ -427,7 +430,7 @@ def _key_places(plan: Plan) -> set[int]:
 
 
 def _environment(plan: Plan, notebook: Notebook) -> None:
-    """Assignments to os.environ stay, and stay first: libraries read them when they are imported."""
+    """Keep assignments to os.environ, and keep them first: libraries read them when they are imported."""
     for place, statement in enumerate(plan.program.statements[: plan.key["train"]]):
         node = statement.node
         name = _environment_key(node)
@@ -439,24 +442,23 @@ def _environment(plan: Plan, notebook: Notebook) -> None:
                     if isinstance(inner, ast.stmt) and _environment_key(inner)
                 ]
                 plan.notes += [
-                    f"cell {statement.cell}: `{line}` stands in a branch of the installation; it is a comment of"
-                    " the script"
+                    f"cell {statement.cell}: `{line}` is in an installation branch; it becomes a comment in the script"
                     for line in lines
                 ]
                 plan.environment_comments += lines
                 plan.dispositions[place] = Disposition(
-                    what="dropped", why="installation; what it sets in the environment is a comment of the script"
+                    what="dropped", why="installation; the environment variables it sets become a comment in the script"
                 )
             continue
         if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
             plan.dispositions[place] = Disposition(
                 what="dropped",
-                why=NO_ENVIRONMENT.get(name, "logging goes to TensorBoard; accounts belong outside of a script"),
+                why=NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script"),
             )
             continue
         wanted, _ = plan.program.slice(free_names_of(node) - {"os"}, place)
         if any(not _pure(plan, item) for item in wanted):
-            raise Refusal("R4", f"the environment variable {name} is computed; set it to a literal", statement.cell)
+            raise Refusal("R4", f"the environment variable {name} is computed; set it to a constant", statement.cell)
         _keep(plan, "environment", {*wanted, place})
 
 
@@ -467,7 +469,7 @@ NO_ENVIRONMENT = {
     "HUGGING_FACE_HUB_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
     "HUGGINGFACE_TOKEN": "tokens stay outside of a script: set HF_TOKEN in your shell, or run `hf auth login`",
     **dict.fromkeys("RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split(), "the launcher sets it"),
-    "PYTHONHASHSEED": "Python has read it when it started; training.seed seeds every rank",
+    "PYTHONHASHSEED": "Python reads it only at startup; training.seed seeds every rank",
 }
 
 
@@ -491,7 +493,7 @@ def free_names_of(node: ast.stmt) -> set[str]:
 
 
 def _tokenizer_hook(plan: Plan) -> None:
-    """What changes the tokenizer before the training."""
+    """Collect what changes the tokenizer before training."""
     program, names = plan.program, set(plan.tokenizers)
     own: set[int] = set()
     for place in range(plan.key["train"]):
@@ -500,7 +502,7 @@ def _tokenizer_hook(plan: Plan) -> None:
         if not touched or place in _key_places(plan) or isinstance(node, ast.Import | ast.ImportFrom):
             continue
         if isinstance(node, ast.Assign) and _is_alias(plan, node.value):
-            plan.dispositions[place] = Disposition(what="settings", why="the package gives the tokenizer itself")
+            plan.dispositions[place] = Disposition(what="settings", why="the package provides the tokenizer")
             continue
         if place in plan.dispositions or _only_looks(plan, node):
             continue
@@ -510,8 +512,8 @@ def _tokenizer_hook(plan: Plan) -> None:
             ):
                 raise Refusal(
                     "R4",
-                    "it adds tokens and changes the model's embeddings; set tokenizer.chat_template instead, to a"
-                    " template of tokens that the model knows",
+                    "it adds tokens and changes the model's embeddings; instead set tokenizer.chat_template to a"
+                    " template that uses tokens that the model knows",
                     program.statements[place].cell,
                 )
             kept = _tokenizer_part(plan, node)
@@ -525,21 +527,21 @@ def _tokenizer_hook(plan: Plan) -> None:
         needed, given = program.slice(free_names_of(program.statements[place].node) - names, place, stop)
         kept |= needed
         if given & plan.models and place not in plan.replaced:
-            raise Refusal("R4", "the tokenizer is changed with the help of the model", program.statements[place].cell)
+            raise Refusal("R4", "changes to the tokenizer depend on the model", program.statements[place].cell)
     kept -= _key_places(plan)
-    _refuse_dependence(plan, kept, "the tokenizer's changes")
+    _refuse_dependence(plan, kept, "changes to the tokenizer")
     _keep(plan, "tokenizer", kept)
 
 
 def _both_changed(plan: Plan, statement: Statement) -> Refusal:
-    reason, remedy = "one statement changes both the model and the tokenizer", "separate them"
+    reason, remedy = "one statement changes both the model and the tokenizer", "use one statement for each"
     if any(re.search(r"add_(new_|special_)?tokens$", _last_name(plan, call.func)) for call in _calls(statement.node)):
         reason, remedy = "it adds tokens to the tokenizer and to the model", "use tokens that the model knows"
     return Refusal("R4", f"{reason} (`{statement.head[:80]}`); {remedy}", statement.cell)
 
 
 def _tokenizer_part(plan: Plan, node: ast.stmt) -> ast.stmt | None:
-    """`if tokenizer.pad_token is None:` without `model.config.pad_token_id = ...`, which the trainer aligns itself."""
+    """`if tokenizer.pad_token is None:` without `model.config.pad_token_id = ...`, which the trainer sets."""
     if not isinstance(node, ast.If) or node.orelse:
         return None
     body = [inner for inner in node.body if not _aligned_id(plan, inner)]
@@ -570,15 +572,15 @@ def _dataset_hook(plan: Plan) -> None:
         cell = next(
             (program.statements[p].cell for p in sorted(places) if program.effects[p].all_reads & plan.models), None
         )
-        raise Refusal("R4", "the data are made with the help of the model", cell)
+        raise Refusal("R4", "the data depends on the model", cell)
     if given & plan.trainers:
-        raise Refusal("R4", "the data are made with the help of the trainer", program.statements[before].cell)
-    _refuse_dependence(plan, places, "the data")
+        raise Refusal("R4", "the data depends on the trainer", program.statements[before].cell)
+    _refuse_dependence(plan, places, "the rows")
     for place in sorted(places):
         if any(_TEMPLATES.match(program.dotted(call.func)) for call in _calls(program.statements[place].node)):
             plan.notes.append(
                 f"cell {program.statements[place].cell}: apply_chat_template also sets the tokenizer's template, but"
-                " the one that is saved may keep the model's: set model.chat_template for it"
+                " the saved tokenizer may keep the model's template; set model.chat_template to save the new one"
             )
     _note_unseeded(plan, places)
     _note_hosted_paths(plan, places)
@@ -590,9 +592,9 @@ def _dataset_hook(plan: Plan) -> None:
 
 
 def refuse_tokenizer_changed_after_data(plan: Plan) -> None:
-    """The script prepares the tokenizer before the data: where the notebook changes it in between, the data differ.
+    """The script prepares the tokenizer before the data. If the notebook changes it in between, the data can differ.
 
-    Asked where they do: most changes after the data, such as a padding token, make no difference to them.
+    Called only if the data differs: most later changes, such as a padding token, do not affect it.
 
     Raises:
         Refusal: R4, with the cell of the change.
@@ -603,8 +605,8 @@ def refuse_tokenizer_changed_after_data(plan: Plan) -> None:
     if late:
         raise Refusal(
             "R4",
-            f"the tokenizer is changed after cell {cells[users[0]]} has prepared data with it; move the change before"
-            " that cell",
+            f"the tokenizer is changed after cell {cells[users[0]]} prepares data with it; move the change before that"
+            " cell",
             cells[late[-1]],
         )
 
@@ -617,14 +619,14 @@ def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
                 and isinstance(node.value, str)
                 and node.value.startswith(("/content/", "/kaggle/", "../input/"))
             ):
-                where = f"cell {plan.program.statements[place].cell}: {node.value}"
+                path = f"cell {plan.program.statements[place].cell}: {node.value}"
                 plan.notes.append(
-                    f"{where} is a path of a hosted notebook; change it in build_dataset, or give --data.train_file"
+                    f"{path} is a path on a hosted service; change it in build_dataset, or pass --data.train_file"
                 )
 
 
 def _note_unseeded(plan: Plan, places: set[int]) -> None:
-    """Every machine makes the data itself: without a seed they would differ."""
+    """Each machine prepares the data itself, so without a seed the data would differ between machines."""
     for place in sorted(places):
         for call in _calls(plan.program.statements[place].node):
             name = getattr(call.func, "attr", "")
@@ -637,13 +639,12 @@ def _note_unseeded(plan: Plan, places: set[int]) -> None:
             ):
                 cell = plan.program.statements[place].cell
                 plan.notes.append(
-                    f"cell {cell}: {name}() has no seed, so each machine would order the rows in its own way; give"
-                    " it one"
+                    f"cell {cell}: {name}() has no seed, so each machine would order the rows differently; set a seed"
                 )
 
 
 def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
-    """Refuse what cannot run in a function that is called on its own: shell output and processes."""
+    """Refuse what a function of the script cannot do, such as using shell output or processes."""
     for place in sorted(places):
         statement = plan.program.statements[place]
         for node in ast.walk(statement.node):
@@ -660,13 +661,15 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                     raise Refusal("R4", f"{what} depend on {name}()", statement.cell)
                 if _SERVICES.match(name):
                     raise Refusal(
-                        "R4", f"{what} are made by a service ({name}); make them once, in a file", statement.cell
+                        "R4",
+                        f"{what} depend on a service ({name}); call it once and save the result to a file",
+                        statement.cell,
                     )
                 if _OTHER_MODELS.search(name):
-                    raise Refusal("R4", f"{what} are made with a model ({name})", statement.cell)
+                    raise Refusal("R4", f"{what} depend on another model ({name})", statement.cell)
                 if name.rsplit(".", 1)[-1] in _COMMAND_LINE and not node.args and not node.keywords:
                     raise Refusal(
-                        "R4", f"{what} depend on the command line; give {name}() an empty list", statement.cell
+                        "R4", f"{what} depend on the command line; pass {name}() an empty list", statement.cell
                     )
         if any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in _own_nodes(statement.node)):
             raise Refusal("R4", f"{what} depend on a top-level await", statement.cell)
@@ -684,35 +687,35 @@ _COMMAND_LINE = ("parse_args", "parse_known_args", "parse_args_into_dataclasses"
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes outside of nested functions."""
+    """Nodes outside nested functions."""
     yield node
     for inner in ast.iter_child_nodes(node):
         if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from _own_nodes(inner)
 
 
-# Methods of a model before the training that the package does itself, or that change nothing that is trained.
+# Methods called on a model before training that the package handles, or that do not affect training.
 MODEL_BY_PACKAGE = {
     "to": "each rank puts the model on its own device",
     "cuda": "each rank puts the model on its own device",
-    "half": "model.dtype says it",
-    "bfloat16": "model.dtype says it",
-    "float": "model.dtype says it",
+    "half": "set by model.dtype",
+    "bfloat16": "set by model.dtype",
+    "float": "set by model.dtype",
     "train": "the trainer does it",
     "eval": "the trainer sets the mode",
     "for_training": "the trainer does it",
     "for_inference": "inference",
-    "gradient_checkpointing_enable": "training.gradient_checkpointing says it",
+    "gradient_checkpointing_enable": "set by training.gradient_checkpointing",
     "enable_input_require_grads": "the package does it",
     "print_trainable_parameters": "display",
 }
 
 
-MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # one model over several devices, which no rank has
+MODEL_FLAGS = ("is_parallelizable", "model_parallel")  # for one model on several devices, which ranks do not use
 
 
 def _model_hook(plan: Plan) -> None:
-    """What changes the model before the training, beside the adapter, and settings of libraries for the training."""
+    """Collect what changes the model before training, except the adapter, and settings of libraries."""
     program = plan.program
     attached = _adapter_place(plan)
     own = {
@@ -757,22 +760,22 @@ def _model_hook(plan: Plan) -> None:
         if attached is not None and place < attached and not (resized or _sets_config(plan, node)):
             raise Refusal(
                 "R4",
-                f"the model is changed before the adapter is attached (`{statement.head[:80]}`), and a script's"
-                " prepare_model comes after it; change it after the adapter, or leave it out",
+                f"the model is changed before the adapter is attached (`{statement.head[:80]}`), but prepare_model runs"
+                " afterwards; change the model after attaching the adapter, or leave this out",
                 statement.cell,
             )
         own.add(place)
     stop = frozenset({*plan.tokenizers, *plan.models})
     kept = set(own)
-    for place in own:  # of a library the import is enough: who seeds torch changes it, too
+    for place in own:  # skip imported libraries: seeding torch counts as a change, but only the import is needed
         names = free_names_of(program.statements[place].node) - stop - program.imports.keys()
         kept |= program.slice(names, place, stop)[0]
-    _refuse_dependence(plan, kept, "the model's changes")
+    _refuse_dependence(plan, kept, "changes to the model")
     _keep(plan, "model", kept - _key_places(plan))
 
 
 def _adapter_place(plan: Plan) -> int | None:
-    """The statement that attaches the adapter: get_peft_model, or the trainer that is given a peft_config."""
+    """The statement that attaches the adapter: get_peft_model, or a trainer with a peft_config."""
     trainer = event_of(plan.trace, "trainer")
     given = trainer is not None and trainer["forms"].get("peft_config") is not None
     return plan.key.get("adapter", plan.key["trainer"] if given else None)
@@ -794,7 +797,7 @@ def _by_package(plan: Plan, node: ast.stmt) -> str | None:
 
 
 def _sets_config(plan: Plan, node: ast.stmt) -> bool:
-    """`model.config.x = ...`, also under a condition, or in a function of the notebook that is given the model."""
+    """`model.config.x = ...`, also under a condition or in a function of the notebook called with the model."""
     if isinstance(node, ast.If):
         return all(_sets_config(plan, inner) for inner in [*node.body, *node.orelse])
     if (called := _call_with_model(plan, node)) is not None:
@@ -811,7 +814,7 @@ def _sets_config(plan: Plan, node: ast.stmt) -> bool:
 
 
 def _all_by_package(plan: Plan, node: ast.stmt) -> str | None:
-    """Why a function that is given the model is not called: the package does all that it does."""
+    """The reason to leave out a function called with the model, if the package does everything that it does."""
     if (called := _call_with_model(plan, node)) is None:
         return None
     reasons = [_by_package(replace(plan, models={called[1]}), inner) for inner in called[0]]
@@ -819,7 +822,7 @@ def _all_by_package(plan: Plan, node: ast.stmt) -> str | None:
 
 
 def _call_with_model(plan: Plan, node: ast.stmt) -> tuple[list[ast.stmt], str] | None:
-    """What a function of the notebook does that the statement calls with the model, and its name for the model."""
+    """If the statement calls a function of the notebook with the model: its body, and the parameter for the model."""
     call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
         return None
@@ -835,12 +838,12 @@ def _call_with_model(plan: Plan, node: ast.stmt) -> tuple[list[ast.stmt], str] |
 
 
 def _moves(body: list[ast.stmt]) -> bool:
-    """Whether the model may get another device or dtype, which is not for a function that is kept to decide."""
+    """Whether the model may change device or dtype, which kept functions must not do."""
     return any(_method(call) in ("to", "cuda", "half", "float", "bfloat16") for inner in body for call in _calls(inner))
 
 
 def _gives_back_the_model(plan: Plan, node: ast.stmt) -> bool:
-    """`model = prepare(model)`, where the function returns what it was given."""
+    """`model = prepare(model)`, if the function returns its argument."""
     called = _call_with_model(plan, node)
     if called is None or not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
         return False
@@ -861,16 +864,16 @@ def _gives_back_the_model(plan: Plan, node: ast.stmt) -> bool:
 def _replaced(plan: Plan, statement: Statement) -> Refusal:
     remedy = "leave it out, or change the model in place"
     if any(plan.program.dotted(call.func) == "torch.compile" for call in _calls(statement.node)):
-        remedy = "leave it out, or give SFTConfig torch_compile=True"
+        remedy = "leave it out, or pass torch_compile=True to SFTConfig"
     return Refusal(
         "R4",
-        f"the model is replaced by another object before the training (`{statement.head[:80]}`); {remedy}",
+        f"the model is replaced by another object before training (`{statement.head[:80]}`); {remedy}",
         statement.cell,
     )
 
 
 def _trainer_hook(plan: Plan) -> None:
-    """What changes the trainer between its making and train()."""
+    """Collect what changes the trainer between its creation and train()."""
     program = plan.program
     stop = frozenset({*plan.tokenizers, *plan.models, *plan.trainers})
     kept: set[int] = set()
@@ -882,28 +885,30 @@ def _trainer_hook(plan: Plan) -> None:
             continue
         text = ast.unparse(node)
         if re.search(r"\.(train_dataset|eval_dataset|data_collator|compute_loss|optimizer|lr_scheduler)\s*=", text):
-            raise Refusal("R4", f"the trainer is changed after it was made ({statement.head[:80]})", statement.cell)
+            raise Refusal(
+                "R4",
+                f"the trainer is changed after it is created (`{statement.head[:80]}`); pass it as an argument",
+                statement.cell,
+            )
         if match := re.search(r"\.args\.(\w+)\s*=[^=]", text):
             raise Refusal(
                 "R4",
-                f"{match[1]} is set after the trainer was made ({statement.head[:80]}); give it to the trainer's"
-                " configuration, where it can become a setting",
+                f"{match[1]} is set after the trainer is created (`{statement.head[:80]}`); pass it to SFTConfig"
+                " instead, so that it becomes a setting",
                 statement.cell,
             )
         if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
-            plan.dispositions[place] = Disposition(
-                what="dropped", why="evaluation before the training is done by the package"
-            )
+            plan.dispositions[place] = Disposition(what="dropped", why="the package evaluates before training")
             continue
         kept.add(place)
         kept |= program.slice(free_names_of(node) - stop, place, stop)[0]
     if plan.callbacks is not None:
         kept |= program.slice(free_names(plan.callbacks) - stop, plan.key["trainer"], stop)[0]
-    _refuse_dependence(plan, kept, "the trainer's changes")
+    _refuse_dependence(plan, kept, "changes to the trainer")
     _keep(plan, "trainer", kept - _key_places(plan))
 
 
-# --- after the training -----------------------------------------------------------------------------------------------
+# --- after training ---------------------------------------------------------------------------------------------------
 
 EXPORTS = frozenset(
     "save_pretrained_merged save_pretrained_gguf save_pretrained_torchao save_pretrained_ggml push_to_hub"
@@ -921,11 +926,11 @@ def _method(call: ast.Call) -> str:
 
 
 def _save_hook(plan: Plan) -> None:
-    """Ordinary saves become training.output_dir; exports stay, and with them what they need."""
+    """Turn ordinary saves into training.output_dir, and keep exports with everything they need."""
     program = plan.program
     exports: list[int] = []
     roles = plan.models | plan.trainers | set(plan.tokenizers)
-    merged: set[str] = set()  # names of `model.merge_and_unload()`: what is saved of them is an export
+    merged: set[str] = set()  # results of `model.merge_and_unload()`; saving one is an export
     folders: set[str] = set()
     again: set[str] = set()
     for place in range(plan.key["train"] + 1, len(program.statements)):
@@ -945,9 +950,9 @@ def _save_hook(plan: Plan) -> None:
         whole = bool(of_merged) or any(call.args and ast.unparse(call.args[0]) in folders for call in saving)
         if any(root(call.func) in again for call in saving):
             again |= program.effects[place].binds
-            why = "of what was loaded again after the training; do it apart, with the folder that is saved"
+            why = "uses a model loaded again after training; do this separately, from the saved folder"
             plan.dispositions[place] = Disposition(what="dropped", why=why)
-            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it is {why}")
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it {why}")
         elif all(_method(call) in _ORDINARY for call in saving) and not whole:
             plan.dispositions[place] = Disposition(
                 what="settings",
@@ -957,8 +962,8 @@ def _save_hook(plan: Plan) -> None:
             if any(_method(call) == "merge_and_unload" for call in saving):
                 raise Refusal(
                     "R4",
-                    f"it merges the trainer's model ({statement.head[:60]}); merge `model` instead: an export has the"
-                    " model, and no trainer",
+                    f"the trainer's model is merged (`{statement.head[:60]}`); merge `model` instead, because an export"
+                    " gets the model but not the trainer",
                     statement.cell,
                 )
             why = "publish the finished folder with `hf upload`"
@@ -970,7 +975,7 @@ def _save_hook(plan: Plan) -> None:
             for n in ast.walk(call)
             if isinstance(n, ast.Constant) and isinstance(n.value, str)
         ):
-            plan.dispositions[place] = Disposition(what="dropped", why="its account or token is a placeholder")
+            plan.dispositions[place] = Disposition(what="dropped", why="the account or token is a placeholder")
         else:
             exports.append(place)
     if not exports:
@@ -981,10 +986,10 @@ def _save_hook(plan: Plan) -> None:
         needed, given = program.slice(free_names_of(program.statements[place].node) - stop, place, stop | plan.trainers)
         if given & plan.trainers or any(p in plan.hooks["dataset"] and not _pure(plan, p) for p in needed):
             raise Refusal(
-                "R4", "an export after the training needs the trainer or the data", program.statements[place].cell
+                "R4", "an export after training needs the trainer or the data", program.statements[place].cell
             )
         kept |= needed
-    for place in range(plan.key["train"] + 1, max(exports)):  # what changes the model on the way, such as quantize_
+    for place in range(plan.key["train"] + 1, max(exports)):  # changes to the model in between, such as quantize_
         statement, e = program.statements[place], program.effects[place]
         if (
             place in plan.dispositions
@@ -1001,7 +1006,7 @@ def _save_hook(plan: Plan) -> None:
 
 
 def _settings(plan: Plan) -> None:
-    """The key statements themselves, and what only they need."""
+    """Turn the key statements, and what only they need, into settings."""
     program = plan.program
     stop = frozenset({*plan.tokenizers, *plan.models, *plan.trainers})
     for name, place in plan.key.items():
@@ -1014,7 +1019,7 @@ def _settings(plan: Plan) -> None:
             if item not in plan.dispositions and not isinstance(
                 program.statements[item].node, ast.Import | ast.ImportFrom
             ):
-                plan.dispositions[item] = Disposition(what="settings", why=f"read for the {name}")
+                plan.dispositions[item] = Disposition(what="settings", why=f"used for the {name}")
         plan.dispositions[place] = Disposition(
             what="settings",
             why={
@@ -1030,19 +1035,19 @@ def _settings(plan: Plan) -> None:
 
 
 def _note_defaults(plan: Plan) -> None:
-    """Settings are written down: what a variable would have said is not asked again."""
+    """Note environment variables that the notebook reads, but the script does not, because the values are settings."""
     for item in plan.trace["events"]:
         place = plan.program.position(item["statement"]) if item["kind"] == "asked" else None
         if place is not None and plan.dispositions[place].what == "settings":
             name, default = item["detail"]
             plan.notes.append(
-                f"cell {_cell(plan, item)}: {name} is asked for in the environment; its default {default!r} stands in"
-                " the settings"
+                f"cell {_cell(plan, item)}: {name} is read from the environment; the settings have its"
+                f" default, {default!r}"
             )
 
 
 def _shared_constants(plan: Plan) -> None:
-    """Constants and functions that two functions of the script need stand once, at its top level."""
+    """Move constants and functions that several functions of the script need to its top level."""
     hooks = [name for name in HOOKS if name not in ("environment", "module")]
     places = [place for name in hooks for place in plan.hooks[name]]
     shared = {place for place in places if places.count(place) > 1}
@@ -1104,7 +1109,7 @@ _NOT_PURE = re.compile(
     r"|huggingface_hub\.(upload_\w+|create_repo|delete_\w+|HfApi.*)|unsloth\.dataprep\b.*|torch\.distributed\..*"
     r"|torch\.set_(default|float32|deterministic)\w*|torch\.use_deterministic\w*|accelerate\..*launch\w*|.*\.SyntheticDataKit.*)$"
 )
-# Accounts and services: they leave nothing that is trained with.
+# Accounts and services: training does not depend on them.
 _ACCOUNTS = re.compile(
     r"^(wandb\.(login|init|finish|log|config.*|Settings)|huggingface_hub\.(login|notebook_login|interpreter_login|HfFolder.*|get_token|whoami)"
     r"|google\.colab\..*|kaggle_secrets\..*|dotenv\.load_dotenv|mlflow\..*|comet_ml\..*|trackio\..*|login|notebook_login"
@@ -1119,7 +1124,7 @@ def _calls(node: ast.AST) -> list[ast.Call]:
 def _harmless(
     plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset(), local: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether a call leaves nothing behind that something else could use. `local`: names of the function it is in."""
+    """Whether a call has no lasting effect. `local`: local names of the enclosing function."""
     import builtins
 
     name = plan.program.dotted(call.func)
@@ -1168,7 +1173,7 @@ _FILLS = frozenset(
 
 
 def _on_scratch(plan: Plan, call: ast.Call) -> bool:
-    """A method of what only shows, or one that fills a collection: where the training needs it, it is kept."""
+    """A method of a display object, or one that fills a collection. If training needs the result, it is kept anyway."""
     if not isinstance(call.func, ast.Attribute):
         return False
     name, method = root(call.func), call.func.attr
@@ -1178,10 +1183,10 @@ def _on_scratch(plan: Plan, call: ast.Call) -> bool:
 
 
 def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool:
-    """Whether a function of the notebook only computes: it calls nothing harmful, and changes nothing from outside."""
+    """Whether a function of the notebook only computes: it calls nothing harmful and changes nothing outside."""
     names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
     given = [inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)]
-    made = {  # by the function itself: what it does to them stays in it
+    made = {  # objects created by the function, which it may change
         name
         for inner in ast.walk(node)
         if isinstance(inner, ast.Assign) and not isinstance(inner.value, ast.Name | ast.Attribute | ast.Subscript)
@@ -1202,7 +1207,7 @@ def _reads_file(call: ast.Call) -> bool:
 
 
 def _only_looks(plan: Plan, node: ast.stmt) -> bool:
-    """A statement that shows or measures something, or generates: it changes nothing that is trained."""
+    """Whether a statement only displays, measures or generates, so that training is unaffected."""
     if isinstance(node, ast.Expr):
         calls = _calls(node)
         return all(_harmless(plan, call) for call in calls) and not _changes_role(plan, node)
@@ -1222,7 +1227,7 @@ def _only_looks(plan: Plan, node: ast.stmt) -> bool:
 
 
 def _sets_elements(node: ast.stmt) -> set[str]:
-    """What a loop changes by assignments to its elements' attributes, or by casting modules."""
+    """Names that a loop changes by assigning to attributes of their elements or by casting modules."""
     stores = [
         n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store)
     ]
@@ -1250,7 +1255,7 @@ _PURE_MAKERS = frozenset(
 
 
 def _pure(plan: Plan, place: int) -> bool:
-    """Whether a statement only makes a value from constants and other pure ones."""
+    """Whether a statement only computes a value from constants and other pure values."""
     node = plan.program.statements[place].node
     if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         reads = effects(node).all_reads
@@ -1276,7 +1281,7 @@ def _pure(plan: Plan, place: int) -> bool:
 
 
 def _dropped(plan: Plan, notebook: Notebook) -> None:
-    """Give every other statement its reason, or refuse the notebook."""
+    """Give each remaining statement a reason to be dropped, or refuse the notebook."""
     program = plan.program
     for place, statement in enumerate(program.statements):
         if place in plan.dispositions:
@@ -1286,35 +1291,35 @@ def _dropped(plan: Plan, notebook: Notebook) -> None:
         if why is None and _installs(plan, notebook, statement):
             why = "installation"
         if why is None and after:
-            why = "after the training: not part of it"
+            why = "after training, so not part of it"
         if why is None:
             raise Refusal(
                 "R4",
-                f"it does something before the training that a script cannot take along: {statement.head[:120]}",
+                f"a script cannot reproduce this statement before training: `{statement.head[:120]}`",
                 statement.cell,
             )
         plan.dispositions[place] = Disposition(what="dropped", why=why)
         for call in _calls(statement.node):
-            said = None if after else _LEFT_TO_THE_READER.get(program.dotted(call.func))
+            remedy = None if after else _LEFT_TO_THE_READER.get(program.dotted(call.func))
             if after and _method(call).startswith("upload_"):
-                said = "publish the finished folder with `hf upload`"
-            if said is not None:
-                plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {said}")
+                remedy = "publish the finished folder with `hf upload`"
+            if remedy is not None:
+                plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {remedy}")
 
 
 _LEFT_TO_THE_READER = {
-    "google.colab.files.upload": "put the files beside the script",
+    "google.colab.files.upload": "put the files next to the script",
     "os.chdir": "start the script in that folder",
 }
 
 
 def _only_installs(plan: Plan, notebook: Notebook, cell: int) -> bool:
-    """A cell that installs packages, and makes nothing of the training."""
+    """Whether a cell installs packages and has no key statement."""
     return cell in notebook.install and all(plan.program.statements[place].cell != cell for place in plan.key.values())
 
 
 def _installs(plan: Plan, notebook: Notebook, statement: Statement) -> bool:
-    """A branch in a cell for the installation, or one with shell lines in a cell that installs, too."""
+    """Whether it is a branch in an installation cell, or a branch with shell lines in a cell that also installs."""
     node = statement.node
     if not isinstance(node, ast.If | ast.Try) or statement.cell not in notebook.install:
         return False
@@ -1328,12 +1333,12 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     node = statement.node
     text = ast.unparse(node)
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return "import that nothing kept needs"
+        return "unused import"
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return "definition that nothing kept needs"
+        return "unused definition"
     calls = _calls(node)
     if any(_ACCOUNTS.match(plan.program.dotted(call.func)) for call in calls):
-        return "account or service: a script logs in nowhere (set HF_TOKEN, or run `hf auth login`)"
+        return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
     if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text) and isinstance(node, ast.Expr):
         return "training.seed seeds every rank"
     if re.search(r"torch\.(cuda|backends)|max_memory|gpu_stats|used_memory|trainer_stats|start_gpu", text) and _leaves(
@@ -1341,7 +1346,7 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     ):
         return "memory and time statistics"
     if place < plan.key["trainer"] and _makes(plan, node, "SFTTrainer", "get_peft_model", "from_pretrained"):
-        return "made again later"
+        return "repeated later"
     if re.search(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|pipeline\(|_inference\(", text):
         return "inference" if _leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
@@ -1350,16 +1355,16 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     path = None if writing is None else written_path(writing)
     if path is not None and not _kept_names(plan, path):
         if all(_harmless(plan, call) for call in calls if call is not writing):
-            return "file that nothing kept reads"
+            return "file that no kept statement reads"
     if _only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):
-        return "value that nothing kept needs" if calls else "literal that nothing kept needs"
+        return "unused value" if calls else "unused literal"
     return None
 
 
 def _kept_names(plan: Plan, path: ast.expr) -> bool:
-    """Whether something kept names the file or folder, or what its path is made of."""
+    """Whether something kept mentions the file or folder, or a name or literal in its path."""
     kept = [plan.program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
     read = {name for node in kept for name in effects(node).all_reads} - plan.program.imports.keys()
     texts = {node.value for node in ast.walk(path) if isinstance(node, ast.Constant)}
@@ -1369,7 +1374,7 @@ def _kept_names(plan: Plan, path: ast.expr) -> bool:
 
 
 def _makes(plan: Plan, node: ast.stmt, *names: str) -> bool:
-    """An assignment of what one of these makes, such as a trainer that a later cell makes anew."""
+    """Whether it assigns the result of one of these calls, such as a trainer that a later cell creates again."""
     return (
         isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _last_name(plan, node.value.func) in names
     )
@@ -1379,7 +1384,7 @@ def _leaves(plan: Plan, node: ast.stmt) -> bool:
     return all(_harmless(plan, call) for call in _calls(node))
 
 
-# --- lines that are no Python -----------------------------------------------------------------------------------------
+# --- lines that are not Python ----------------------------------------------------------------------------------------
 
 _INSTALLS = re.compile(
     r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:\S*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
@@ -1395,7 +1400,7 @@ _READS_LOCAL = re.compile(
 
 
 def _shells(plan: Plan, notebook: Notebook) -> None:
-    """A shell line may go where nothing kept needs a file that it makes."""
+    """Leave out shell lines, unless something kept needs a file that they create."""
     kept = [plan.program.statements[place].source for name in HOOKS for place in plan.hooks[name]]
     text = "\n".join(kept)
     literals = _literals(plan)
@@ -1406,7 +1411,7 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
             continue
         if match := re.match(r"[%!]?cd\s+(\S+)\s*$", shell.text):
             if local:
-                plan.notes.append(f"cell {shell.cell}: paths are meant from {match[1]}; start the script there")
+                plan.notes.append(f"cell {shell.cell}: paths are relative to {match[1]}; start the script there")
             continue
         if shell.kind == "file":
             if shell.writes and (
@@ -1415,7 +1420,7 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
                     rf"\b(import|from) {re.escape(shell.writes.rsplit('/', 1)[-1].removesuffix('.py'))}\b", text
                 )
             ):
-                raise Refusal("R4", f"the training uses {shell.writes}, which a cell writes", shell.cell)
+                raise Refusal("R4", f"training uses {shell.writes}, which a cell writes", shell.cell)
             continue
         if _INSTALLS.search(shell.text) or (_NO_TRACE.match(shell.text) and ">" not in shell.text):
             continue
@@ -1426,7 +1431,7 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
         if (file := _made_file(shell)) is not None:
             if file in text or any(file in literal for literal in literals):
                 raise Refusal(
-                    "R4", f"the training needs {file}, which a shell command makes ({shell.text[:80]})", shell.cell
+                    "R4", f"training needs {file}, which a shell command creates (`{shell.text[:80]}`)", shell.cell
                 )
             continue
         named = any(word in literal for word in _words(shell.text) for literal in literals)
@@ -1435,16 +1440,16 @@ def _shells(plan: Plan, notebook: Notebook) -> None:
         if local or named:
             raise Refusal(
                 "R4",
-                f"the training reads files, and a shell command may have made them ({shell.text[:80]})",
+                f"training reads files that a shell command may create (`{shell.text[:80]}`)",
                 shell.cell,
             )
         if re.search(r"&\s*$|\b(serve|server|ollama|vllm|synthetic-data-kit|docker)\b", shell.text):
-            raise Refusal("R4", f"a shell command starts a service or makes data ({shell.text[:80]})", shell.cell)
+            raise Refusal("R4", f"a shell command starts a service or creates data (`{shell.text[:80]}`)", shell.cell)
 
 
 def _literals(plan: Plan) -> list[str]:
-    """Strings in what is kept and in the settings."""
-    places = [place for place, fate in plan.dispositions.items() if fate.what in ("kept", "settings")]
+    """Strings in kept statements and in the settings."""
+    places = [place for place, decision in plan.dispositions.items() if decision.what in ("kept", "settings")]
     return [
         node.value
         for place in places
@@ -1454,7 +1459,7 @@ def _literals(plan: Plan) -> list[str]:
 
 
 def _made_file(shell: Shell) -> str | None:
-    """The file that a download makes, by its name."""
+    """The name of the file that a download creates."""
     if match := re.search(r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)", shell.text):
         name = match.group(1).strip("'\"").rsplit("/", 1)[-1]
         return None if match.group(1).startswith(("/dev/", "&")) else name or None
@@ -1473,30 +1478,30 @@ def _words(text: str) -> list[str]:
 
 
 def _not_run(plan: Plan, traces: list[Trace]) -> None:
-    """What is kept must run under the stubs: what fails there cannot be compared."""
+    """Refuse if a kept statement fails under the stubs, because it could not be compared."""
     for trace in traces:
         for key, why in trace["failed"].items():
             place = plan.program.position(int(key))
-            fate = plan.dispositions.get(place)
+            disposition = plan.dispositions.get(place)
             statement = plan.program.statements[place]
             before = place < plan.key["train"]
             if why.startswith("endless") and before:
                 raise Refusal(
                     "R4",
-                    f"it does not end under the recording stubs, so it cannot be verified ({why}):"
+                    f"the statement does not finish under the recording stubs, so it cannot be verified ({why}):"
                     f" {statement.head[:80]}",
                     statement.cell,
                 )
-            if why.startswith("unsafe") and before and fate is not None and fate.what != "dropped":
+            if why.startswith("unsafe") and before and disposition is not None and disposition.what != "dropped":
                 raise Refusal(
                     "R4",
-                    f"it cannot be run safely under the recording stubs ({why}): {statement.head[:80]}",
+                    f"the statement cannot run safely under the recording stubs ({why}): {statement.head[:80]}",
                     statement.cell,
                 )
-            if fate is not None and (fate.what == "kept" or (fate.what == "settings" and before)):
+            if disposition is not None and (disposition.what == "kept" or (disposition.what == "settings" and before)):
                 raise Refusal(
                     "R4",
-                    f"it does not run under the recording stubs, so it cannot be verified ({why}):"
+                    f"the statement fails under the recording stubs, so it cannot be verified ({why}):"
                     f" {statement.head[:80]}",
                     statement.cell,
                 )

@@ -1,7 +1,7 @@
-"""A notebook as Python statements: .ipynb (format 3 and 4) and .py exports of Jupyter, jupytext and Colab.
+"""Read a notebook into Python statements: .ipynb (formats 3 and 4) and .py exports of Jupyter, jupytext and Colab.
 
-Shell lines and magics are taken out by a rule on lines, so that neither IPython nor nbformat is needed: a cell that is
-Python stays as it is; in any other, a line that starts with `!` or `%` becomes `pass` with its indentation.
+Shell lines and magics are removed line by line, without IPython or nbformat: a cell that parses as Python is unchanged;
+in any other, a line that starts with `!` or `%` becomes `pass` at the same indentation.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.redact import redact
 
-MAX_BYTES = 64 * 2**20  # notebooks with their pictures are below 20 MB; what is larger is something else
+MAX_BYTES = 64 * 2**20  # notebooks, with their images, stay below 20 MB
 
 
 class Refusal(Exception):
-    """The notebook is sound, and it is not converted. `code` is one of R0 to R6 or E-..., `cell` counts from 0."""
+    """The notebook is valid but cannot be converted. `code` is one of R0 to R6 or E-..., `cell` counts from 0."""
 
     def __init__(self, code: str, reason: str, cell: int | None = None):
         super().__init__(code, reason, cell)
         self.code, self.reason, self.cell = code, reason, cell
 
     def __str__(self) -> str:
-        where = "" if self.cell is None else f"cell {self.cell}: "
-        return f"{self.code}: {where}{self.reason}"
+        cell = "" if self.cell is None else f"cell {self.cell}: "
+        return f"{self.code}: {cell}{self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shell:
-    """A line or cell that is no Python: `text` without its `!`, `%%file` cells with the file's name in `writes`."""
+    """A line or cell that is not Python: `text` without its `!`; for `%%file` cells, `writes` is the file name."""
 
     cell: int
     line: int
@@ -46,7 +46,7 @@ class Shell:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One statement at the top level of a cell. `node` and `source` belong together; positions count in `source`."""
+    """One statement at the top level of a cell. `node` is parsed from `source`, so its positions refer to `source`."""
 
     id: int
     cell: int
@@ -56,14 +56,14 @@ class Statement:
 
     @property
     def head(self) -> str:
-        """The first line that is no comment, for reports."""
+        """The first line that is not a comment, for reports."""
         lines = self.source.strip().splitlines()
         return next((line.strip() for line in lines if not line.lstrip().startswith("#")), lines[0])
 
 
 @dataclass(kw_only=True)
 class Notebook:
-    """What was read. `install` holds the indices of cells that install packages."""
+    """A parsed notebook. `install` holds the indices of cells that install packages."""
 
     name: str
     sha256: str
@@ -71,22 +71,22 @@ class Notebook:
     shells: list[Shell] = field(default_factory=list)
     headings: dict[int, str] = field(default_factory=dict)  # cell -> nearest markdown heading above
     install: set[int] = field(default_factory=set)
-    unparsed: list[tuple[int, str, str]] = field(default_factory=list)  # cell, the parser's words, text
-    text: str = ""  # all code as it stood, for words that decide a refusal
+    unparsed: list[tuple[int, str, str]] = field(default_factory=list)  # cell, parser error, text
+    text: str = ""  # all code, unchanged
 
 
 def read(path: Path) -> Notebook:
     """Read a notebook.
 
     Raises:
-        UserError: it is missing, a folder, empty, too large, binary, not JSON, or holds no code.
-        Refusal: another language (E-LANGUAGE), or a magic that this converter does not know (E-MAGIC).
+        UserError: the file is missing, a folder, empty, too large, binary, not JSON, or has no code.
+        Refusal: another language (E-LANGUAGE) or an unknown magic (E-MAGIC).
     """
     raw = _bytes(path)
     text = _decode(path, raw)
     cells = _python_cells(text) if path.suffix == ".py" else _notebook_cells(path, text)
     if not any(kind == "code" and source.strip() for kind, source in cells):
-        raise UserError(f"{path} holds no code; give a notebook that trains a model")
+        raise UserError(f"no code in {path}. Give a notebook that trains a model.")
     notebook = Notebook(name=path.name, sha256=hashlib.sha256(raw).hexdigest())
     heading = ""
     for index, (kind, source) in enumerate(cells):
@@ -102,33 +102,31 @@ def read(path: Path) -> Notebook:
 
 def _bytes(path: Path) -> bytes:
     if path.is_dir():
-        raise UserError(f"{path} is a folder; give a notebook, or look over a folder with --check {path}")
+        raise UserError(f"expected a notebook, got a folder: {path}. To try all notebooks in it, use --check {path}.")
     if not path.exists():
-        raise UserError(f"{path} does not exist; give the path of a notebook (.ipynb, or .py exported from one)")
+        raise UserError(f"{path} does not exist. Give the path of a notebook (.ipynb, or .py exported from one).")
     if path.suffix not in (".ipynb", ".py"):
-        raise UserError(
-            f"{path} ends in {path.suffix or 'nothing'}; give a notebook (.ipynb, or .py exported from one)"
-        )
+        raise UserError(f"unsupported file type: {path}. Give a notebook (.ipynb, or .py exported from one).")
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise UserError(
-            f"{path} has {size / 2**20:.0f} MB, more than {MAX_BYTES // 2**20}; clear its outputs and try again"
+            f"{path} is too large: {size / 2**20:.0f} MiB, limit {MAX_BYTES // 2**20}. Clear its outputs and try again."
         )
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}. Check the path and its permissions.") from None
 
 
 def _decode(path: Path, raw: bytes) -> str:
     if not raw.strip():
-        raise UserError(f"{path} is empty; give a notebook with code")
+        raise UserError(f"{path} is empty. Give a notebook with code.")
     if b"\0" in raw:
-        raise UserError(f"{path} holds null bytes, so it is no text; give a notebook as Jupyter or Colab saves it")
+        raise UserError(f"{path} is binary, not text. Give a notebook saved by Jupyter or Colab.")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again from Jupyter or Colab") from None
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}). Save it again from Jupyter or Colab.") from None
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -138,17 +136,17 @@ def _notebook_cells(path: Path, text: str) -> list[tuple[str, str]]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); a notebook is a JSON file with `cells`") from None
+        raise UserError(f"{path} is not valid JSON: {error}. Give a notebook saved by Jupyter or Colab.") from None
     cells = data.get("cells") if isinstance(data, dict) else None
     if cells is None and isinstance(data, dict) and isinstance(data.get("worksheets"), list):  # format 3
         cells = [cell for sheet in data["worksheets"] if isinstance(sheet, dict) for cell in sheet.get("cells", [])]
     if not isinstance(cells, list):
-        raise UserError(f"{path} is JSON and no notebook: it has no list `cells`")
+        raise UserError(f"{path} is not a notebook: it has no list `cells`. Give a notebook saved by Jupyter or Colab.")
     _check_language(data)
     found = []
     for index, cell in enumerate(cells):
         if not isinstance(cell, dict):
-            raise UserError(f"{path}: cell {index} is no object; the file is damaged")
+            raise UserError(f"{path} is damaged: cell {index} is not an object. Save it again from Jupyter or Colab.")
         source = cell.get("source", cell.get("input", ""))
         source = "".join(map(str, source)) if isinstance(source, list) else str(source)
         found.append((str(cell.get("cell_type", "code")), source))
@@ -162,16 +160,16 @@ def _check_language(data: dict[str, Any]) -> None:
         names = metadata.get(section)
         language = names.get(key) if isinstance(names, dict) else None
         if isinstance(language, str) and language and not language.lower().startswith(("python", "ipython")):
-            raise Refusal("E-LANGUAGE", f"the notebook is in {language}; only Python is converted")
+            raise Refusal("E-LANGUAGE", f"the notebook is in {language}; only Python is supported")
 
 
 _PERCENT = re.compile(r"^# ?%%(.*)$|^# In\[[\d ]*\]:\s*$", re.MULTILINE)
 
 
 def _python_cells(text: str) -> list[tuple[str, str]]:
-    """Cells of a .py export: at `# %%` or `# In[n]:` where it has them, else the whole file is one."""
+    """Cells of a .py export, split at `# %%` or `# In[n]:`. Without these marks the whole file is one cell."""
     text = text.replace("\r\n", "\n")
-    # Colab comments magics out and says so; they stay out.
+    # Colab exports magics as comments under this line: drop it and leave them commented out.
     text = re.sub(r"^# Commented out IPython magic.*\n", "", text, flags=re.MULTILINE)
     marks = list(_PERCENT.finditer(text))
     if not marks:
@@ -232,7 +230,7 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
 
 
 def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> Iterator[tuple[str, ast.stmt]]:
-    """The text of a statement with the comments right above it and behind it, and the node parsed from that text."""
+    """The text of a statement with the comments directly above and after it, and the node parsed from that text."""
     above = first - 1
     while (
         above > ends
@@ -254,7 +252,7 @@ def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> I
 
 
 def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) -> None:
-    """Add a statement; what stands in `if True:` or under the guard is added piece by piece."""
+    """Add a statement. The body of `if True:` or of the `__main__` guard is added statement by statement."""
     if isinstance(node, ast.Pass):
         return
     if (shell := _ipython_call(node) or _installing_process(node)) is not None:
@@ -277,15 +275,15 @@ def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) 
 
 
 def _only_reports(node: ast.Try) -> bool:
-    """A loader in `try:` whose handlers print and raise: nothing else is loaded in its place."""
+    """A loader in `try:` whose handlers only print and raise: they load nothing else instead."""
     loads = any(isinstance(inner, ast.Attribute) and inner.attr == "from_pretrained" for inner in ast.walk(node))
-    told = re.compile(r"(print|logg?\w*\.\w+|logging\.\w+|traceback\.print_exc|sys\.exit)$")
+    reports = re.compile(r"(print|logg?\w*\.\w+|logging\.\w+|traceback\.print_exc|sys\.exit)$")
     return loads and all(
         isinstance(inner, ast.Raise)
         or (
             isinstance(inner, ast.Expr)
             and isinstance(inner.value, ast.Call)
-            and bool(told.match(ast.unparse(inner.value.func)))
+            and bool(reports.match(ast.unparse(inner.value.func)))
         )
         for handler in node.handlers
         for inner in handler.body
@@ -293,7 +291,7 @@ def _only_reports(node: ast.Try) -> bool:
 
 
 def _constant(test: ast.expr) -> bool | None:
-    """What a condition of constants is: True, False, or None where it is decided at run time."""
+    """The value of a constant condition: True, False, or None if it is only known at run time."""
     try:
         return bool(ast.literal_eval(test))
     except (ValueError, TypeError, SyntaxError):
@@ -306,15 +304,15 @@ def is_dead(node: ast.stmt) -> bool:
 
 
 def _ipython_call(node: ast.stmt) -> str | None:
-    """The line behind `get_ipython().system("...")`, as exports by nbconvert have it."""
+    """The shell line or magic in `get_ipython().system("...")`, as nbconvert exports it."""
     call = node.value if isinstance(node, ast.Expr) else None
     if not (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "get_ipython()" in ast.unparse(call)
     ):
         return None
     values = [item.value for item in call.args if isinstance(item, ast.Constant)]
-    words = " ".join(str(value) for value in values)
-    return words if call.func.attr in ("system", "getoutput") else f"%{words}"
+    text = " ".join(str(value) for value in values)
+    return text if call.func.attr in ("system", "getoutput") else f"%{text}"
 
 
 _PROCESSES = frozenset(
@@ -325,7 +323,9 @@ _PROCESSES = frozenset(
 
 
 def process_command(call: ast.Call) -> str | None:
-    """The one command that `os.system` or `subprocess.run` is given, with `?` for words that are not literal."""
+    """The command given to `os.system` or `subprocess.run`, with `?` for words that are not literals.
+
+    None if the call starts no process, or for several commands or redirected output."""
     if ast.unparse(call.func) not in _PROCESSES or not call.args:
         return None
     given = call.args[0]
@@ -343,7 +343,7 @@ def _word(node: ast.expr) -> str:
 
 
 def _installing_process(node: ast.stmt) -> str | None:
-    """`subprocess.run([sys.executable, "-m", "pip", "install", "x"])` is a shell line like `!pip install x`."""
+    """Treat `subprocess.run([sys.executable, "-m", "pip", "install", "x"])` like the shell line `!pip install x`."""
     call = node.value if isinstance(node, ast.Expr) else None
     text = process_command(call) if isinstance(call, ast.Call) else None
     return text if text and _INSTALL.search(text) else None
@@ -358,7 +358,7 @@ def _parses(source: str) -> bool:
 
 
 def _without_magics(notebook: Notebook, index: int, source: str) -> str:
-    """The cell's Python, with `pass` where a shell line or a magic stood."""
+    """The cell's Python, with `pass` in place of each shell line or magic."""
     lines = source.split("\n")
     first = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), None)
     if first is not None and lines[first].lstrip().startswith("%%"):
@@ -398,7 +398,7 @@ def _continues(kept: list[str]) -> bool:
 
 
 def _joined(lines: list[str], number: int) -> tuple[str, int, int]:
-    """A line with its `\\` continuations; the number of its last line; how many were joined to it."""
+    """A line joined with its `\\` continuations; the number of its last line; how many lines were joined."""
     parts, start = [lines[number].strip()], number
     while parts[-1].endswith("\\") and number + 1 < len(lines):
         parts[-1] = parts[-1][:-1]
@@ -408,7 +408,7 @@ def _joined(lines: list[str], number: int) -> tuple[str, int, int]:
 
 
 def _open_quotes(line: str, quotes: str | None) -> str | None:
-    """Which triple quotes are open behind this line."""
+    """Which triple quotes are open after this line."""
     position = 0
     while position < len(line):
         if quotes is not None:
@@ -430,7 +430,7 @@ def _open_quotes(line: str, quotes: str | None) -> str | None:
 
 
 def _cell_magic(notebook: Notebook, index: int, lines: list[str], first: int) -> list[str] | None:
-    """The lines of a cell without its cell magic; None where the whole cell is no Python."""
+    """The lines of a cell without its cell magic; None if the cell is not Python."""
     words = lines[first].strip()[2:].split()
     name, body = (words[0] if words else ""), "\n".join(lines[first + 1 :])
     if name in _TRANSPARENT_CELLS:
@@ -445,12 +445,12 @@ def _cell_magic(notebook: Notebook, index: int, lines: list[str], first: int) ->
             if line.strip() and not line.lstrip().startswith("#"):
                 _shell(notebook, index, number, line.strip())
     elif name not in _DISPLAY_CELLS:
-        raise Refusal("E-MAGIC", f"the cell magic %%{name} is not known to the converter", index)
+        raise Refusal("E-MAGIC", f"unknown cell magic: %%{name}", index)
     return None
 
 
 def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str | None:
-    """Python in place of a `!` or `%` line, or None where nothing takes its place."""
+    """Python that replaces a `!` or `%` line, or None."""
     if text.startswith("!"):
         _shell(notebook, index, number + 1, text.lstrip("!").strip())
         return None
@@ -472,7 +472,7 @@ def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str |
         "sx",
         "system",
     ):
-        raise Refusal("E-MAGIC", f"the magic %{name} is not known to the converter", index)
+        raise Refusal("E-MAGIC", f"unknown magic: %{name}", index)
     _shell(notebook, index, number + 1, f"%{name} {rest}".strip())
     return None
 

@@ -1,16 +1,16 @@
-"""Confinement by the kernel of a process that executes code nobody has vouched for.
+"""Kernel confinement for a process that executes untrusted code.
 
-`confine(profile)` is called in the process itself, after its imports and before the first line of that code. From then
-on seccomp lets through a list of system calls, Landlock a list of files, and resource limits bound time, memory and
-files; none of it can be undone. `run` starts such a process and bounds it from outside: seconds on the clock, bytes of
-output, environment. Uses the standard library only, as it runs under `python -I -S` too.
+`confine(profile)` is called in the process itself, after its imports and before any untrusted code. From then on,
+seccomp allows a list of system calls, Landlock a list of files, and resource limits bound time, memory and files; none
+of it can be undone. `run` starts such a process and limits it from outside: wall time, bytes of output, environment.
+Uses the standard library only, because it also runs under `python -I -S`.
 
-Both profiles refuse programs, processes, sockets, signals to others, tracing, new mounts and namespaces, links, file
-attributes and every system call that is not listed. PURE reads the interpreter's standard library, writes nothing,
-starts no thread and maps no executable memory. LIBRARIES also reads installed packages and what their shared libraries
-need, starts threads, and writes below one folder. Over that folder lies a tmpfs of the process's own, bounded in
-size, if the kernel lets this process mount one; containers often do not. Otherwise it is a folder that `run` makes and
-removes, and RLIMIT_FSIZE bounds each file in it.
+Both profiles refuse programs, processes, sockets, signals to other processes, tracing, new mounts and namespaces,
+links, file attributes and every system call that is not listed. PURE can read the interpreter's standard library; it
+cannot write, start threads or map executable memory. LIBRARIES can also read installed packages and what their shared
+libraries need, start threads, and write below one folder. A private tmpfs of limited size is mounted over that folder
+if the kernel permits it (containers often do not). Otherwise it is a temporary folder that `run_libraries` creates and
+removes, and RLIMIT_FSIZE limits each file in it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ LIBRARIES = Profile("libraries", seconds=300, memory=24 * 2**30, file_size=256 *
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the kernel granted. `missing` says why something is not in force; empty if the profile holds in full."""
+    """What the kernel granted. `missing` gives a reason for each part not in force; empty if all are."""
 
     seccomp: bool = False
-    landlock: int = 0  # the version of its interface; 0 if it is not in force
-    tmpfs: bool = False  # over the folder that may be written
+    landlock: int = 0  # ABI version; 0 if it is not in force
+    tmpfs: bool = False  # mounted over the writable folder
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -60,29 +60,29 @@ class Confinement:
 
 
 def confine(profile: Profile, writable: str | None = None) -> Confinement:
-    """Confine this process for good. `writable`: the folder that LIBRARIES may write.
+    """Confine this process permanently. `writable`: the folder that LIBRARIES may write to.
 
-    Must be called while the process has one thread: Landlock binds the calling thread and those it starts later.
-    Raises RuntimeError otherwise, or if a folder is given to PURE. Files above 2 are closed.
+    The process must have one thread: Landlock applies to the calling thread and those it starts later. Raises
+    RuntimeError otherwise, or if PURE is given a folder. Closes all file descriptors above 2.
     """
     if profile is PURE and writable:
-        raise RuntimeError("the profile PURE writes nothing: give no folder")
+        raise RuntimeError("PURE has no writable folder: use LIBRARIES")
     if threading.active_count() > 1 or _threads() > 1:
-        raise RuntimeError("a process with several threads cannot be confined: confine it before it starts them")
+        raise RuntimeError("cannot confine a process with several threads: confine it before it starts them")
     os.closerange(3, 1 << 16)
     _limit(profile)
     if not sys.platform.startswith("linux"):
         return Confinement(missing=[f"{sys.platform} has neither seccomp nor Landlock"])
     machine = _MACHINES.get(platform.machine())
     if machine is None or sys.byteorder != "little" or sys.maxsize < 2**32:
-        return Confinement(missing=[f"no list of system calls for {platform.machine()}"])
+        return Confinement(missing=[f"system calls of {platform.machine()} are not known"])
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         return Confinement(missing=[f"no_new_privs: {_reason()}"])
     missing = []
     tmpfs = writable is not None and _mount_tmpfs(libc, writable)
     version = _landlock(libc, profile, writable)
-    if version < 3 and profile is LIBRARIES:  # before 3 a file that may only be read could still be truncated
+    if version < 3 and profile is LIBRARIES:  # before version 3, read-only files could be truncated
         why = "version 3 is needed (Linux 6.2)" if version > 0 else os.strerror(-version)
         missing.append(f"Landlock: {why}")
     seccomp = _seccomp(libc, program(profile, machine, os.getpid(), files=version > 0))
@@ -97,7 +97,7 @@ _NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 0x4000, 0x40000
 
 
 def _mount_tmpfs(libc: Any, folder: str) -> bool:
-    """Put an empty tmpfs over `folder` that this process alone sees and that goes with it; whether the kernel did."""
+    """Mount an empty tmpfs over `folder`, visible only to this process. Returns whether the kernel permitted it."""
     if libc.unshare(_NEW_MOUNTS if os.geteuid() == 0 else _NEW_MOUNTS | _NEW_USER):
         return False
     if libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None):
@@ -105,7 +105,7 @@ def _mount_tmpfs(libc: Any, folder: str) -> bool:
     flags = ctypes.c_ulong(_NO_SUID | _NO_DEVICES | _NO_EXEC)
     if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, f"size={_TMPFS_BYTES},mode=700".encode()):
         return False
-    os.chdir(folder)  # the working folder was the one below
+    os.chdir(folder)  # the working directory was the folder under the mount
     return True
 
 
@@ -131,7 +131,7 @@ def _limit(profile: Profile) -> None:
         try:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         except (ValueError, OSError, AttributeError):
-            pass  # not on this system, or lower already
+            pass  # not supported here, or already lower
 
 
 # --- Landlock ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _REFER = 1 << 4, 1 << 5, 1 << 7
 _READ = _READ_FILE | _READ_DIR
 _WRITE = _READ | _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _REFER
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights by version of the interface
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights by ABI version
 
 _SYSTEM_FILES = (
     "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo /usr/share/locale /etc/ld.so.cache"
@@ -151,7 +151,7 @@ _SYSTEM_FILES = (
 
 
 def _readable(profile: Profile) -> list[str]:
-    """The paths that a profile reads."""
+    """The paths that a profile may read."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
     if profile is PURE:
         return [standard]
@@ -159,7 +159,7 @@ def _readable(profile: Profile) -> list[str]:
 
 
 def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:
-    """Restrict this process to the profile's files; the version in force, or the error number, negative."""
+    """Restrict this process to the profile's files. Returns the ABI version in force, or the negated error number."""
     version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
     if version <= 0:
         return -ctypes.get_errno()
@@ -186,7 +186,7 @@ def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:
 
 
 def _allow(libc: Any, ruleset: int, path: str, rights: int) -> int:
-    """One rule; the error number, or 0, also for a path that does not exist."""
+    """Add one rule. Returns the error number, or 0, also if the path does not exist."""
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -247,9 +247,9 @@ mmap mprotect open openat pipe pipe2 eventfd2 epoll_create1 epoll_ctl epoll_wait
 timerfd_settime timerfd_gettime mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 ftruncate fallocate fsync
 fdatasync flock fadvise64 copy_file_range sendfile membarrier get_mempolicy mbind set_mempolicy umask msync mincore
 """.split()
-# Answered as done, and not done: libraries set modes and times of their own files, and Landlock does not guard these.
+# Report success without doing anything: libraries set modes and times of their files, which Landlock does not cover.
 _PRETENDED = "chmod fchmod fchmodat utimensat".split()
-# What only an attack calls: the process ends. io_uring and clone3 are probed, so they are answered as not there.
+# Only an attack makes these calls: kill the process. Libraries probe io_uring and clone3, so those return ENOSYS.
 _DEADLY = """
 ptrace process_vm_readv process_vm_writev kexec_load kexec_file_load init_module finit_module delete_module bpf
 userfaultfd mount umount2 pivot_root chroot unshare setns keyctl add_key request_key open_by_handle_at execveat
@@ -257,15 +257,15 @@ pidfd_getfd pidfd_send_signal process_madvise move_mount fsopen fsmount open_tre
 acct settimeofday clock_settime clock_adjtime adjtimex sethostname iopl ioperm
 """.split()
 _NOT_THERE = "clone3 io_uring_setup io_uring_enter io_uring_register".split()
-_NEWEST = 450  # of the calls above; a kernel has no later ones, as far as this process can tell
+_NEWEST = 450  # above the numbers listed; any later call returns ENOSYS, as on an older kernel
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of _NUMBERS, AUDIT_ARCH
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 
 _FOR_WRITING = 0o3 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1034)  # duplicate, flags, locks; no owners, signals or leases
-_IOCTL = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)  # is it a terminal and how large, blocking, close on exec
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1034)  # duplicate, flags, locks; not owners, signals or leases
+_IOCTL = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)  # terminal queries, blocking mode, close-on-exec
 _PRCTL = (3, 15, 16, 0x53564D41)  # names of threads and of memory
 _THREAD, _NAMESPACES = 0x00010000, 0x7E020080  # CLONE_THREAD; CLONE_NEW*
 
@@ -273,7 +273,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def _when(argument: int, values: Iterable[int], mask: int = 0xFFFFFFFF, half: int = 0) -> list[Instruction]:
-    """Go on if the masked half of an argument is one of `values`; answer EPERM otherwise."""
+    """Continue if the masked half of an argument is one of `values`; return EPERM otherwise."""
     chosen = list(values)
     tests = [(_EQUAL, len(chosen) - place, 0, value) for place, value in enumerate(chosen)]
     return [(_LOAD, 0, 0, 16 + 8 * argument + 4 * half), (_AND, 0, 0, mask), *tests, _answer(errno.EPERM)]
@@ -284,7 +284,7 @@ def _answer(error: int) -> Instruction:
 
 
 def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Instruction]]:
-    """Calls that are let through for some arguments."""
+    """Calls that are allowed for some arguments."""
     own = (0, process)
     checks = {
         "ioctl": _when(1, _IOCTL),
@@ -293,7 +293,7 @@ def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Inst
         "kill": _when(0, [process]),
         "tgkill": _when(0, [process]),
         "sched_getaffinity": _when(0, own),
-        "prlimit64": _when(0, own) + _when(2, [0]) + _when(2, [0], half=1),  # to ask, not to set
+        "prlimit64": _when(0, own) + _when(2, [0]) + _when(2, [0], half=1),  # get only
     }
     if profile is LIBRARIES:
         clone = _when(0, [_THREAD], mask=_THREAD) + _when(0, [0], mask=_NAMESPACES)
@@ -305,15 +305,15 @@ def _checked(profile: Profile, process: int, files: bool) -> dict[str, list[Inst
 
 
 def program(profile: Profile, machine: tuple[int, int], process: int, *, files: bool) -> bytes:
-    """The BPF program. `files`: Landlock is in force; without it PURE opens no file at all."""
+    """The BPF program. `files`: Landlock is in force; without it PURE cannot open any file."""
     column, architecture = machine
     numbers = {name: own[column] for name, *own in (item.split() for item in _NUMBERS.split(";"))}
     code: list[Instruction] = [
         (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, architecture),  # 32-bit calls have other numbers
+        (_EQUAL, 1, 0, architecture),  # 32-bit calls have different numbers
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
-        (_AT_LEAST, 0, 1, 0x40000000),  # and so has the x32 interface
+        (_AT_LEAST, 0, 1, 0x40000000),  # as does the x32 ABI
         (_RETURN, 0, 0, _KILL),
     ]
 
@@ -340,7 +340,7 @@ def program(profile: Profile, machine: tuple[int, int], process: int, *, files: 
 
 
 def _seccomp(libc: Any, filters: bytes) -> str:
-    """Install the program; the reason why not, or nothing."""
+    """Install the program. Returns the error message, or ''."""
     buffer = ctypes.create_string_buffer(filters, len(filters))
     described = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
     return _reason() if libc.prctl(22, 2, described, 0, 0) else ""  # PR_SET_SECCOMP, a filter
@@ -351,7 +351,7 @@ def _seccomp(libc: Any, filters: bytes) -> str:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended. `why` is empty, or `seconds` or `output` if it was stopped for them."""
+    """How a process ended. `why` is empty, or the limit that it exceeded: `seconds` or `output`."""
 
     returncode: int
     output: bytes
@@ -368,7 +368,7 @@ def run(
     environment: dict[str, str] | None = None,
     folder: str | None = None,
 ) -> Finished:
-    """Run a command in a group of its own, and end the group. At most `output` bytes of its output are read."""
+    """Run a command in a new session and kill its process group at the end. Reads at most `output` bytes of output."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -392,7 +392,7 @@ def run(
             with process.stdin as stream:  # type: ignore[union-attr]
                 stream.write(given)
         except OSError:
-            pass  # it ended before it read all
+            pass  # it exited before it read everything
 
     workers = [
         threading.Thread(target=write, daemon=True),
@@ -417,7 +417,7 @@ def run(
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
-    """Nothing of this process but what Windows starts nothing without."""
+    """Inherit only SYSTEMROOT, which Windows needs to start any process."""
     return {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ} | given
 
 
@@ -428,12 +428,12 @@ def _end(process: Any) -> None:
         else:
             process.kill()
     except OSError:
-        pass  # gone
+        pass  # it has already exited
 
 
 def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int = 2**24) -> Finished:
-    """Run a Python file with the installed packages, under LIBRARIES. It writes only in its working folder, which is
-    removed afterwards. Where the kernel does not grant the whole profile, nothing is run (exit code 70)."""
+    """Run a Python file with the installed packages, under LIBRARIES. It can write only to its working directory, which
+    is removed afterwards. If the kernel does not grant the whole profile, nothing runs (exit code 70)."""
     folder = tempfile.mkdtemp(prefix="finetune-sandbox-")
     environment = {name: folder for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     environment |= {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -445,7 +445,7 @@ def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int 
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that hostile code has filled, however deep and with whatever modes. Follows no link."""
+    """Remove a folder filled by hostile code, whatever its depth and modes. Follows no links."""
     pending, number = [folder], 0
     while pending:
         current = pending[-1]
@@ -455,7 +455,7 @@ def remove(folder: str) -> None:
                 os.unlink(entry.path)
             elif current == folder:
                 pending.append(entry.path)
-            else:  # to the top, so that no path grows too long
+            else:  # move it to the top, so that no path becomes too long
                 number += 1
                 os.chmod(entry.path, 0o700)
                 moved = os.path.join(folder, f".{number}-{os.urandom(4).hex()}")
@@ -473,7 +473,7 @@ def main() -> None:
         code = compile(stream.read(), path, "exec")
     granted = confine(LIBRARIES, folder)
     if not granted.complete:
-        sys.stderr.write(f"nothing is run, as the kernel does not confine it: {'; '.join(granted.missing)}\n")
+        sys.stderr.write(f"not run, because the kernel cannot confine it: {'; '.join(granted.missing)}\n")
         raise SystemExit(70)
     sys.argv = [path]
     exec(code, {"__name__": "__main__", "__file__": path})

@@ -1,8 +1,8 @@
-"""Secrets that stand in a notebook: never copied, replaced by the environment variable.
+"""Remove secrets from a notebook: they are never copied into the script or the report.
 
-A string is a secret by its form, by the name that it is given (a variable, key, argument, header or parameter), or by
-being one elsewhere in the notebook. In code, an environment variable takes its place; in comments, docstrings, shell
-lines and headings it is removed. Every removal is noted, without the secret.
+A string counts as a secret because of its format, because of its name (a variable, key, argument, header or parameter),
+or because it is a secret elsewhere in the notebook. In code, it is replaced by an environment variable; in comments,
+docstrings, shell lines and headings it is removed. Every removal is noted, without the secret.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from finetune.redact import (
 )
 
 REMOVED = "<removed>"
-_COMMIT = re.compile(r"[0-9a-f]{40}")  # also the form of an older W&B key
+_COMMIT = re.compile(r"[0-9a-f]{40}")  # also the format of older W&B keys
 _COMMIT_NAMES = re.compile(r"rev|commit|sha|hash|digest|checksum|sum$|id$|ref", re.IGNORECASE)
 _SCHEME = re.compile(r"(?:bearer|basic|token|bot)\s+(\S.*)", re.IGNORECASE | re.DOTALL)
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
-# Arguments whose value is never copied, whatever it looks like.
+# Arguments whose values are never copied, whatever they look like.
 _ARGUMENTS = frozenset(
     "token hf_token use_auth_token hub_token api_key auth_token access_token password secret".split()
 )
 
 
 def remove_secrets(notebook: Notebook) -> list[str]:
-    """Replace secrets in statements, shell lines and headings, in place. Returns what was done, without the secrets."""
+    """Replace secrets in statements, shell lines and headings, in place. Returns notes for the report, without them."""
     known = _Known.of(notebook)
     notes: list[str] = []
     for number, statement in enumerate(notebook.statements):
         changed, variables, has_comment = _without(statement, known)
         notebook.statements[number] = changed
         notes += [
-            f"cell {statement.cell}: a token stood in the code; it is not copied. The script reads {variable} from the"
-            " environment"
+            f"cell {statement.cell}: a token in the code was not copied; the script reads the environment variable"
+            f" {variable}"
             for variable in variables
         ]
         if has_comment:
-            notes.append(f"cell {statement.cell}: a token stood in a comment or docstring; it is removed")
+            notes.append(f"cell {statement.cell}: a token in a comment or docstring was removed")
     for number, shell in enumerate(notebook.shells):
         text = known.removed(shell.text)
         if text != shell.text:
-            notes.append(f"cell {shell.cell}: a token stood in a shell line or file; it is removed")
+            notes.append(f"cell {shell.cell}: a token in a shell line or file was removed")
         notebook.shells[number] = replace(shell, text=text)
     for cell, heading in notebook.headings.items():
         notebook.headings[cell] = known.removed(heading)
         if "[removed]" in heading or notebook.headings[cell] != heading:
-            notes.append("a token stood in a heading; it is removed")
+            notes.append("a token in a heading was removed")
     notebook.unparsed = [(cell, error, known.removed(text)) for cell, error, text in notebook.unparsed]
     return list(dict.fromkeys(notes))
 
 
 def scrub(text: str) -> str:
-    """A text without anything that looks like a secret."""
+    """The text without anything that looks like a secret."""
     return redact(text, REMOVED)
 
 
 @dataclass
 class _Known:
-    """What is known of a notebook's secrets: names of variables that hold one, and values -> environment variable."""
+    """Known secrets of a notebook: names of variables that hold one, and values -> environment variable."""
 
     names: set[str] = field(default_factory=set)
     values: dict[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class _Known:
         return known
 
     def by_name(self, root: ast.AST) -> dict[ast.expr, str]:
-        """Literals that are secrets by the name they are given -> environment variable."""
+        """Literals that are secrets because of their name -> environment variable."""
         found: dict[ast.expr, str] = {}
         for name, value, place in _named(root):
             text = _literal(value)
@@ -111,12 +111,12 @@ class _Known:
         return found
 
     def holds(self, name: str, text: str) -> bool:
-        """Whether `name` holds a secret, and `text` may be one."""
+        """Whether `name` denotes a secret and `text` could be one."""
         weak = name.lower().endswith("key") and _RANDOM.fullmatch(text)
         return bool((name in self.names or weak) and is_credible(text)) or holds_secret(name, text)
 
     def find(self, text: str) -> list[Found]:
-        """Where secrets stand in a text: by form, by a name in the text, or as a value that is known."""
+        """Positions of secrets in a text: by format, by a name in the text, or as a known value."""
         found = find(text)
         for value, variable in self.values.items():
             found += [Found(*match.span(), variable) for match in re.finditer(re.escape(value), text)]
@@ -128,13 +128,13 @@ class _Known:
             parts += [text[last : item.start], REMOVED]
             last = item.end
         text = "".join([*parts, text[last:]])
-        for value in self.values:  # a heading lacks the underscores that it stood with
+        for value in self.values:  # headings lose their underscores as Markdown
             text = text.replace(value.replace("_", ""), REMOVED) if "_" in value else text
         return text
 
 
 def _named(root: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
-    """(name, value, place) wherever code gives a value a name. `place` is argument, environ or name."""
+    """(name, value, place) for each named value in the code. `place` is argument, environ or name."""
     for node in ast.walk(root):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -193,7 +193,7 @@ def _passed(call: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
 
 
 def _literal(node: ast.expr | None) -> str | None:
-    """The text of a string or bytes literal, also of one in pieces; None for anything else."""
+    """The text of a string or bytes literal, also if concatenated or joined; None for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
         return node.value if isinstance(node.value, str) else node.value.decode("latin-1")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -216,7 +216,7 @@ def _literal(node: ast.expr | None) -> str | None:
 
 
 def _without(statement: Statement, known: _Known) -> tuple[Statement, list[str], bool]:
-    """The statement without secrets, the variables that took their place, and whether a comment had one."""
+    """The statement without secrets, the environment variables that replace them, and whether a comment had one."""
     edits = _Edits(known, known.by_name(statement.node))
     edits.visit(statement.node)
     source = statement.source
@@ -228,7 +228,7 @@ def _without(statement: Statement, known: _Known) -> tuple[Statement, list[str],
         return statement, [], False
     try:
         (node,) = ast.parse(plain).body
-    except (SyntaxError, ValueError):  # an offset that the parser has wrong: the comments are lost
+    except (SyntaxError, ValueError):  # the parser gave a wrong offset: rebuild the source, without comments
         texts = {id(node): text for node, text in edits.found}
         plain = ast.unparse(_Substitute(texts).visit(statement.node))
         (node,) = ast.parse(plain).body
@@ -236,7 +236,7 @@ def _without(statement: Statement, known: _Known) -> tuple[Statement, list[str],
 
 
 class _Edits(ast.NodeVisitor):
-    """Collects the literals to replace, outermost first, with the source that takes their place."""
+    """Collects the literals to replace, outermost first, with their replacement source."""
 
     def __init__(self, known: _Known, by_name: dict[ast.expr, str]) -> None:
         self.known, self.by_name = known, by_name
@@ -274,7 +274,7 @@ class _Edits(ast.NodeVisitor):
         self.found.append((node, new + ".encode()" if is_bytes else new))
 
     def _joined(self, node: ast.JoinedStr) -> None:
-        """An f-string is replaced as a whole: the parser does not say where its parts stand."""
+        """Replace an f-string completely: the parser does not give the positions of its parts."""
         values: list[ast.expr] = []
         changed = False
         for part in node.values:
@@ -306,7 +306,7 @@ class _Substitute(ast.NodeTransformer):
 
 
 def _split(text: str, found: list[Found]) -> list[ast.expr]:
-    """The parts of an f-string: the text, with an environment variable for each secret."""
+    """The parts of an f-string: the text, with each secret replaced by an environment variable."""
     parts: list[ast.expr] = []
     last = 0
     for item in found:
@@ -317,7 +317,7 @@ def _split(text: str, found: list[Found]) -> list[ast.expr]:
 
 
 def _credential(text: str) -> str:
-    """What of a header is secret: all behind `Bearer `."""
+    """The secret part of a header: everything after `Bearer `."""
     match = _SCHEME.fullmatch(text)
     return match[1] if match else text
 
@@ -329,7 +329,7 @@ def _quoted(text: str) -> str:
 
 
 def _comments_removed(source: str, known: _Known) -> str:
-    """The source with the secrets of its comments removed."""
+    """The source without secrets in its comments."""
     if "#" not in source:
         return source
     lines = source.split("\n")
@@ -344,7 +344,7 @@ def _comments_removed(source: str, known: _Known) -> str:
 
 
 def _replaced(source: str, node: ast.expr, text: str) -> str:
-    """`source` with the text of a node replaced; columns of the syntax tree count bytes."""
+    """`source` with the text of a node replaced. Columns in the syntax tree count bytes."""
     lines = [line.encode() for line in source.split("\n")]
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
     before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset or 0 :]

@@ -1,7 +1,7 @@
-"""The notebook's arguments as a configuration of this project: loader, adapter, trainer, markers, saving.
+"""Turn the notebook's arguments into this project's configuration: loader, adapter, trainer, markers, output.
 
-The values come from the trace, not from the text: variables, `**settings` and arithmetic are already resolved. What a
-notebook leaves to its library is written out where this project has another default.
+The values come from the trace, not from the source, so variables, `**settings` and arithmetic are already resolved.
+Library defaults that the notebook relies on are written out if this project's defaults differ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ADAPTER_ARGUMENTS = {
     ),
 }
 
-# What a field is where nobody gives it. Unsloth's: unsloth 2026.10 models/rl.py (its SFTConfig); transformers': class
-# TrainingArguments of transformers 5.17; TRL's: class SFTConfig of trl 1.15.
+# Defaults of the libraries. Unsloth: SFTConfig in models/rl.py of unsloth 2026.10; transformers: class
+# TrainingArguments of transformers 5.17; TRL: class SFTConfig of trl 1.15.
 _HF = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -56,14 +56,14 @@ _UNSLOTH = _HF | {
     "warmup_steps": 0.1,
     "logging_steps": 1,
 }
-# UNSLOTH's get_peft_model and PEFT's LoraConfig.
+# Defaults of Unsloth's get_peft_model and PEFT's LoraConfig.
 _ADAPTERS = {
     "unsloth": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
     "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
 }
 
-# peft 0.19 utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, by names of models; all others there
-# that generate text have q_proj and v_proj.
+# peft 0.19 utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, by model name; all other
+# text generation models in it have q_proj and v_proj.
 _PEFT_TARGETS = (
     (r"gpt2|starcoderbase|santacoder", ("c_attn",)),
     (r"pythia|neox|falcon|bloom|dolly", ("query_key_value",)),
@@ -77,11 +77,11 @@ _RENAMED = {
     "max_seq_length": "max_length",
     "no_cuda": "use_cpu",
 }
-# Arguments of older SFTTrainers that are fields of SFTConfig now.
+# Arguments of SFTTrainer in older TRL that are now fields of SFTConfig.
 _MOVED = frozenset("dataset_text_field max_length packing dataset_num_proc dataset_kwargs neftune_noise_alpha".split())
-# Tokens of a row where SFTConfig(max_length=None) cuts none: the package wants a number.
+# data.max_length for SFTConfig(max_length=None), which truncates nothing: the package needs a number.
 UNCUT = 99_999
-# Arguments that have no place here, with the reason that the report gives.
+# Arguments that are left out, with the reason for the report.
 _LEFT_OUT = {
     "model": "",
     "args": "",
@@ -89,29 +89,29 @@ _LEFT_OUT = {
     "eval_dataset": "",
     "processing_class": "",
     "peft_config": "",
-    "formatting_func": "the function of the data calls it",
+    "formatting_func": "build_dataset calls it",
     "callbacks": "",
-    "data_collator": "batches are padded by the package; the tokens and labels are the same",
+    "data_collator": "the package pads batches; tokens and labels are the same",
     "compute_metrics": "evaluation gives the loss and the perplexity",
     "preprocess_logits_for_metrics": "evaluation gives the loss and the perplexity",
-    "model_init_kwargs": "the model section says how the model is loaded",
-    "dataset_kwargs": "the package tokenizes once, and drops other columns itself",
-    "bf16": "model.dtype says it",
-    "fp16": "model.dtype says it",
-    "tf32": "the package decides it by the device",
-    "bf16_full_eval": "model.dtype says it",
-    "fp16_full_eval": "model.dtype says it",
-    "report_to": "records go to TensorBoard",
-    "run_name": "records go to TensorBoard",
-    "logging_dir": "records go to TensorBoard",
-    "padding_free": "data.packing says how rows share a line",
-    "group_by_length": "training.seed alone decides the order of the data",
-    "gradient_checkpointing_kwargs": "training.gradient_checkpointing says the kind",
-    "eval_strategy": "training.eval_steps says it",
-    "save_strategy": "training.save_steps says it",
-    "logging_strategy": "logging.logging_steps says it",
+    "model_init_kwargs": "the model section has these settings",
+    "dataset_kwargs": "the package tokenizes once and drops other columns",
+    "bf16": "set by model.dtype",
+    "fp16": "set by model.dtype",
+    "tf32": "the package chooses it for the device",
+    "bf16_full_eval": "set by model.dtype",
+    "fp16_full_eval": "set by model.dtype",
+    "report_to": "metrics go to TensorBoard",
+    "run_name": "metrics go to TensorBoard",
+    "logging_dir": "metrics go to TensorBoard",
+    "padding_free": "set by data.packing",
+    "group_by_length": "only training.seed determines the order of the rows",
+    "gradient_checkpointing_kwargs": "set by training.gradient_checkpointing",
+    "eval_strategy": "set by training.eval_steps",
+    "save_strategy": "set by training.save_steps",
+    "logging_strategy": "set by logging.logging_steps",
     "do_train": "script.run trains",
-    "do_eval": "evaluation runs where rows are held out",
+    "do_eval": "evaluation runs if there are held-out rows",
     "load_best_model_at_end": "the final model is the one of the last step",
     "metric_for_best_model": "the final model is the one of the last step",
     "greater_is_better": "the final model is the one of the last step",
@@ -120,15 +120,15 @@ _LEFT_OUT = {
     "fsdp_config": "the launcher chooses the strategy",
     "local_rank": "the launcher sets it",
     "use_cpu": "the launcher chooses the device",
-    "remove_unused_columns": "the package drops other columns itself",
+    "remove_unused_columns": "the package drops other columns",
     "infinite_sampling": "",
-    "packing_strategy": "data.packing says how rows share a line",
+    "packing_strategy": "set by data.packing",
 }
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """Sections of the YAML file, comments by dotted name, and what the report says."""
+    """Sections of the YAML file, comments by dotted name, and notes for the report."""
 
     sections: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {n: {} for n in ("model", "lora", "data", "training", "logging")}
@@ -157,7 +157,7 @@ class Unknown:
 
 
 def known(value: Any) -> Any:
-    """A traced value in Python, with Unknown where it is a symbol."""
+    """A traced value in Python, with Unknown for symbols."""
     if isinstance(value, list):
         return [known(item) for item in value]
     if isinstance(value, dict):
@@ -181,7 +181,7 @@ def has_unknown(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What a notebook says about its training, in its own vocabulary and with the defaults of its libraries."""
+    """A notebook's training arguments, by their names in its libraries."""
 
     api: str  # unsloth or transformers
     owner: str
@@ -192,7 +192,7 @@ class Described:
     config: dict[str, Any]
     config_name: str
     responses: dict[str, Any] | None
-    checkpoints: bool  # the model is told to recompute activations, beside what the trainer's arguments say
+    checkpoints: bool  # activation recomputation is enabled on the model, independent of the trainer's arguments
     train: dict[str, Any]
 
 
@@ -248,7 +248,7 @@ def described(trace: Trace) -> Described:
 
 
 def _checkpoints(trace: Trace) -> bool:
-    """PEFT's prepare_model_for_kbit_training does it unless it is told not to."""
+    """PEFT's prepare_model_for_kbit_training enables gradient checkpointing by default."""
     kbit = event_of(trace, "kbit")
     if kbit is not None and known(kbit["detail"]).get("use_gradient_checkpointing", True) is not False:
         return True
@@ -259,10 +259,10 @@ def _arguments(given: Any, api: str) -> tuple[dict[str, Any], str]:
     if given is None:
         return {}, "SFTConfig"
     if not isinstance(given, Unknown) or "kwargs" not in given.item:
-        raise Refusal("R4", f"the trainer's arguments are not known before it runs ({given})")
+        raise Refusal("R4", f"the trainer's arguments are only known at run time ({given}); use an SFTConfig")
     name = given.name.rsplit(".", 1)[-1]
     if name not in ("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"):
-        raise Refusal("R4", f"the trainer's arguments are a {name}, not an SFTConfig")
+        raise Refusal("R4", f"the trainer's arguments must be an SFTConfig, got {name}")
     kwargs = known(given.item["kwargs"])
     args = known(given.item["args"])
     if args:
@@ -291,13 +291,13 @@ def _lora_config(value: Any) -> dict[str, Any]:
         given = known(value.item["kwargs"])
         targets = given.get("target_modules")
         if has_unknown(targets) and "named_modules()" in str(targets):
-            given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all but the head
+            given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all except the head
         return given
-    raise Refusal("R4", f"the adapter is not a LoraConfig ({value})")
+    raise Refusal("R4", f"the adapter must be a LoraConfig, got {value}")
 
 
 def effective(what: Described) -> dict[str, Any]:
-    """The trainer's fields, with the defaults of the notebook's own classes."""
+    """The trainer's fields, with the defaults of the classes that the notebook uses."""
     defaults = _UNSLOTH if what.api == "unsloth" else _TRL
     if what.config_name == "TrainingArguments":
         defaults = _HF
@@ -310,7 +310,7 @@ def effective(what: Described) -> dict[str, Any]:
 
 
 def max_length(what: Described) -> int | Unknown:
-    """Unsloth: the trainer's own length if it has one, else the loader's; TRL: its default is 1024."""
+    """The trainer's length if set; otherwise the loader's with Unsloth, or TRL's default of 1024."""
     if (own := what.config.get("max_length")) is not None:
         return own
     if what.api == "unsloth":
@@ -323,7 +323,7 @@ def max_length(what: Described) -> int | Unknown:
 
 
 def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
-    """Raises Refusal (R4) for values that are only known at run time, and for what the package cannot train."""
+    """Derive the settings. Raises Refusal (R3, R4) for values only known at run time and for unsupported arguments."""
     what = described(traces[0])
     settings = Settings()
     _model(settings, what)
@@ -332,15 +332,15 @@ def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
     _training(settings, what, plan)
     _responses(settings, what, plan)
     _output(settings, what, plan, traces[0])
-    _decided(settings, what, traces[1])
+    _note_branches(settings, what, traces[1])
     for name, value in [(f"{s}.{k}", v) for s, keys in settings.sections.items() for k, v in keys.items()]:
         if has_unknown(value):
-            raise Refusal("R4", f"the setting {name} is only known at run time ({value}); write a number or a name")
+            raise Refusal("R4", f"the setting {name} is only known at run time ({value}); write a constant")
     return settings
 
 
-def _decided(settings: Settings, what: Described, other: Trace) -> None:
-    """Values that the notebook picks by the device: one of them is written down, and said."""
+def _note_branches(settings: Settings, what: Described, other: Trace) -> None:
+    """Note values that the notebook chooses at run time, such as by device: the settings have one of them."""
     if event_of(other, "load") is None or event_of(other, "trainer") is None:
         return
     second = described(other)
@@ -351,7 +351,7 @@ def _decided(settings: Settings, what: Described, other: Trace) -> None:
             continue
         if key in two and not has_unknown(value) and not has_unknown(two[key]) and value != two[key]:
             settings.notes.append(
-                f"{key} is decided at run time in the notebook; {value!r} is written down, the other branch has"
+                f"the notebook chooses {key} at run time; the settings have {value!r}, the other branch has"
                 f" {two[key]!r}"
             )
 
@@ -366,11 +366,11 @@ def _model(settings: Settings, what: Described) -> None:
     given = {key: value for key, value in what.loader.items() if value is not None}
     name = given.pop("model_name", None)
     if not isinstance(name, str):
-        raise Refusal("R4", f"the model's name is only known at run time ({name})")
+        raise Refusal("R4", f"the model's name is only known at run time ({name}); write a constant")
     settings.set("model.model_name_or_path", name)
     if name.startswith(("/content/", "/kaggle/")):
         settings.notes.append(
-            f"the model {name} is a path of a hosted notebook; give yours with --model.model_name_or_path"
+            f"the model {name} is a path on a hosted service; set your own with --model.model_name_or_path"
         )
     unsloth = what.api == "unsloth"
     settings.set("model.backend", "auto" if unsloth else "transformers")
@@ -380,21 +380,21 @@ def _model(settings: Settings, what: Described) -> None:
     if four and isinstance(given.get("quantization_config"), Unknown):
         kind = known(given["quantization_config"].item["kwargs"])
         if kind.get("bnb_4bit_quant_type") != "nf4" or not kind.get("bnb_4bit_use_double_quant"):
-            settings.notes.append("the 4 bits are NF4 with double quantization here; in the notebook they are not")
+            settings.notes.append("4-bit quantization is NF4 with double quantization here, but not in the notebook")
     if eight:
         settings.set("model.load_in_8bit", True)
     if full:
         settings.set("model.full_finetuning", True)
     if unsloth and what.owner != "FastLanguageModel":
         if what.owner != "FastModel":
-            raise Refusal("R3", f"the model is loaded by {what.owner}; only text is converted")
+            raise Refusal("R3", f"the model is loaded by {what.owner}; only text is supported")
         settings.set("model.loader", "FastModel")
     for key in ("revision", "attn_implementation", "trust_remote_code"):
         if given.get(key):
             settings.set(f"model.{key}", given[key])
     if given.get("trust_remote_code"):
         settings.notes.append(
-            "model.trust_remote_code is on, as in the notebook: Python code that ships with the model is run"
+            "model.trust_remote_code is on, as in the notebook: Python code from the model's repository is executed"
         )
     _loader_rest(settings, given, what, sixteen)
 
@@ -404,12 +404,12 @@ def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, six
 
     managed = {key: why for keys, why in MANAGED_ARGUMENTS["model.loader_kwargs"].items() for key in keys.split()}
     if (place := given.get("device_map")) is not None:
-        warned = (
+        warning = (
             f"; {place!r} would spread one model over all devices, on every rank"
             if place in ("balanced", "auto", "sequential")
             else ""
         )
-        settings.notes.append(f"device_map is left out: each rank loads the whole model onto its own device{warned}")
+        settings.notes.append(f"device_map is left out: each rank loads the whole model onto its own device{warning}")
     if given.pop("use_flash_attention_2", False) is True:
         settings.set("model.attn_implementation", "flash_attention_2")
     rest = {}
@@ -456,7 +456,7 @@ def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, six
 
 
 def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool]:
-    """4 bits, 8 bits, 16 bits asked for, full fine-tuning. Unsloth loads in 4 bits unless it is told otherwise."""
+    """Whether to load in 4, 8 or 16 bits, and full fine-tuning. Unsloth loads in 4 bits by default."""
     full = _flag(given.get("full_finetuning", False), "full_finetuning")
     four = _flag(given.get("load_in_4bit", what.api == "unsloth"), "load_in_4bit")
     eight = _flag(given.get("load_in_8bit", False), "load_in_8bit")
@@ -466,7 +466,7 @@ def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool
         kwargs = known(quantization.item.get("kwargs", {"dict": []}))
         four, eight = (_flag(kwargs.get(f"load_in_{n}bit", False), f"load_in_{n}bit") for n in (4, 8))
         if quantization.name.rsplit(".", 1)[-1] != "BitsAndBytesConfig":
-            raise Refusal("R4", f"the quantization {quantization} is not one of bitsandbytes in 4 or 8 bits")
+            raise Refusal("R4", f"unsupported quantization ({quantization}); use a BitsAndBytesConfig with 4 or 8 bits")
     if what.api == "transformers" and what.adapter is None:
         full = True
     if full or sixteen or eight:
@@ -491,9 +491,9 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     if what.adapter is None:
         raise Refusal(
             "R4",
-            "no adapter is attached, and full_finetuning is not set: nothing would be trained, unless the model's name"
-            " is that of an adapter; to go on with one, load its base model and call get_peft_model, then name the"
-            " adapter in the settings and replace their lora section by continue_adapter: true",
+            "no adapter is attached and full_finetuning is not set, so nothing would be trained unless the model is"
+            " itself an adapter; to continue training one, load its base model, call get_peft_model, and in the"
+            " settings name the adapter as the model and replace the lora section by continue_adapter: true",
         )
     given = {key: value for key, value in what.adapter.items() if value is not None}
     defaults = _ADAPTERS[what.adapter_kind]
@@ -501,7 +501,7 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
         value = given.pop(key, defaults[key])
         settings.set(f"lora.{key}", float(value) if key == "lora_dropout" and isinstance(value, int) else value)
     if (targets := given.pop("target_modules", None)) == []:
-        raise Refusal("R4", "LoRA's modules are looked up at run time; name them, or write 'all-linear'")
+        raise Refusal("R4", "LoRA's target modules are only known at run time; name them, or write 'all-linear'")
     if targets is not None:
         settings.set("lora.target_modules", list(targets) if isinstance(targets, tuple) else targets)
     elif what.adapter_kind == "peft":
@@ -516,15 +516,14 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     seed = given.pop("random_state", 3407 if what.adapter_kind == "unsloth" else None)
     if seed is not None:
         settings.set("lora.random_state", seed)
-    checkpointing = given.pop("use_gradient_checkpointing", None)
-    del checkpointing  # in the training section
+    given.pop("use_gradient_checkpointing", None)  # in the training section
     for key in ("max_seq_length", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision"):
         given.pop(key, None)
     if given.pop("loftq_config", None):
         raise Refusal(
             "R4",
-            "the adapter's weights are initialized by LoftQ (loftq_config), which no settings can say; leave"
-            " loftq_config and init_lora_weights out",
+            "initializing the adapter with LoftQ (loftq_config) is not supported; leave loftq_config and"
+            " init_lora_weights out",
             plan.program.statements[plan.key.get("adapter", plan.key["trainer"])].cell,
         )
     if given:
@@ -533,10 +532,10 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
 
 def _data(settings: Settings, what: Described, plan: Plan) -> None:
     length = max_length(what)
-    own = what.config.get("max_length")
+    explicit = what.config.get("max_length")
     default = "the loader's max_seq_length" if what.api == "unsloth" else "TRL's default"
     settings.set(
-        "data.max_length", length, default if own is None else "the notebook cuts none" if own == UNCUT else ""
+        "data.max_length", length, default if explicit is None else "not truncated" if explicit == UNCUT else ""
     )
     if plan.formatting is None:
         _not_token_ids(what, plan)
@@ -549,12 +548,12 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
         settings.set("data.num_proc", workers)
     if template := what.config.get("chat_template_path"):
         if not str(template).endswith((".jinja", ".j2")):
-            raise Refusal("R4", f"chat_template_path={template!r} adds another model's tokens; give a Jinja file")
+            raise Refusal("R4", f"chat_template_path={template!r} adds another model's tokens; use a Jinja file")
         settings.set("model.chat_template", template)
 
 
 def _not_token_ids(what: Described, plan: Plan) -> None:
-    """Refuse rows that the notebook tokenizes itself: the package wants texts or conversations."""
+    """Refuse rows that the notebook tokenizes itself: the package expects text or conversations."""
     kwargs = what.config.get("dataset_kwargs")
     found = isinstance(kwargs, dict) and kwargs.get("skip_prepare_dataset")
     for place in plan.hooks["dataset"] + plan.hooks["module"]:
@@ -566,25 +565,25 @@ def _not_token_ids(what: Described, plan: Plan) -> None:
                 isinstance(node, ast.Dict) and any(getattr(k, "value", 0) == "input_ids" for k in node.keys)
             )
     if found:
-        raise Refusal("R4", "the notebook tokenizes its rows itself; give the trainer rows of text or messages")
+        raise Refusal("R4", "the notebook tokenizes its rows itself; pass the trainer rows of text or messages")
 
 
 def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
-    """One set of rows that ends, and one held-out set."""
+    """Refuse infinite streams, rows packed by TRL, and several held-out sets."""
     if isinstance(what.trainer.get("eval_dataset"), dict):
-        raise Refusal("R4", "eval_dataset holds several sets; give one: there is one held-out loss")
+        raise Refusal("R4", "eval_dataset has several sets; pass one, because there is one held-out loss")
     train = what.trainer.get("train_dataset")
     if isinstance(train, Unknown) and train.name.endswith("ConstantLengthDataset"):
-        raise Refusal("R4", "ConstantLengthDataset packs the rows; give the trainer the rows, and packing=True")
+        raise Refusal("R4", "ConstantLengthDataset packs the rows; pass the rows to the trainer, with packing=True")
     text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
     if re.search(r"streaming\s*=\s*True", text) and not re.search(r"\.take\(|islice\(|\bDataset\.from_", text):
         raise Refusal(
-            "R4", "the rows are a stream, and all are prepared before the training; take as many as it needs: .take(n)"
+            "R4", "the rows are a stream, but all rows are prepared before training; limit them with .take(n)"
         )
 
 
 def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
-    """Which columns are supervised. By default TRL and Unsloth train on all of a text and of a conversation."""
+    """Which columns are supervised. By default TRL and Unsloth supervise all tokens of a text or conversation."""
     columns = _columns(plan)
     if plan.formatting is not None:
         settings.set("data.format", "text")
@@ -609,18 +608,18 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
         settings.set("data.format", "prompt_completion")
         settings.set("data.assistant_only_loss", completion is not False)
         if not _prompts_are_messages(plan):
-            settings.set("model.chat_template", "none", "as TRL joins prompt and completion that are texts")
+            settings.set("model.chat_template", "none", "concatenated unchanged, as in TRL")
         return
     settings.set("data.assistant_only_loss", bool(only))
     if not columns:
         settings.notes.append(
-            "the columns of the data set are not known before it is loaded: as TRL does with conversations, all of a "
-            "row is supervised; set data.assistant_only_loss: true where rows are prompt and completion"
+            "the columns of the data set are unknown until it is loaded, so all tokens of a row are supervised, as in"
+            " TRL for conversations; set data.assistant_only_loss: true if the rows are prompt and completion"
         )
 
 
 def _prompts_are_messages(plan: Plan) -> bool:
-    """Whether a prompt is made of messages; a list may as well be a column of texts."""
+    """Whether prompts are messages; a list alone could also be a column of strings."""
     nodes = [
         node
         for place in plan.hooks["dataset"] + plan.hooks["module"]
@@ -645,7 +644,7 @@ def _makes_a_message(node: ast.AST) -> bool:
 
 
 def _columns(plan: Plan) -> set[str]:
-    """Columns that the kept data preparation makes: keys of returned and listed dicts, and renamed ones."""
+    """Columns that the data preparation creates: keys of dicts, and renamed or added columns."""
     found: set[str] = set()
     for place in plan.hooks["dataset"] + plan.hooks["module"]:
         for node in ast.walk(plan.program.statements[place].node):
@@ -672,8 +671,8 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
     if not (isinstance(per_device, int) and isinstance(steps, int)):
         raise Refusal("R4", f"the batch size is only known at run time ({per_device} x {steps}); write numbers")
     settings.set("training.output_dir", "outputs")
-    settings.set("training.global_batch_size", per_device * steps, f"{per_device} x {steps}, over all devices together")
-    if steps > 1:  # else every number of devices that divides the batch has its own share of it
+    settings.set("training.global_batch_size", per_device * steps, f"{per_device} x {steps}, over all devices")
+    if steps > 1:  # otherwise rows per device follow from the number of devices
         settings.set("training.per_device_train_batch_size", per_device)
     max_steps = given.pop("max_steps", -1)
     epochs = given.pop("num_train_epochs")
@@ -723,14 +722,14 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
         settings.set("training.eval_steps", every)
     elif strategy == "epoch":
         settings.notes.append(
-            "eval_strategy 'epoch': evaluated before and after the training; set training.eval_steps for more"
+            "eval_strategy 'epoch': evaluation runs before and after training; set training.eval_steps for more"
         )
     stops_early = any("EarlyStopping" in plan.program.statements[place].source for place in plan.hooks["trainer"])
     if (
         stops_early or "EarlyStopping" in str(plan.callbacks and ast.unparse(plan.callbacks))
     ) and not settings.sections["training"].get("eval_steps"):
         raise Refusal(
-            "R4", "EarlyStoppingCallback needs evaluations by steps; set eval_strategy='steps' and eval_steps"
+            "R4", "EarlyStoppingCallback needs evaluation every few steps; set eval_strategy='steps' and eval_steps"
         )
     saving = str(given.pop("save_strategy", "steps")).lower().rsplit(".", 1)[-1]
     every = given.pop("save_steps", 500)
@@ -738,7 +737,7 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
         settings.set("training.save_steps", 0)
     elif saving == "epoch":
         settings.notes.append(
-            "save_strategy 'epoch': checkpoints come every training.save_steps steps (500), and at the end"
+            "save_strategy 'epoch': checkpoints are saved every training.save_steps steps (500) and at the end"
         )
     elif every != 500:
         settings.set("training.save_steps", _count(settings, "save_steps", every))
@@ -751,16 +750,16 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
 
 
 def _count(settings: Settings, name: str, steps: Any) -> int | Unknown:
-    """A number of steps; below 1 it is a share of all, which are not known before the data are."""
+    """A number of steps. Below 1 it is a fraction of all steps, which is only known if max_steps is set."""
     if isinstance(steps, Unknown) or steps == int(steps):
         return steps if isinstance(steps, Unknown) else int(steps)
     total = settings.sections["training"].get("max_steps")
     if total is None:
-        settings.notes.append(f"{name}={steps} is a share of all steps; set training.{name} to a number of them")
+        settings.notes.append(f"{name}={steps} is a fraction of all steps; set training.{name} to a number of steps")
     return max(1, round(steps * total)) if total else 0
 
 
-# Values of fields that change nothing here.
+# Values of fields that have no effect here; None: any value.
 _NEUTRAL = {
     "loss_type": ("nll", "chunked_nll"),
     "label_smoothing_factor": (0, 0.0),
@@ -783,26 +782,24 @@ _NEUTRAL = {
 
 
 def _other_fields(settings: Settings, given: dict[str, Any], what: Described) -> None:
-    """Fields that SFTConfig knows go on as they are; what the package decides is reported; another loss is refused."""
+    """Pass fields of SFTConfig through, note those that the package decides, and refuse another loss."""
     fields = sft_fields()
     for key, value in given.items():
         neutral = _NEUTRAL.get(key, ())
         if neutral is None or value in neutral or value is None:
             continue
         if key in ("loss_type", "label_smoothing_factor", "completion_only_loss"):
-            raise Refusal(
-                "R4", f"{key}={value!r} is another objective; here the loss is the mean over the label tokens"
-            )
+            raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
         if key in MANAGED or key in _LEFT_OUT or key not in fields:
             why = _LEFT_OUT.get(key) or MANAGED.get(key) or "the installed TRL has no such field"
             settings.notes.append(f"{what.config_name}: {key}={_short(value)} is left out: {why}")
         elif has_unknown(value):
-            raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a number or a name")
+            raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a constant")
         else:
             settings.set(f"training.{key}", value)
     for key in ("optimizer_cls_and_kwargs", "compute_loss_func", "model_init"):
         if what.trainer.get(key) is not None:
-            raise Refusal("R4", f"SFTTrainer is given {key}, which has no place here")
+            raise Refusal("R4", f"SFTTrainer's argument {key} is not supported")
     for key, value in what.trainer.items():
         if (
             key in ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "optimizers")
@@ -828,14 +825,14 @@ _COLLATORS = (
 def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
     name = value.name.rsplit(".", 1)[-1] if isinstance(value, Unknown) else ""
     if key == "optimizers":
-        raise Refusal("R4", "SFTTrainer is given an optimizer of the notebook's own; use training.optim")
+        raise Refusal("R4", "SFTTrainer is given a custom optimizer; use training.optim")
     if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
-        return  # in `_responses`
+        return  # handled in `_responses`
     if key == "data_collator" and name not in _COLLATORS:
         raise Refusal(
             "R4",
-            f"SFTTrainer is given a data collator of the notebook's own ({_short(value)}), which decides what is"
-            " supervised",
+            f"SFTTrainer is given a custom data collator ({_short(value)}), which decides what is supervised;"
+            " leave it out",
         )
     settings.notes.append(f"SFTTrainer: {key} is left out: {_LEFT_OUT[key]}")
 
@@ -860,23 +857,23 @@ def _responses(settings: Settings, what: Described, plan: Plan) -> None:
     if what.responses is None and not isinstance(given["response_part"], str | None):
         raise Refusal(
             "R4",
-            f"DataCollatorForCompletionOnlyLM is given token ids ({_short(given['response_part'])}); give it the text"
-            ' of the template: response_template="..."',
+            f"DataCollatorForCompletionOnlyLM is given token ids ({_short(given['response_part'])}); pass the template"
+            ' as text: response_template="..."',
             plan.program.statements[plan.key["trainer"]].cell,
         )
     extra = [key for key in ("mask_out_tokens",) if given.get(key)]
     if extra:
-        raise Refusal("R4", f"train_on_responses_only: {extra[0]} cannot be set here")
+        raise Refusal("R4", f"train_on_responses_only: {extra[0]} is not supported")
     if given.get("last_response_only"):
         settings.set("data.last_turn_only", True)
     instruction, response = given.get("instruction_part"), given.get("response_part")
     if response is None and (what.responses is None or instruction is not None):
-        raise Refusal("R4", "the marker that opens a response is not given; give response_part")
+        raise Refusal("R4", "the marker that starts a response is missing; set response_part")
     if response is None:
         response = "auto"
-        settings.comments["data.response_part"] = "both markers, from the chat template, as in the notebook"
+        settings.comments["data.response_part"] = "both markers are derived from the chat template, as in the notebook"
     if settings.sections["data"].get("format") not in (None, "text"):
-        raise Refusal("R4", "train_on_responses_only on rows that are no text")
+        raise Refusal("R4", "train_on_responses_only needs rows of text")
     settings.set("data.format", "text")
     settings.sections["data"].pop("assistant_only_loss", None)
     if instruction is not None:
@@ -884,27 +881,28 @@ def _responses(settings: Settings, what: Described, plan: Plan) -> None:
     settings.set("data.response_part", response)
 
 
-# --- where the result goes --------------------------------------------------------------------------------------------
+# --- output folder ----------------------------------------------------------------------------------------------------
 
 
 def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> None:
-    """The folder of the first ordinary save, or that of the trainer."""
+    """The folder of the first ordinary save, or the trainer's output_dir."""
     folder = what.config.get("output_dir")
     folder = folder if isinstance(folder, str) else "outputs"
     saved = [name for name in _saved(plan, trace)]
     chosen = saved[0] if saved else folder
     if saved and len(set(saved)) > 1:
         settings.notes.append(
-            f"the notebook saves the same model to {', '.join(dict.fromkeys(saved))}; here it is once, in {chosen}"
+            f"the notebook saves the same model to {', '.join(dict.fromkeys(saved))}; here it is saved once, in"
+            f" {chosen}"
         )
     local = _local(chosen)
     if local != chosen:
-        settings.notes.append(f"{chosen} is a path of a hosted notebook; the result goes to {local}")
+        settings.notes.append(f"{chosen} is a path on a hosted service; the result is saved to {local}")
     path = PurePosixPath(local)
     if path.is_absolute() or ".." in path.parts or local.startswith("~") or PureWindowsPath(local).is_absolute():
         settings.notes.append(
-            f"training.output_dir is {local}, as in the notebook: outside the folder that the script starts in. Check"
-            " that it may be written, or set training.output_dir to another one"
+            f"training.output_dir is {local}, as in the notebook, outside the script's working directory. Check that it"
+            " is writable, or set another training.output_dir"
         )
     settings.set("training.output_dir", local)
 
@@ -929,7 +927,7 @@ def _saved(plan: Plan, trace: Trace) -> list[str]:
 
 
 def _local(path: str) -> str:
-    """A path on Colab, Google Drive or Kaggle as one below the working folder."""
+    """Map a path on Colab, Google Drive or Kaggle to one below the working directory."""
     for prefix in (
         "/content/drive/MyDrive/",
         "/content/drive/My Drive/",

@@ -1,14 +1,14 @@
-"""The recording stubs: run by `trace.py` as a program of its own, in a process that can open nothing.
+"""The recording stubs. `trace.py` runs them as a separate program, in a process that cannot open anything.
 
-A notebook's statements, or a converted script, are executed with every library replaced by symbols. A symbol knows how
-it came about (`load_dataset("x").map(f)`), and calls on it make further symbols, so that two programs can be compared
-by what they would have trained with. Nothing real is imported but a few pure modules of the standard library.
+A notebook's statements, or a converted script, are executed with every library replaced by symbols. A symbol records
+how it was made (`load_dataset("x").map(f)`), and calls on it make further symbols, so that two programs can be compared
+by what they would train with. Only a few pure modules of the standard library are real.
 
-What keeps a hostile notebook in: only names of `_PURE_MODULES` are real; attributes that lead into the interpreter
-(`__subclasses__`, `gi_frame`, ...) are refused before anything runs, in texts to be formatted too; an audit hook
-refuses files, processes, sockets and everything else that Python reports; there are limits on steps, seconds and
-memory; and under all of these the kernel confines the process (`sandbox.py`), whatever the code has made of Python.
-Uses the standard library only.
+Containment of a hostile notebook: only names in `_PURE_MODULES` are real; attributes that reach the interpreter
+(`__subclasses__`, `gi_frame`, ...) are refused before anything runs, also in format strings; an audit hook refuses
+files, processes, sockets and everything else that Python reports; steps, time and memory are limited. Beneath all this,
+the kernel confines the process (`sandbox.py`), even if the code takes over the interpreter. Uses the standard library
+only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-# Of one statement. The sandbox limits seconds, for single operations that do not end.
+# Per statement. A single operation that does not finish runs into the sandbox's CPU time limit.
 STEPS, EVENTS = 200_000, 2_000
 
 
 class Unsafe(BaseException):
-    """The code reached for something that is not let in. Not an Exception, so that the code cannot catch it."""
+    """The code used something that is not allowed. Not an Exception, so that the code cannot catch it."""
 
 
 class Endless(BaseException):
@@ -41,12 +41,12 @@ class Endless(BaseException):
 
 
 class Leave(BaseException):
-    """sys.exit, exit or quit."""
+    """sys.exit, exit or quit was called."""
 
 
 # --- symbols ----------------------------------------------------------------------------------------------------------
 
-# How each hash came about, in short words: the explanation of a difference.
+# A short description of what each hash stands for, to explain differences.
 WORDS: dict[str, str] = {}
 
 
@@ -55,7 +55,7 @@ def digest(form: Any) -> str:
 
 
 class Symbol:
-    """A value that is not known. `form` says how it came about, in hashes; `name` is its dotted name if it has one."""
+    """An unknown value. `form` records how it was made, as hashes; `name` is its dotted name if it has one."""
 
     def __init__(self, form: Any, words: str, name: str | None = None):
         d = self.__dict__
@@ -100,10 +100,10 @@ class Symbol:
     def __contains__(self, item: Any) -> bool:
         if self._name == "os.environ":
             return item in ENVIRONMENT
-        return RUN.world
+        return RUN.assumed
 
     def __bool__(self) -> bool:
-        return RUN.world
+        return RUN.assumed
 
     def __format__(self, spec: str) -> str:
         return f"<<{self._form}{':' + spec if spec else ''}>>"
@@ -130,7 +130,7 @@ class Symbol:
         return (type(f"Of{self._form}", (Base,), {"_stub": self}),)
 
     def __instancecheck__(self, _: Any) -> bool:
-        return RUN.world
+        return RUN.assumed
 
 
 def _binary(sign: str, reverse: bool = False) -> Callable[[Symbol, Any], Any]:
@@ -153,7 +153,7 @@ for _name in ("neg", "pos", "invert"):
 
 
 class Base:
-    """What a class of the notebook inherits from where its base is a symbol."""
+    """Replaces a base class that is a symbol, in classes of the notebook."""
 
     _stub: Any = None
 
@@ -170,7 +170,7 @@ class Base:
 
 
 def form(value: Any, depth: int = 0) -> Any:
-    """A value in JSON: plain values as they are, symbols by their hash, functions by their code and result."""
+    """A value as JSON: plain values unchanged, symbols by their hash, functions by their code and result."""
     if isinstance(value, bool | int | str | type(None)):
         return value
     if isinstance(value, float):
@@ -202,12 +202,12 @@ def form(value: Any, depth: int = 0) -> Any:
 
 
 def _of_class(value: Any) -> bool:
-    """Whether a class of the notebook made it."""
+    """Whether it is an instance of a class that the notebook defines."""
     return "_source_" in type(value).__dict__
 
 
 def function_form(value: Any, depth: int) -> Any:
-    """Code, and the result of one call with symbols for the arguments that have no default."""
+    """The code, and the result of one call with symbols for all arguments without a default."""
     function = value.__func__ if isinstance(value, types.MethodType) else value
     code = getattr(function, "_source_", function.__name__)
     if id(function) in RUN.inside or depth > 12:
@@ -242,7 +242,7 @@ def words(value: Any) -> str:
     if isinstance(value, Symbol):
         return value._words
     text = getattr(value, "__name__", "function") if callable(value) else repr(value)
-    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # an address, of an object or of one in a list
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # memory addresses
     return text if len(text) < 120 else text[:120] + "..."
 
 
@@ -266,10 +266,10 @@ def holds_symbol(value: Any, depth: int = 0) -> bool:
 
 
 class Run:
-    """One execution: its world (what unknown conditions are), its events, and its roles."""
+    """One execution: the value assumed for unknown conditions, the events, and the roles."""
 
-    def __init__(self, world: bool, rank: int):
-        self.world, self.rank = world, rank
+    def __init__(self, assumed: bool, rank: int):
+        self.assumed, self.rank = assumed, rank
         self.events: list[dict[str, Any]] = []
         self.statement: int | None = None
         self.steps, self.noted = 0, 0
@@ -277,7 +277,7 @@ class Run:
         self.model: Symbol | None = None
         self.tokenizer: Symbol | None = None
         self.trainer: Symbol | None = None
-        self.own_tokenizer = False  # the script loads another tokenizer than the model's
+        self.own_tokenizer = False  # the script loads a tokenizer other than the model's
 
 
 RUN = Run(True, 0)
@@ -291,7 +291,7 @@ def event(kind: str, detail: Any, text: str, **more: Any) -> None:
     RUN.events.append({"kind": kind, "detail": detail, "words": text[:500], "statement": RUN.statement, **more})
 
 
-# Attributes that say how batches are padded or cut: they change no text that a template renders.
+# Attributes for padding and truncation: they do not change the text that a template renders.
 _NO_TEXT = frozenset("padding_side pad_token pad_token_id truncation_side model_max_length".split())
 
 
@@ -305,7 +305,7 @@ def role(value: Any) -> str | None:
 
 
 def changed(symbol: Symbol, how: list[Any], text: str) -> None:
-    """Record that a symbol was changed in place: whatever is made of it from now on says so."""
+    """Record that a symbol was changed in place, which changes the hash of everything made from it afterwards."""
     owner = symbol.__dict__.get("_owner", symbol)
     key = how[1] if len(how) > 1 else None
     event(
@@ -335,7 +335,7 @@ def attribute(symbol: Symbol, key: str) -> Any:
     if key in symbol._known:
         return symbol._known[key]
     if symbol is RUN.tokenizer and key == "tokenizer":
-        return symbol  # of a processor
+        return symbol  # processor.tokenizer
     if symbol is RUN.trainer and key in ("model", "processing_class", "tokenizer"):
         return RUN.model if key == "model" else RUN.tokenizer
     name = f"{symbol._name}.{key}" if symbol._name else None
@@ -361,7 +361,7 @@ def elements(symbol: Symbol, count: int) -> list[Symbol]:
     return [Symbol(["element", form(symbol), n], f"{symbol._words}[element {n}]") for n in range(count)]
 
 
-# Methods that read, and leave what they are called on as it was.
+# Methods that do not change their receiver.
 _READS = frozenset(
     "generate decode batch_decode encode apply_chat_template print_trainable_parameters eval train parameters"
     " named_parameters modules named_modules get_memory_footprint get_nb_trainable_parameters save_pretrained to"
@@ -414,7 +414,7 @@ def _roles(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 
 
 def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`X.from_pretrained`: the first model and its tokenizer get their roles, all others are symbols like any other."""
+    """`X.from_pretrained`: the first model and its tokenizer get their roles; all others are ordinary symbols."""
     owner = (function._name or "").split(".")[-2]
     root = (function._name or "").split(".")[0]
     again = RUN.model is None or not any(item["kind"] in ("adapt", "trainer") for item in RUN.events)
@@ -469,7 +469,7 @@ def _trainer(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _load_by_name(given: dict[str, Any]) -> None:
-    """The trainer loads the model itself, and its tokenizer where it is given none."""
+    """The trainer loads the model itself, and the tokenizer if it is not given one."""
     made = given["args"].__dict__.get("_made_by") if isinstance(given.get("args"), Symbol) else None
     arguments = made[2] | given["args"].__dict__.get("_set", {}) if made else {}
     how = dict(arguments.get("model_init_kwargs") or {})
@@ -483,7 +483,7 @@ def _load_by_name(given: dict[str, Any]) -> None:
 
 
 def _formatted(dataset: Any, function: Any) -> Any:
-    """The data with the column `text`, as `formatting_func` makes it: of many rows at once where it returns a list."""
+    """The data with the column `text` made by `formatting_func`, which is batched if it returns a list."""
     if not isinstance(dataset, Symbol):
         return dataset
     made = function(Symbol(["argument", 0], "argument 0"))
@@ -508,7 +508,7 @@ def _responses(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _same_model(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`FastLanguageModel.for_inference(model)` gives the model back."""
+    """`FastLanguageModel.for_inference(model)` returns the model."""
     return RUN.model if args and args[0] is RUN.model else NotImplemented
 
 
@@ -566,7 +566,7 @@ def _random(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class Attributes(dict[str, Any]):
-    """A dict whose keys are attributes, too: OmegaConf's, EasyDict and their like."""
+    """A dict whose keys are also attributes, such as OmegaConf's or EasyDict."""
 
     def __getattr__(self, key: str) -> Any:
         if key in self:
@@ -593,7 +593,7 @@ def _attribute_dict(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, A
     given = YAML.get(args[0]) if args and isinstance(args[0], str) else args[0] if args else {}
     if not isinstance(given, dict) or len(args) > 1 or "flags" in kwargs:
         return NotImplemented
-    if re.search(r"\$\{|\?\?\?", json.dumps(given, default=str)):  # OmegaConf would look them up
+    if re.search(r"\$\{|\?\?\?", json.dumps(given, default=str)):  # OmegaConf would resolve these
         return NotImplemented
     return _with_attributes(given | kwargs)
 
@@ -602,7 +602,7 @@ def _plain_dict(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _without_attributes(args[0]) if args and isinstance(args[0], Attributes) else NotImplemented
 
 
-# What the literal texts of a program say as YAML: the parent reads them.
+# String literals of the program, parsed as YAML by the parent.
 YAML: dict[str, Any] = {}
 
 
@@ -613,7 +613,7 @@ def _safe_load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class Path(PurePosixPath):
-    """A path that is known by its name alone; whatever asks for the file is a symbol."""
+    """A path of which only the name is known; everything that needs the file is a symbol."""
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("_"):
@@ -663,11 +663,11 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 
 
 def values(value: Any) -> Any:
-    """Plain values as they are; anything else as {"sym": words, "form": ...}, for whoever derives settings from it."""
+    """Plain values unchanged, anything else as {"sym": words, "form": ...}, to derive settings from."""
     if isinstance(value, Symbol):
         made = value.__dict__.get("_made_by")
         if made is not None:
-            kwargs = made[2] | value.__dict__.get("_set", {})  # also what was assigned to its attributes later
+            kwargs = made[2] | value.__dict__.get("_set", {})  # including attributes assigned later
             return {"sym": value._words, "name": made[0]._name, "args": values(made[1]), "kwargs": values(kwargs)}
         return {"sym": value._words, "name": value._name, "form": value._form}
     if isinstance(value, dict):
@@ -691,7 +691,7 @@ def values(value: Any) -> Any:
 
 # --- builtins and modules ---------------------------------------------------------------------------------------------
 
-# Real code of the standard library, by name: pure functions and types that know no files and no interpreter.
+# Real code of the standard library: pure functions and types without access to files or the interpreter.
 _PURE_MODULES: dict[str, str] = {
     "json": "dumps loads JSONDecodeError",
     "re": "compile match fullmatch search sub subn split findall finditer escape I IGNORECASE M MULTILINE S DOTALL"
@@ -737,20 +737,21 @@ _REAL_VALUES: dict[str, Any] = {
 
 
 def _dataclass(made: Any = None, /, **options: Any) -> Any:
-    """`dataclass`, which compiles the names of fields: they must be names."""
+    """`dataclass` compiles the names of fields into code, so they must be identifiers."""
     if made is None:
         return lambda later: _dataclass(later, **options)
-    own = made.__dict__.get("__annotations__", {})
-    if type(own) is not dict:
-        raise Unsafe("annotations that are no dict")
-    for name in (*own, *(name for base in made.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))):
+    annotations = made.__dict__.get("__annotations__", {})
+    if type(annotations) is not dict:
+        raise Unsafe("annotations that are not a dict")
+    inherited = (name for base in made.__mro__ for name in base.__dict__.get("__dataclass_fields__", ()))
+    for name in (*annotations, *inherited):
         if type(name) is not str or not name.isidentifier():
-            raise Unsafe("a field of a dataclass whose name is no identifier")
+            raise Unsafe("a dataclass field whose name is not an identifier")
     return dataclasses.dataclass(made, **options)
 
 
 def _wraps(wrapped: Any) -> Any:
-    """`functools.wraps` without the lists of attributes: they could name any."""
+    """`functools.wraps` without its lists of attributes, which could contain any name."""
     return functools.wraps(wrapped)
 
 
@@ -778,7 +779,7 @@ def module(name: str) -> Symbol:
     return MODULES[name]
 
 
-_LEADING = frozenset(("format", "format_map", "__class__"))
+_GUARDED_ATTRIBUTES = frozenset(("format", "format_map", "__class__"))
 _FORBIDDEN = frozenset(
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await ag_frame ag_code f_back f_globals f_builtins f_locals"
     " f_code"
@@ -792,36 +793,36 @@ _DUNDERS = frozenset(
 
 
 def check_name(name: str) -> None:
-    """Raise Unsafe for a name that leads into the interpreter. A subclass of str could lie about what it is."""
+    """Raise Unsafe for a name that reaches the interpreter. A subclass of str could compare as another name."""
     if type(name) is not str:
-        raise Unsafe("a name that is no plain text")
+        raise Unsafe("a name that is not a plain string")
     if name in _FORBIDDEN or (name.startswith("__") and name.endswith("__") and name not in _DUNDERS):
-        raise Unsafe(f"the name {name} leads into the interpreter")
+        raise Unsafe(f"the name {name} reaches the interpreter")
 
 
 def check_template(text: str, depth: int = 0) -> None:
-    """Raise Unsafe for a text whose fields, as `str.format` reads them, lead into the interpreter."""
+    """Raise Unsafe for a format string whose fields reach the interpreter."""
     try:
         for _, name, spec, _ in _string.formatter_parser(text):
             for is_attribute, part in _string.formatter_field_name_split(name)[1] if name else ():
                 if is_attribute and part.startswith("_"):
-                    raise Unsafe(f"the name {part} in a text to be formatted leads into the interpreter")
+                    raise Unsafe(f"the name {part} in a format string reaches the interpreter")
                 if is_attribute:
                     check_name(part)
             if spec and depth < 3:
                 check_template(spec, depth + 1)
     except ValueError:
-        return  # format says what is wrong
+        return  # str.format raises the error
 
 
 def _format(template: str, /, *args: Any, **kwargs: Any) -> str:
-    """`str.format`, called on the class."""
+    """`str.format` as an unbound method."""
     check_template(str.__getitem__(template, slice(None)))
     return str.format(template, *args, **kwargs)
 
 
 def _checked_attribute(value: Any, name: str) -> Any:
-    """`.format`, `.format_map` and `.__class__`, which lead further than their names say."""
+    """Guard `.format`, `.format_map` and `.__class__`, which give access to other attributes."""
     if name == "__class__":
         return _type(value)
     found = getattr(value, name)
@@ -831,13 +832,13 @@ def _checked_attribute(value: Any, name: str) -> Any:
     elif isinstance(found, types.MethodDescriptorType) and name == "format":
         return _format
     elif isinstance(found, types.MethodDescriptorType):
-        raise Unsafe("str.format_map is not run")
+        raise Unsafe("str.format_map is not allowed")
     return found
 
 
 def _getattr(value: Any, name: str, *default: Any) -> Any:
     check_name(plain(name))
-    if plain(name) in _LEADING:
+    if plain(name) in _GUARDED_ATTRIBUTES:
         try:
             return _checked_attribute(value, plain(name))
         except AttributeError:
@@ -856,26 +857,26 @@ def _setattr(value: Any, name: str, new: Any) -> None:
 
 def _hasattr(value: Any, name: str) -> bool:
     check_name(plain(name))
-    return RUN.world if isinstance(value, Symbol) else hasattr(value, plain(name))
+    return RUN.assumed if isinstance(value, Symbol) else hasattr(value, plain(name))
 
 
 def _type(value: Any, *more: Any) -> Any:
     if more:
-        raise Unsafe("classes made by type() are not run")
+        raise Unsafe("creating classes with type() is not allowed")
     if isinstance(value, type):
-        raise Unsafe("a class of classes makes classes, which is not run")
+        raise Unsafe("type() of a class is not allowed, because a metaclass creates classes")
     return Symbol(["type", form(value)], "type") if isinstance(value, Symbol) else type(value)
 
 
 def _isinstance(value: Any, kinds: Any) -> bool:
     if isinstance(value, Symbol) or holds_symbol(kinds) or isinstance(value, Base):
-        return RUN.world
+        return RUN.assumed
     return isinstance(value, kinds)
 
 
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise Unsafe(f"{name}() is not run")
+        raise Unsafe(f"{name}() is not allowed")
 
     return refuse
 
@@ -907,7 +908,7 @@ def namespace(program: str) -> dict[str, Any]:
         "setattr": _setattr,
         "hasattr": _hasattr,
         "isinstance": _isinstance,
-        "issubclass": lambda *_: RUN.world,
+        "issubclass": lambda *_: RUN.assumed,
         "type": _type,
         "dir": lambda *_: [],
         "print": lambda *_, **__: None,
@@ -929,14 +930,14 @@ def namespace(program: str) -> dict[str, Any]:
         "__bare__": _bare,
         "__spread__": lambda value: {"**": value} if isinstance(value, Symbol) else value,
         "__mark__": _mark,
-        "__leading__": _checked_attribute,
+        "__guarded__": _checked_attribute,
     }
     return {"__builtins__": allowed, "__name__": "__main__", "__file__": program, "__doc__": None, "os": module("os")}
 
 
 def _import_statement(name: str, _globals: Any = None, _locals: Any = None, names: Any = (), level: int = 0) -> Any:
     if level:
-        raise Unsafe("relative imports are not run")
+        raise Unsafe("relative imports are not allowed")
     if names:
         return module(name)
     return module(name.split(".")[0])
@@ -949,13 +950,13 @@ def _tick() -> None:
 
 
 def _do(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """One call. Real code that does not take symbols gives way to a symbol of the call."""
+    """Make one call. If real code cannot take symbols, the result is a symbol for the call."""
     _tick()
     if isinstance(function, Symbol) or _of_notebook(function):
         return function(*args, **kwargs)
     if isinstance(function, type) and ("_source_" in function.__dict__ or issubclass(function, BaseException)):
         return function(*args, **kwargs)
-    if function in _DEEP:  # these would take a symbol for what it is not
+    if function in _DEEP:  # these accept a symbol but treat it as something else
         if any(holds_symbol(value) for value in args):
             return _symbol_of(function, args, kwargs)
         return function(*args, **kwargs)
@@ -985,9 +986,9 @@ _DEEP: set[Any] = set()
 
 
 def _is(one: Any, other: Any, same: bool) -> Any:
-    """`x is y`. Whether a symbol is None is not known."""
+    """`x is y`. Whether a symbol is None is unknown."""
     if isinstance(one, Symbol) and other is None:
-        return not RUN.world if same else RUN.world
+        return not RUN.assumed if same else RUN.assumed
     return (one is other) if same else (one is not other)
 
 
@@ -1003,7 +1004,7 @@ def _each(value: Any, count: int, star: bool) -> Iterator[Any]:
 
 
 def _bare(value: Any) -> None:
-    """A call whose value nobody took: it was made for what it does to its receiver, or to its first argument."""
+    """A call whose result is unused: assume that it changes its receiver or its first argument."""
     if not isinstance(value, Symbol) or "_made_by" not in value.__dict__:
         return
     function, args, kwargs = value.__dict__["_made_by"]
@@ -1038,7 +1039,7 @@ def _mark(source: str) -> Callable[[Any], Any]:
 
 
 class Instrument(ast.NodeTransformer):
-    """Send calls, `is`, unpacking and bare expressions through the functions above, and count steps."""
+    """Route calls, `is`, unpacking and bare expressions through the functions above, and count steps."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -1051,8 +1052,8 @@ class Instrument(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if node.attr in _LEADING and isinstance(node.ctx, ast.Load):
-            return _helper("__leading__", [node.value, ast.Constant(node.attr)])
+        if node.attr in _GUARDED_ATTRIBUTES and isinstance(node.ctx, ast.Load):
+            return _helper("__guarded__", [node.value, ast.Constant(node.attr)])
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
@@ -1115,7 +1116,7 @@ class Instrument(ast.NodeTransformer):
 
 
 def _code(node: ast.AST) -> str:
-    """A definition without docstrings and prints: what it computes."""
+    """The code of a definition, to compare it."""
     return ast.dump(node)
 
 
@@ -1129,7 +1130,7 @@ def _unpacking(name: str, value: ast.expr, target: Any) -> ast.Call:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Every name that a node binds or reads, in whichever field it stands."""
+    """Every name that a node binds or reads, in any field."""
     if isinstance(node, ast.Constant):
         return
     for key, value in ast.iter_fields(node):
@@ -1140,13 +1141,13 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def prepared(source: str) -> Any:
-    """Compiled code of one statement or program. Raises Unsafe for names that are not let in."""
+    """Compile one statement or program. Raises Unsafe for names that are not allowed."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for name in _names(node):
             check_name(name)
-        if isinstance(node, ast.MatchClass) and _LEADING & set(node.kwd_attrs):
-            raise Unsafe("a pattern that reads an attribute which leads into the interpreter")
+        if isinstance(node, ast.MatchClass) and _GUARDED_ATTRIBUTES & set(node.kwd_attrs):
+            raise Unsafe("a pattern that reads an attribute that reaches the interpreter")
     tree = ast.fix_missing_locations(Instrument().visit(tree))
     return compile(tree, "notebook", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
@@ -1165,9 +1166,9 @@ def execute(code: Any, scope: dict[str, Any]) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def run_notebook(statements: list[tuple[int, str]], world: bool) -> dict[str, Any]:
-    """Execute the statements one after the other; one that fails is noted, and the next one follows."""
-    reset(world, 0)
+def run_notebook(statements: list[tuple[int, str]], assumed: bool) -> dict[str, Any]:
+    """Execute the statements in order. A failure is recorded and the next statement runs."""
+    reset(assumed, 0)
     scope = namespace("notebook.py")
     failed: dict[str, str] = {}
     for identity, source in statements:
@@ -1185,9 +1186,9 @@ def run_notebook(statements: list[tuple[int, str]], world: bool) -> dict[str, An
     return result(failed)
 
 
-def run_script(source: str, world: bool, rank: int, own_tokenizer: bool) -> dict[str, Any]:
-    """Execute a converted script with a `finetune.script.run` that calls the hooks in the order of the real one."""
-    reset(world, rank)
+def run_script(source: str, assumed: bool, rank: int, own_tokenizer: bool) -> dict[str, Any]:
+    """Execute a converted script with a `finetune.script.run` that calls the hooks in the real order."""
+    reset(assumed, rank)
     RUN.own_tokenizer = own_tokenizer
     ENVIRONMENT.update(zip("RANK LOCAL_RANK WORLD_SIZE".split(), (str(rank), str(rank), "2"), strict=True))
     failed: dict[str, str] = {}
@@ -1209,11 +1210,11 @@ def _replay(function: Symbol, args: tuple[Any, ...], hooks: dict[str, Any]) -> A
     if unknown or len(args) != 1:
         raise TypeError(f"script.run takes a file and hooks, not {sorted(unknown)}")
     RUN.model, tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
-    RUN.tokenizer = None if RUN.own_tokenizer else tokenizer  # the first that is loaded takes the role
+    RUN.tokenizer = None if RUN.own_tokenizer else tokenizer  # the first one loaded gets the role
     event("load", None, "script.run")
     if "tokenizer" in hooks:
         tokenizer = (
-            hooks["tokenizer"](tokenizer) or tokenizer if RUN.world else _or(hooks["tokenizer"](tokenizer), tokenizer)
+            hooks["tokenizer"](tokenizer) or tokenizer if RUN.assumed else _or(hooks["tokenizer"](tokenizer), tokenizer)
         )
     RUN.tokenizer = tokenizer if RUN.tokenizer is None else RUN.tokenizer
     event("adapt", None, "script.run")
@@ -1238,9 +1239,9 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def reset(world: bool, rank: int) -> None:
+def reset(assumed: bool, rank: int) -> None:
     global RUN
-    RUN = Run(world, rank)
+    RUN = Run(assumed, rank)
     ENVIRONMENT.clear()
     RANDOM.clear()
     MODULES.clear()
@@ -1262,20 +1263,20 @@ def _hashes(detail: Any) -> Iterator[str]:
             yield from _hashes(item)
 
 
-# --- the cage ---------------------------------------------------------------------------------------------------------
+# --- the sandbox ------------------------------------------------------------------------------------------------------
 
 
 def _load_all() -> None:
-    """Import what the standard library imports late: afterwards nothing can be."""
+    """Import what the standard library imports lazily: no import is possible after confinement."""
     import encodings.idna
     import locale
-    import shutil  # for argparse, as the one before
+    import shutil  # argparse needs this and locale
 
     assert encodings.idna and locale and shutil
 
 
 def _lock() -> None:
-    """From here on nothing outside this process can be reached."""
+    """Install the audit hook: from now on nothing outside this process can be reached."""
     harmless = (
         "compile",
         "exec",
@@ -1297,9 +1298,10 @@ def _lock() -> None:
 
 
 def main(confine: Callable[[], list[str]]) -> None:
-    """Read a list of jobs as JSON from standard input, write the results to standard output.
+    """Read a list of jobs as JSON from standard input and write the results to standard output.
 
-    `confine` has the kernel confine this process, and returns what it did not grant."""
+    `confine` asks the kernel to confine this process and returns what was not granted.
+    """
     jobs = json.loads(sys.stdin.buffer.read())
     _fill_real_values()
     _DEEP.update([json.dumps, json.loads, hashlib.sha256, hashlib.md5, str.join])
@@ -1313,8 +1315,8 @@ def main(confine: Callable[[], list[str]]) -> None:
         YAML.clear()
         YAML.update(job["yaml"])
         if job["kind"] == "notebook":
-            results.append(run_notebook([tuple(item) for item in job["statements"]], job["world"]))
+            results.append(run_notebook([tuple(item) for item in job["statements"]], job["assumed"]))
         else:
-            results.append(run_script(job["source"], job["world"], job["rank"], job["own_tokenizer"]))
+            results.append(run_script(job["source"], job["assumed"], job["rank"], job["own_tokenizer"]))
     out.write(json.dumps({"missing": missing, "results": results}).encode())
     out.flush()

@@ -1,8 +1,8 @@
-"""The verifications that every conversion passes before it is written.
+"""The checks that every conversion must pass before it is written.
 
-V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or doubled name; V3 it holds nothing
-that misbehaves on several ranks; V4 each kept statement is the notebook's, and kept and left out are all; V5 run under
-the recording stubs, script and notebook train with the same; V6 a second conversion gives the same bytes.
+V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or redefined name; V3 nothing in it
+misbehaves on several ranks; V4 each kept statement is the notebook's, and every statement is either kept or left out;
+V5 under the recording stubs, script and notebook train the same; V6 a second conversion produces the same bytes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from finetune.convert.settings import (
     effective,
     max_length,
 )
-from finetune.convert.trace import WORLDS, Trace, trace_script
+from finetune.convert.trace import ASSUMPTIONS, Trace, trace_script
 
 OLDEST = (3, 11)
 
 
 class NotVerified(Exception):
-    """`check` (V1 to V6) failed; `reason` says where."""
+    """`check` (V1 to V6) failed; `reason` explains what and where."""
 
     def __init__(self, check: str, reason: str):
         super().__init__(check, reason)
@@ -54,13 +54,13 @@ class NotVerified(Exception):
 
 
 def verify(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V1 to V5. Raises NotVerified at the first that fails."""
+    """V1 to V5. Raises NotVerified at the first failure."""
     for check in CHECKS.values():
         check(notebook, plan, conversion, traces)
 
 
 def parses(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V1."""
+    """V1: the script parses."""
     for text in (conversion.script, conversion.infer):
         try:
             ast.parse(text, feature_version=OLDEST)
@@ -69,7 +69,7 @@ def parses(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[
 
 
 def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V2."""
+    """V2: ruff finds no undefined, unused or redefined name."""
     done = subprocess.run(
         [
             ruff(),
@@ -100,7 +100,7 @@ def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, tr
 
 
 def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
-    """An unused local name in a function of the notebook is the author's."""
+    """Whether the notebook's author is responsible: an unused local, a repeated key or a redefined function."""
     return " F841 " in line or " F601 " in line or " F811 " in line and "def " in line
 
 
@@ -108,16 +108,16 @@ def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
 
 
 def safe_on_ranks(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V3."""
+    """V3: nothing misbehaves on several ranks."""
     tree = ast.parse(conversion.script)
     export = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == FUNCTIONS["save"]), None)
     inside = set(ast.walk(export)) if export is not None else set()
     runs = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
-            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic is left")
+            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
-            raise NotVerified("V3", f"line {node.lineno}: one device is named ({node.value})")
+            raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -126,24 +126,24 @@ def safe_on_ranks(notebook: Notebook, plan: Plan, conversion: Conversion, traces
         if last in EXPORTS | {"save_pretrained", "save_model"} and node not in inside:
             raise NotVerified("V3", f"line {node.lineno}: {last} is called on every rank")
         if last == "train" and isinstance(node.func, ast.Attribute) and not node.args:
-            raise NotVerified("V3", f"line {node.lineno}: train() is called beside script.run")
+            raise NotVerified("V3", f"line {node.lineno}: train() is called in addition to script.run")
         if last == "from_pretrained" and any(
             word in name for word in ("FastLanguageModel", "FastModel", "AutoModelFor")
         ):
-            raise NotVerified("V3", f"line {node.lineno}: a model is loaded beside script.run")
+            raise NotVerified("V3", f"line {node.lineno}: a model is loaded in addition to script.run")
     if runs != 1:
         raise NotVerified("V3", f"script.run is called {runs} times")
     if "if __name__ == '__main__':" not in {
         ast.unparse(node).splitlines()[0] for node in tree.body if isinstance(node, ast.If)
     }:
-        raise NotVerified("V3", "there is no __main__ guard")
+        raise NotVerified("V3", "the __main__ guard is missing")
 
 
 # --- V4 ---------------------------------------------------------------------------------------------------------------
 
 
 def statements_are_the_notebooks(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V4."""
+    """V4: each kept statement is the notebook's, in order, and no statement is unaccounted for."""
     tree = ast.parse(conversion.script)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for hook, name in FUNCTIONS.items():
@@ -153,7 +153,7 @@ def statements_are_the_notebooks(notebook: Notebook, plan: Plan, conversion: Con
         if len(body) > len(wanted) and hook in ("model", "save"):
             extra = [node for node in body if _dump(node) not in wanted and not _glue(node)]
             if extra:
-                raise NotVerified("V4", f"{name} has a statement of its own: {ast.unparse(extra[0])[:80]}")
+                raise NotVerified("V4", f"{name} has a statement not in the notebook: {ast.unparse(extra[0])[:80]}")
     top = [_dump(node) for node in tree.body]
     for hook in ("environment", "module"):
         _in_order(
@@ -172,7 +172,7 @@ def statements_are_the_notebooks(notebook: Notebook, plan: Plan, conversion: Con
         and not dotted.startswith(known.get(name, name) + ".")
     ]
     if wrong:
-        raise NotVerified("V4", f"`{wrong[0]}` is imported from elsewhere than in the notebook")
+        raise NotVerified("V4", f"`{wrong[0]}` is not imported from the same module as in the notebook")
     missing = [s for s in plan.program.statements if plan.program.position(s.id) not in plan.dispositions]
     if missing or len(conversion.report["statements"]) != len(notebook.statements):
         raise NotVerified("V4", "a statement of the notebook is neither kept nor in the report")
@@ -188,7 +188,7 @@ def _in_order(name: str, wanted: list[str], found: list[str], plan: Plan, hook: 
             statement = plan.program.statements[kept[number]]
             raise NotVerified(
                 "V4",
-                f"{name}: the statement of cell {statement.cell}, line {statement.line} is changed or gone:"
+                f"{name}: the statement of cell {statement.cell}, line {statement.line} was changed or is missing:"
                 f" {statement.head[:80]}",
             ) from None
 
@@ -200,7 +200,7 @@ def _glue(node: ast.stmt) -> bool:
 
 
 class _NoDocstrings(ast.NodeTransformer):
-    """Layout of a docstring belongs to the formatter."""
+    """Removes docstrings, whose layout the formatter changes."""
 
     def _strip(self, node: Any) -> ast.AST:
         self.generic_visit(node)
@@ -218,14 +218,14 @@ def _dump(node: ast.stmt) -> str:
 # --- V5 ---------------------------------------------------------------------------------------------------------------
 
 
-def trains_with_the_same(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
-    """V5."""
+def trains_the_same(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
+    """V5: script and notebook train the same under the recording stubs."""
     config = load_config(conversion)
     settings_agree(described(traces[0]), config, plan, traces[0])
     scripts = trace_script(conversion.script, own_tokenizer=plan.own_tokenizer)
-    for world, trace in zip(WORLDS, traces, strict=True):
+    for assumed, trace in zip(ASSUMPTIONS, traces, strict=True):
         for rank in (0, 1):
-            found = scripts[world, rank]
+            found = scripts[assumed, rank]
             if found["failed"]:
                 raise NotVerified("V5", f"the script fails under the stubs: {next(iter(found['failed'].values()))}")
             mine, theirs = normal(plan, trace, notebook_side=True), normal(plan, found, notebook_side=False)
@@ -237,14 +237,14 @@ def trains_with_the_same(notebook: Notebook, plan: Plan, conversion: Conversion,
 
 
 def load_config(conversion: Conversion) -> Config:
-    """The YAML through the loader that the script uses."""
+    """The YAML, read by the loader that the script uses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{conversion.name}.yaml"
         path.write_text(conversion.config, encoding="utf-8")
         try:
             return load(["--config", str(path)], script=f"{conversion.name}.py")
         except ConfigError as error:
-            raise NotVerified("V5", f"the settings are not accepted: {'; '.join(error.problems)}") from None
+            raise NotVerified("V5", f"the settings are invalid: {'; '.join(error.problems)}") from None
 
 
 def _same(name: str, one: dict[str, Any], two: dict[str, Any], trace: Trace, other: Trace, rank: int) -> None:
@@ -253,7 +253,7 @@ def _same(name: str, one: dict[str, Any], two: dict[str, Any], trace: Trace, oth
         if key == "saves" and rank:
             mine = []
         if key == "tokenizer" and mine is None:
-            continue  # the notebook leaves it to the trainer
+            continue  # the notebook leaves the tokenizer to the trainer
         if mine != theirs:
             words = trace["words"] | other["words"]
             raise NotVerified(
@@ -276,7 +276,7 @@ _IGNORED_TRAINER = frozenset(
 
 
 def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
-    """What a trace would train with, in one form for notebooks and scripts."""
+    """What a trace would train with, in the same form for notebooks and scripts."""
     found: dict[str, Any] = {
         "environment": [],
         "tokenizer": None,
@@ -325,9 +325,9 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
 
 
 def _in_installation(plan: Plan, item: dict[str, Any]) -> bool:
-    """In a branch of the installation: the script has it as a comment."""
-    fate = plan.dispositions[plan.program.position(item["statement"])]
-    return fate.what == "dropped" and fate.why.startswith("installation")
+    """Whether it is set in an installation branch, which the script has as a comment."""
+    disposition = plan.dispositions[plan.program.position(item["statement"])]
+    return disposition.what == "dropped" and disposition.why.startswith("installation")
 
 
 def _left_out(key: Any) -> bool:
@@ -373,8 +373,8 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
 
 
 def settings_agree(what: Described, config: Config, plan: Plan, trace: Trace) -> None:
-    """The configuration, read back, says for every argument of the notebook what the notebook says."""
-    wanted, found = notebook_says(what), configuration_says(config)
+    """Compare the configuration, read back, with every argument in the notebook."""
+    wanted, found = notebook_values(what), config_values(config)
     for key, value in wanted.items():
         if value is _ANY or isinstance(value, Unknown):
             continue
@@ -397,12 +397,12 @@ def _alike(one: Any, two: Any) -> bool:
     )
 
 
-def notebook_says(what: Described) -> dict[str, Any]:
+def notebook_values(what: Described) -> dict[str, Any]:
     given = effective(what)
     four, eight, sixteen, full = bits(what.loader, what)
     steps = given.get("max_steps", -1)
     steps = steps if isinstance(steps, int) and steps > 0 else -1
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": what.loader.get("model_name"),
         "class": "FastModel" if what.owner == "FastModel" else None,
         "backend": "auto" if what.api == "unsloth" else "transformers",
@@ -428,7 +428,7 @@ def notebook_says(what: Described) -> dict[str, Any]:
         else _ANY,
     }
     for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "optim", "lr_scheduler_type"):
-        said[key] = given[key]
+        values[key] = given[key]
     for key in (
         "adam_beta1",
         "adam_beta2",
@@ -437,26 +437,26 @@ def notebook_says(what: Described) -> dict[str, Any]:
         "lr_scheduler_kwargs",
         "dataloader_num_workers",
     ):
-        said[key] = what.config.get(key, _ANY) or _ANY
+        values[key] = what.config.get(key, _ANY) or _ANY
     if not full and what.adapter is not None:
-        said |= _adapter_says(what)
+        values |= _adapter_values(what)
     if what.responses is not None:
-        said |= {
+        values |= {
             "response_part": what.responses.get("response_part") or "auto",
             "instruction_part": what.responses.get("instruction_part"),
         }
     text_field = what.config.get("dataset_text_field")
     if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
-        said["text column"] = text_field
-    return said
+        values["text column"] = text_field
+    return values
 
 
-def _adapter_says(what: Described) -> dict[str, Any]:
+def _adapter_values(what: Described) -> dict[str, Any]:
     assert what.adapter is not None
     unsloth = what.adapter_kind == "unsloth"
     default = 16 if unsloth else 8
     targets = what.adapter.get("target_modules")
-    said = {
+    values = {
         "r": what.adapter.get("r", default),
         "lora_alpha": what.adapter.get("lora_alpha", default),
         "lora_dropout": what.adapter.get("lora_dropout") or 0.0,
@@ -467,7 +467,7 @@ def _adapter_says(what: Described) -> dict[str, Any]:
         "random_state": what.adapter.get("random_state", 3407) if unsloth else _ANY,
     }
     plain = {
-        *said,
+        *values,
         "use_gradient_checkpointing",
         "max_seq_length",
         "task_type",
@@ -478,12 +478,12 @@ def _adapter_says(what: Described) -> dict[str, Any]:
         "loftq_config",
     }
     rest = {key: value for key, value in what.adapter.items() if key not in plain and value is not None}
-    return said | {f"adapter's {key}": value for key, value in rest.items()}
+    return values | {f"adapter's {key}": value for key, value in rest.items()}
 
 
-def configuration_says(config: Config) -> dict[str, Any]:
+def config_values(config: Config) -> dict[str, Any]:
     model, lora, data, training = config.model, config.lora, config.data, config.training
-    said = {
+    values = {
         "model": model.model_name_or_path,
         "class": model.loader,
         "load_in_16bit": bool(model.loader_kwargs.get("load_in_16bit")),
@@ -493,8 +493,8 @@ def configuration_says(config: Config) -> dict[str, Any]:
         **{f"adapter's {key}": value for key, value in lora.adapter_kwargs.items()},
     }
     for section in (model, lora, data, training):
-        said |= {key: value for key, value in asdict(section).items() if key not in said}
-    return said | training.extra
+        values |= {key: value for key, value in asdict(section).items() if key not in values}
+    return values | training.extra
 
 
 CHECKS: dict[str, Callable[[Notebook, Plan, Conversion, list[Trace]], None]] = {
@@ -502,5 +502,5 @@ CHECKS: dict[str, Callable[[Notebook, Plan, Conversion, list[Trace]], None]] = {
     "V2": names_are_defined,
     "V3": safe_on_ranks,
     "V4": statements_are_the_notebooks,
-    "V5": trains_with_the_same,
+    "V5": trains_the_same,
 }

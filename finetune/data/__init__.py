@@ -1,1 +1,3 @@
-"""The data engine: formats -> messages -> ids and labels -> packs -> plan; a ledger of what happened to each row."""
+"""The data pipeline: files -> messages -> token ids and labels -> packs -> plan. A ledger counts the rows."""
+
+IGNORE_INDEX = -100  # label of a token without loss: the default `ignore_index` of PyTorch's cross entropy

@@ -1,4 +1,4 @@
-"""Rows of one micro-batch -> tensors."""
+"""Turn the rows of one micro-batch into tensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.layout import Document
-from finetune.data.packs import filler_segments
+from finetune.data.packs import padding_segments
 
-MULTIPLE = 8  # padded widths: matrix units work on tiles of 8 bf16 values or more
-IGNORE = -100
+MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles of at least 8 bf16 values
 
 
 def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None) -> dict[str, torch.Tensor]:
-    """One micro-batch. Where nothing is supervised labels are -100.
+    """Collate one micro-batch. Unsupervised tokens have the label IGNORE_INDEX.
 
     Args:
-        rows: the documents of each row; an empty list is a dummy row, of which nothing is supervised.
-        pack_length: of packs, which are laid end to end as one line: input_ids, labels and position_ids, int64
-            [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments]. None for rows of one document,
-            padded to the longest: input_ids, attention_mask and labels, int64 [len(rows), width].
+        rows: the documents of each row; an empty list is a dummy row, which has no supervised token.
+        pack_length: tokens per pack. Packs are concatenated into one sequence: returns input_ids, labels and
+            position_ids, int64 [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments].
+            None if each row is one document, padded to the longest: returns input_ids, attention_mask and labels,
+            int64 [len(rows), width].
     """
     if pack_length is None:
         return _padded(rows, pad_token_id)
@@ -31,7 +32,7 @@ def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: i
 def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int) -> dict[str, torch.Tensor]:
     total = len(rows) * pack_length
     input_ids = np.full(total, pad_token_id, dtype=np.int64)
-    labels = np.full(total, IGNORE, dtype=np.int64)
+    labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     lengths: list[int] = []
     for number, documents in enumerate(rows):
         place = number * pack_length
@@ -40,10 +41,10 @@ def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int)
             labels[place : place + len(ids)] = supervised
             place += len(ids)
             lengths.append(len(ids))
-        lengths += filler_segments((number + 1) * pack_length - place)
+        lengths += padding_segments((number + 1) * pack_length - place)
     segments = np.array(lengths, dtype=np.int64)
     starts = np.cumsum(segments) - segments
-    positions = np.arange(total) - np.repeat(starts, segments)  # restart at every document
+    positions = np.arange(total) - np.repeat(starts, segments)  # restart at every segment
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
@@ -56,14 +57,14 @@ def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torc
     width = max((len(documents[0][0]) for documents in rows if documents), default=1)
     width = -(-width // MULTIPLE) * MULTIPLE
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    labels = np.full((len(rows), width), IGNORE, dtype=np.int64)
+    labels = np.full((len(rows), width), IGNORE_INDEX, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)
     for number, documents in enumerate(rows):
         for ids, supervised in documents:
             input_ids[number, : len(ids)] = ids
             labels[number, : len(ids)] = supervised
             mask[number, : len(ids)] = 1
-        mask[number, 0] = 1  # a row without any visible token has no softmax to compute
+        mask[number, 0] = 1  # softmax over a row with every position masked is undefined
     return {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(mask),

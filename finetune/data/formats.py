@@ -1,4 +1,4 @@
-"""Rows -> conversations: which of the five row formats a file holds, and one row of it as messages or text."""
+"""Detect which of the five row formats a file has, and convert its rows to messages or text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# ShareGPT files name the speakers in several ways; what is not here is an unknown role and not guessed.
+# ShareGPT files name the speakers in several ways. Other names are rejected as unknown roles, never guessed.
 _SHAREGPT_ROLES = {
     **{role: role for role in ROLES},
     "human": "user",
@@ -26,7 +26,7 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
-# Per format: the fields a row must have, and those it may have.
+# For each format: the required fields and the optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
     "sharegpt": (("conversations",), ("system", "tools")),
@@ -36,11 +36,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 FORMATS = tuple(_FIELDS)
 
-# Both names are in use for both list formats; the items decide (role/content or from/value).
+# Files use both names for both list formats; the keys of the items decide (role/content or from/value).
 _LIST_COLUMNS = ("messages", "conversations")
 
-# The two prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), in the wording of the `text` column
-# of the published data set, for tokenizers without a chat template.
+# The two prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), as in the `text` column of the
+# published data set, for tokenizers without a chat template.
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -53,7 +53,7 @@ _ALPACA_WITHOUT_INPUT = (
 
 
 class RowError(Exception):
-    """One row cannot be used. `reason` is a short slug to count by, `detail` says what is wrong with this row.
+    """A row that cannot be used. `reason` is a slug that the ledger counts, `detail` describes the fault of this row.
 
     Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type.
     """
@@ -69,7 +69,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A row format with its columns (field of the format -> column of the file) and the evidence for it."""
+    """A row format, its columns (field of the format -> column of the file), and the evidence for choosing it."""
 
     name: str
     columns: dict[str, str]
@@ -78,19 +78,19 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages for a chat template; assistant turns from the message `learn_from` on are supervised."""
+    """Messages for a chat template. Assistant turns at message index `supervised_from` or later are supervised."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    learn_from: int = 0
+    supervised_from: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Plain text; what follows its first `learn_from` characters (and the EOS that the encoder adds) is supervised."""
+    """Plain text. Everything after the first `supervised_from` characters, and the appended EOS, is supervised."""
 
     text: str
-    learn_from: int = 0
+    supervised_from: int = 0
 
 
 # --- detection ------------------------------------------------------------------------------------------------------
@@ -102,43 +102,50 @@ def detect(
     wanted: str = "auto",
     mapping: Mapping[str, str] | None = None,
 ) -> Format:
-    """The format of rows with these columns. `wanted` is one of FORMATS or "auto"; `mapping` goes from a field of the
-    format to the column that holds it and also restricts the formats to those that have these fields.
+    """Detect the format of rows with these columns.
 
-    Raises UserError for an unknown format, field or column, when no format fits (with what each needs), and when
-    several do (with the evidence for each).
+    Args:
+        wanted: one of FORMATS, or "auto".
+        mapping: field of the format -> column of the file; only formats that have these fields are considered.
+
+    Raises:
+        UserError: an unknown format, field or column; no format matches (with the columns each needs); or several
+            match (with the evidence for each).
     """
     columns, mapping = list(columns), dict(mapping or {})
-    present = f"the columns are {', '.join(columns) or '(none)'}"
+    present = f"the columns are {', '.join(columns) or 'none'}"
     candidates = _candidates(columns, wanted, mapping, present)
     found = [match for name in candidates if (match := _match(name, columns, sample_rows, mapping, wanted))]
     if len(found) == 1:
         return found[0]
     if found:
         evidence = "; ".join(f"{match.name}: {match.evidence}" for match in found)
-        raise UserError(f"the rows fit several formats ({evidence}); say which by data.format")
+        raise UserError(f"the rows match several formats: {evidence}. Set data.format to one of them.")
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
-            f"no row format fits: {present}: this is preference data (DPO, ORPO), and this program trains on answers "
-            "alone. To train on the chosen ones, write them into a file of messages or of prompt and completion."
+            f"no row format matches: {present}. This is preference data (DPO, ORPO), which supervised fine-tuning does "
+            "not use. To train on the chosen answers, write them to a file of messages or of prompts and completions."
         )
-    raise UserError(f"no row format fits: {present}; {needs}; map your columns by data.columns, field: column")
+    raise UserError(
+        f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}."
+    )
 
 
 def _candidates(columns: list[str], wanted: str, mapping: dict[str, str], present: str) -> list[str]:
     if wanted != "auto" and wanted not in _FIELDS:
         near = get_close_matches(wanted, FORMATS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UserError(f"data.format is {wanted!r}{hint}; allowed are auto, {', '.join(FORMATS)}")
+        raise UserError(f"data.format is unknown: {wanted!r}{hint}. Set it to auto, {', '.join(FORMATS)}.")
     if absent := [column for column in mapping.values() if column not in columns]:
-        raise UserError(f"data.columns names {absent}, which the rows do not have; {present}")
+        raise UserError(f"data.columns names columns that the rows lack: {', '.join(absent)}; {present}. Correct them.")
     names = list(FORMATS) if wanted == "auto" else [wanted]
     fitting = [name for name in names if set(mapping) <= set(_FIELDS[name][0] + _FIELDS[name][1])]
     if not fitting:
         fields = "; ".join(f"{name}: {', '.join(_FIELDS[name][0] + _FIELDS[name][1])}" for name in names)
         raise UserError(
-            f"data.columns maps the fields {sorted(mapping)}, which belong to no one format; fields: {fields}"
+            f"data.columns maps fields that no single format has: {', '.join(sorted(mapping))}. Choose the fields of "
+            f"one format ({fields})."
         )
     return fitting
 
@@ -153,7 +160,7 @@ def _match(
             continue
         evidence = _evidence(name, found, rows)
         if evidence is None and wanted != name and not mapping:
-            continue  # the names are there, the values are of another kind
+            continue  # the columns exist, but their values have other types
         return Format(name=name, columns=found, evidence=evidence or "as configured")
     return None
 
@@ -168,21 +175,18 @@ def _column_choices(name: str, mapping: dict[str, str]) -> list[dict[str, str]]:
 
 
 def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """What in the sample speaks for the format, or None where no row has values of its kind."""
+    """The evidence for a format in the sample rows, or None if no row has values of the right types."""
     required = [columns[f] for f in _FIELDS[name][0]]
     named = " and ".join(repr(column) for column in required)
     if name in ("messages", "sharegpt"):
         keys = ("role", "content") if name == "messages" else ("from", "value")
         who = keys[0]
         fits = [row for row in rows if _is_list_of(row.get(required[0]), who)]
-        return f"column {named} holds lists of {keys[0]}/{keys[1]} objects" if fits else None
+        return f"column {named} has lists of {keys[0]}/{keys[1]} objects" if fits else None
     kinds = (str,) if name != "prompt_completion" else (str, list)
     fits = [row for row in rows if all(isinstance(row.get(column), kinds) for column in required)]
-    return (
-        f"column{'s' if len(required) > 1 else ''} {named} of {'text' if kinds == (str,) else 'text or messages'}"
-        if fits
-        else None
-    )
+    what = "text" if kinds == (str,) else "text or messages"
+    return f"column{'s' if len(required) > 1 else ''} {named} of {what}" if fits else None
 
 
 def _is_list_of(value: Any, key: str) -> bool:
@@ -203,13 +207,15 @@ def _needs(name: str) -> str:
 def to_conversation(
     row: Mapping[str, Any], format: Format, *, system_prompt: str | None = None, has_template: bool = True
 ) -> Conversation | Text:
-    """One row as a conversation, or as text where the format is text or there is no chat template to render with.
+    """Convert one row to a conversation, or to text if the format is text or there is no chat template.
 
-    `system_prompt` is put before rows that bring none of their own. Raises RowError when the row cannot be used.
+    `system_prompt` is added to rows without a system message. Raises RowError if the row cannot be used.
     """
     if format.name == "text":
         if system_prompt:
-            raise UserError("data.system_prompt has no place in rows of plain text; remove it or choose another format")
+            raise UserError(
+                "data.system_prompt cannot be used with rows of plain text. Remove it, or set another data.format."
+            )
         return Text(text=_string(row, format, "text"))
     tools = _tools(row, format)
     if format.name == "prompt_completion" and not isinstance(_value(row, format, "prompt"), str):
@@ -219,18 +225,19 @@ def to_conversation(
     column = "messages" if format.name == "messages" else "conversations"
     items = _list(row, format, column)
     messages = _openai(items) if format.name == "messages" else _sharegpt(items)
-    own_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
-    messages = _with_system(messages, own_system or system_prompt)
+    row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
+    messages = _with_system(messages, row_system or system_prompt)
     check(messages)
     return Conversation(messages=messages, tools=tools)
 
 
 def check(messages: list[Message]) -> None:
-    """Raises RowError unless there is an assistant turn, at most one system (or developer) message and that first, then
-    a user, and tool results only after the assistant or another result. Strict alternation is the template's business.
+    """Check the order of roles: at least one assistant turn; a system (or developer) message only at the start; a user
+    before the first assistant turn; tool results only after an assistant turn or another tool result. Strict
+    alternation is left to the chat template. Raises RowError.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no_assistant", "no assistant turn: there is nothing to learn")
+        raise RowError("no_assistant", "no assistant turn, so no token is supervised")
     before = "start"
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -243,7 +250,7 @@ def check(messages: list[Message]) -> None:
         else:
             fits = True
         if not fits:
-            raise RowError("roles_out_of_order", f"message {number} is of the role {role!r} after {before!r}")
+            raise RowError("roles_out_of_order", f"message {number} has the role {role!r} after {before!r}")
         before = role
 
 
@@ -264,7 +271,7 @@ def _from_strings(
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         return Conversation(messages=_with_system(messages, system), tools=tools)
     plain = f"{system}\n\n{plain}" if system else plain
-    return Text(text=plain + answer, learn_from=len(plain))
+    return Text(text=plain + answer, supervised_from=len(plain))
 
 
 def _from_message_lists(
@@ -273,9 +280,9 @@ def _from_message_lists(
     prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
     completion = _openai(_list(row, format, "completion"))
     if not any(message["role"] == "assistant" for message in completion):
-        raise RowError("no_assistant", "no assistant turn in the completion: there is nothing to learn")
+        raise RowError("no_assistant", "no assistant turn in the completion, so no token is supervised")
     check(prompt + completion)
-    return Conversation(messages=prompt + completion, tools=tools, learn_from=len(prompt))
+    return Conversation(messages=prompt + completion, tools=tools, supervised_from=len(prompt))
 
 
 def _openai(items: list) -> list[Message]:
@@ -285,9 +292,9 @@ def _openai(items: list) -> list[Message]:
             raise RowError("missing_field", f"message {number} has no 'role'")
         if item["role"] not in ROLES:
             raise RowError(
-                "unknown_role", f"message {number} is of the role {item['role']!r}; known: {', '.join(ROLES)}"
+                "unknown_role", f"message {number} has the unknown role {item['role']!r}; known: {', '.join(ROLES)}"
             )
-        # Arrow gives every message the union of the keys, with None where a message had no such key.
+        # Arrow gives every message the keys of all messages, with None for those it lacked.
         message = {key: value for key, value in item.items() if value is not None}
         if "tool_calls" in message:
             message["tool_calls"] = [_tool_call(call, number) for call in message["tool_calls"]]
@@ -320,12 +327,12 @@ def _content(message: Message, number: int) -> str | None:
     if content is None:
         if not message.get("tool_calls"):
             raise RowError("missing_field", f"message {number} ({role}) has no content")
-        return None  # not "": a template that knows no tool calls then fails instead of rendering an empty turn
+        return None  # not "": a template without tool calls then fails instead of rendering an empty turn
     if not isinstance(content, str):
         raise RowError(
-            "wrong_type", f"the content of message {number} ({role}) is a {type(content).__name__}, not text"
+            "wrong_type", f"the content of message {number} ({role}) must be text, not {type(content).__name__}"
         )
-    # An empty system prompt means something (it silences a template's own); an empty tool result too.
+    # An empty system prompt is meaningful (it replaces a template's default), and so is an empty tool result.
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         raise RowError("empty", f"message {number} ({role}) is empty")
     return content
@@ -335,20 +342,20 @@ def _part(part: Any, number: int) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RowError("not_text", f"message {number} has a part of the type {kind!r}; only text is trained on")
+    raise RowError("not_text", f"message {number} has a part of type {kind!r}; only text is supported")
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """Chat templates want the arguments as an object; OpenAI's files hold them as JSON text."""
+    """A tool call with its arguments as an object, as chat templates expect; OpenAI's files have them as JSON text."""
     if not isinstance(call, dict):
-        raise RowError("wrong_type", f"a tool call of message {number} is a {type(call).__name__}, not an object")
+        raise RowError("wrong_type", f"a tool call of message {number} must be an object, not {type(call).__name__}")
     call = _without_none(call)
     function = call.get("function", call)
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"])
         except json.JSONDecodeError as error:
-            raise RowError("wrong_type", f"the tool-call arguments of message {number} are not JSON") from error
+            raise RowError("wrong_type", f"the tool-call arguments of message {number} are not valid JSON") from error
     return call
 
 
@@ -364,11 +371,11 @@ def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | Non
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not JSON") from error
+            raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not valid JSON") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not a list of tool descriptions")
+        raise RowError("wrong_type", f"the column {format.columns['tools']!r} must be a list of tool descriptions")
     return _without_none(tools)
 
 
@@ -381,7 +388,7 @@ def _with_system(messages: list[Message], system: str | None) -> list[Message]:
 def _value(row: Mapping[str, Any], format: Format, name: str) -> Any:
     value = row.get(format.columns[name])
     if value is None:
-        raise RowError("missing_field", f"no value in the column {format.columns[name]!r}")
+        raise RowError("missing_field", f"the column {format.columns[name]!r} has no value")
     return value
 
 
@@ -390,7 +397,7 @@ def _string(row: Mapping[str, Any], format: Format, name: str, optional: bool = 
         return ""
     value = _value(row, format, name)
     if not isinstance(value, str):
-        raise RowError("wrong_type", f"the column {format.columns[name]!r} holds a {type(value).__name__}, not text")
+        raise RowError("wrong_type", f"the column {format.columns[name]!r} must be text, not {type(value).__name__}")
     if not optional and not value.strip():
         raise RowError("empty", f"the column {format.columns[name]!r} is empty")
     return value
@@ -399,7 +406,7 @@ def _string(row: Mapping[str, Any], format: Format, name: str, optional: bool = 
 def _list(row: Mapping[str, Any], format: Format, name: str) -> list:
     value = _value(row, format, name)
     if not isinstance(value, list):
-        raise RowError("wrong_type", f"the column {format.columns[name]!r} holds a {type(value).__name__}, not a list")
+        raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list, not {type(value).__name__}")
     if not value:
         raise RowError("empty", f"the column {format.columns[name]!r} is an empty list")
     return value

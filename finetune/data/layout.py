@@ -1,4 +1,4 @@
-"""Documents -> rows of training: packs of whole documents, or one padded document each."""
+"""Training rows: packs of whole documents, or one padded document per row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Document = tuple[np.ndarray, np.ndarray]  # input_ids and labels, int32 of the s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """What a row of the plan is made of; also the data set that a DataLoader reads from.
+    """The documents of every row of the plan; also the map-style dataset of the DataLoader.
 
-    rows:  the documents
-    packs: which documents make up which row
+    rows:  all documents
+    packs: assignment of documents to rows
     """
 
     rows: Rows
@@ -29,40 +29,41 @@ class Layout:
         return len(self.packs)
 
     def __getitem__(self, row: int) -> list[Document]:
-        """The documents of one row, not copied; none for -1, the plan's dummy row."""
+        """The documents of one row, without a copy; an empty list for -1, the plan's dummy row."""
         return [] if row < 0 else [self.rows[int(document)] for document in self.packs[row]]
 
     def __getitems__(self, rows: list[int]) -> list[list[Document]]:
-        """What a DataLoader asks for."""
+        """Several rows at once: the batched lookup of torch's DataLoader."""
         return [self[row] for row in rows]
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [n_rows], tokens of each row without padding or filler."""
+        """int64 [n_rows], tokens of each row without padding."""
         return self.packs.tokens
 
     @property
     def squared_lengths(self) -> np.ndarray:
-        """int64 [n_rows], sum over each row's documents of length squared: what attention costs."""
+        """int64 [n_rows], sum of squared document lengths per row: the cost of attention."""
         return self.packs.squares
 
     @cached_property
     def label_tokens(self) -> np.ndarray:
-        """int64 [n_rows], tokens of each row that are supervised."""
+        """int64 [n_rows], supervised tokens of each row."""
         return self.packs.totals(self.rows.label_tokens)
 
     @property
     def padded_lengths(self) -> np.ndarray | None:
-        """int32 [n_rows], where a micro-batch is padded to its longest row; None for packs, which are all as long."""
+        """int32 [n_rows], tokens of each row if micro-batches are padded to their longest row; None for packs."""
         return self.rows.lengths if self.packs.pack_length is None else None
 
     def largest_first(self) -> np.ndarray:
-        """Row indices: micro-batches of neighbours need little padding. Of rows with as many tokens the one whose
-        attention costs most is first: a full pack of one document, for which Unsloth also takes another attention."""
+        """Row indices by decreasing size, so that a micro-batch of neighbors needs little padding. Of rows with equally
+        many tokens, the one with the most expensive attention comes first: a full pack of one document, for which
+        Unsloth also selects another attention path."""
         return np.lexsort((-self.squared_lengths, -self.tokens))
 
     def take(self, rows: np.ndarray) -> Layout:
-        """These rows alone, in this order."""
+        """A layout of only these rows, in this order."""
         documents = np.concatenate([self.packs[int(row)] for row in rows])
         counts = [len(self.packs[int(row)]) for row in rows]
         packs = Packs(
@@ -75,7 +76,7 @@ class Layout:
         return Layout(rows=self.rows.take(documents), packs=packs)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the ledger."""
+        """The layout's entry in the ledger of run.json."""
         return {
             "rows": len(self),
             "pack_length": self.packs.pack_length,
@@ -85,9 +86,9 @@ class Layout:
 
 
 def lay_out(rows: Rows, pack_length: int | None) -> Layout:
-    """Pack documents into rows of exactly `pack_length` tokens, or leave each a row of its own (None).
+    """Pack documents into rows of exactly `pack_length` tokens, or make each document its own row (None).
 
-    No document may be longer than `pack_length`: the encoder has cut, split or dropped those.
+    No document may be longer than `pack_length`: the encoder truncates, splits or drops longer ones.
     """
     packs = unpacked(rows.lengths) if pack_length is None else pack(rows.lengths, pack_length)
     return Layout(rows=rows, packs=packs)

@@ -1,4 +1,4 @@
-"""Documents -> rows of training. A row is a pack of whole documents, or one document where packing is off."""
+"""Group documents into training rows: packs of whole documents or, without packing, one document per row."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-FILLER = 256  # most tokens of a segment of what fills a pack up: as short as documents are
+MAX_PADDING_SEGMENT = 256  # tokens; padding is split into segments about as long as real documents
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packs:
-    """Which documents make up which row. Row i holds `documents[offsets[i]:offsets[i + 1]]`, in that order.
+    """The documents of each row. Row i holds `documents[offsets[i]:offsets[i + 1]]`, in that order.
 
     documents:   int64 [n_documents], document indices grouped by row, each exactly once
     offsets:     int64 [n_rows + 1]
-    tokens:      int64 [n_rows], sum of the row's document lengths (filler not counted)
+    tokens:      int64 [n_rows], sum of the row's document lengths (padding not counted)
     squares:     int64 [n_rows], sum of the squares of the row's document lengths
-    pack_length: tokens of a whole row, the same for all; None where every document is a row of its own
+    pack_length: tokens per row including padding; None if every document is its own row
     """
 
     documents: np.ndarray
@@ -33,11 +33,11 @@ class Packs:
 
     def __getitem__(self, row: int) -> np.ndarray:
         """Document indices of one row, int64."""
-        row = range(len(self))[row]  # refuses what is out of range, counts negative ones from the end
+        row = range(len(self))[row]  # IndexError if out of range; negative indices count from the end
         return self.documents[self.offsets[row] : self.offsets[row + 1]]
 
     def totals(self, values: np.ndarray) -> np.ndarray:
-        """Sum per row of a number per document (label tokens, say): [n_documents] -> [n_rows]."""
+        """Sum a per-document value (such as label tokens) over each row: [n_documents] -> [n_rows]."""
         values = np.asarray(values)
         if values.shape != self.documents.shape:
             raise ValueError(f"values has shape {values.shape}; expected {self.documents.shape}, one per document")
@@ -48,40 +48,41 @@ class Packs:
 
         Forward FLOPs of a layer of width d are 2 * 12 d^2 per token, plus 2 n d per token for causal attention in a
         document of n tokens (Kaplan et al. 2020, arXiv 2001.08361, table 1), so attention adds n^2 / (12 d) tokens to
-        a document. The segments of a pack's filler are computed like more documents.
+        a document. Each padding segment of a pack costs as much as a document of its length.
         """
-        filler = self.pack_length - self.tokens if self.pack_length else np.zeros_like(self.tokens)
-        sizes, places = np.unique(filler, return_inverse=True)
-        squares = np.array([sum(n * n for n in filler_segments(size)) for size in sizes.tolist()], dtype=np.int64)
-        return (self.tokens + filler) + (self.squares + squares[places]) / (12 * hidden_size)
+        padding = self.pack_length - self.tokens if self.pack_length else np.zeros_like(self.tokens)
+        sizes, size_of_row = np.unique(padding, return_inverse=True)
+        squares = np.array([sum(n * n for n in padding_segments(size)) for size in sizes.tolist()], dtype=np.int64)
+        return (self.tokens + padding) + (self.squares + squares[size_of_row]) / (12 * hidden_size)
 
     @property
     def efficiency(self) -> float:
-        """Share of the packs' positions that hold tokens; 1.0 unpacked, where padding is a matter of the batch."""
+        """Share of positions that are not padding; 1.0 without packing, when padding depends on the batch."""
         if self.pack_length is None or not len(self):
             return 1.0
         return float(self.tokens.sum() / (len(self) * self.pack_length))
 
 
-def filler_segments(tokens: int) -> list[int]:
-    """Lengths of the padding segments that complete a pack by so many tokens; all of a dummy row.
+def padding_segments(tokens: int) -> list[int]:
+    """Lengths of the segments that pad a pack by `tokens` tokens. A dummy row consists of padding only.
 
-    One segment would be a document as long as the pack: quadratic in time, and where all segments are of one length
-    Unsloth 2026.10.9 takes another attention (`_torch_varlen_beats_segments`). On H200s ranks that had a dummy row of
-    16,384 tokens needed 0.8 GiB more than those that had none. So segments are short, and not all of one length.
+    A single segment would cost as much as a document of that length, quadratic in attention, and if all segments have
+    the same length, Unsloth 2026.10.9 selects another attention path (`_torch_varlen_beats_segments`). On H200s, ranks
+    with a dummy row of 16,384 tokens needed 0.8 GiB more than ranks without one. So segments are short and not all
+    equally long.
     """
-    first = min(tokens, FILLER - 1)
-    whole, rest = divmod(tokens - first, FILLER)
-    return [size for size in (first, *[FILLER] * whole, rest) if size]
+    first = min(tokens, MAX_PADDING_SEGMENT - 1)
+    full, rest = divmod(tokens - first, MAX_PADDING_SEGMENT)
+    return [size for size in (first, *[MAX_PADDING_SEGMENT] * full, rest) if size]
 
 
 def pack(lengths: np.ndarray, pack_length: int) -> Packs:
     """Best-fit decreasing: longest document first, each into the fullest pack that still has room for it.
 
-    Ties: of equally long documents the lower index first, of equally full packs the one opened first. The result is a
-    function of the arguments alone. A pack's documents are in order of decreasing length.
+    Ties: of equally long documents the lower index goes first, of equally full packs the one opened first. The result
+    depends only on the arguments. A pack's documents are in order of decreasing length.
 
-    lengths: int [n_documents], tokens per document, each in [1, pack_length]; anything else is a ValueError.
+    lengths: int [n_documents], tokens per document, each in [1, pack_length]; ValueError otherwise.
     """
     lengths = _checked(lengths)
     if pack_length < 1:
@@ -90,12 +91,13 @@ def pack(lengths: np.ndarray, pack_length: int) -> Packs:
         longest = int(lengths.argmax())
         raise ValueError(
             f"document {longest} has {lengths[longest]} tokens and a pack holds {pack_length}; "
-            "drop, truncate or split documents that are too long before packing"
+            "drop, truncate or split longer documents before packing"
         )
 
-    # Documents of one length are placed together, and so are packs with the same room left: once a pack is the best fit
-    # it stays so until the document no longer fits. That makes the number of Python steps follow the distinct lengths
-    # and rooms rather than the documents. `runs[room]` is a heap of (first pack, number of packs), `rooms` its keys.
+    # Documents of equal length are placed together, into packs with equal room left: a pack that is the best fit stays
+    # the best fit until the document no longer fits. The number of Python steps thus grows with the number of distinct
+    # lengths and rooms, not of documents. `runs[room]` is a heap of (first pack, number of packs), `rooms` its sorted
+    # keys.
     runs: dict[int, list[tuple[int, int]]] = {}
     rooms: list[int] = []
     # (first, used, each): `used` packs from `first` on take the next `each` documents in turn.
@@ -139,7 +141,7 @@ def pack(lengths: np.ndarray, pack_length: int) -> Packs:
 
 
 def unpacked(lengths: np.ndarray) -> Packs:
-    """Every document a row of its own, in the order given. lengths: int [n_documents], each at least 1."""
+    """One row per document, in the order given. lengths: int [n_documents], each at least 1."""
     lengths = _checked(lengths)
     return _packs(lengths, np.arange(len(lengths)), np.arange(len(lengths) + 1), None)
 

@@ -1,4 +1,4 @@
-"""Rows -> global steps -> ranks. The steps do not know how many ranks there are; a rank is a view of them."""
+"""Rows -> global steps -> ranks. The steps do not depend on the number of ranks; a rank is a view of them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import numpy as np
 
 from finetune.errors import UserError
 
-# With groups, rows are sorted inside windows of so many steps: wide enough for like rows to be found, narrow enough
-# that a row keeps meeting others from epoch to epoch. Data of few steps gets four windows, for the same reason.
-# Both figures are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
+# With groups, rows are sorted within windows of this many steps: wide enough to find similar rows, narrow enough that a
+# row meets different rows in each epoch. For the same reason, small data sets are divided into at least four windows.
+# Both values are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
 WINDOW_STEPS = 50
 MIN_WINDOWS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The order of training: which rows make up global step k of an epoch, and how a step is dealt to ranks.
+    """The training order: the rows of global step k of each epoch, and how they are dealt to ranks.
 
-    The steps are a function of the data and of (seed, epoch, fingerprint, global_batch_size); world size, micro-batch
-    and accumulation only deal them. Every row comes exactly once an epoch. The last step of an epoch may hold fewer
-    rows; `label_tokens_of_step` weights it exactly. Every answer is random access: to resume at optimizer step s, take
-    `divmod(s, plan.steps_per_epoch)`. The two latest results (an epoch's order and its deal) are kept.
+    The steps depend only on the data and (seed, epoch, fingerprint, global_batch_size); world size, micro-batch and
+    accumulation decide only how they are dealt. Every row occurs exactly once per epoch. The last step of an epoch may
+    have fewer rows; `label_tokens_of_step` weights it exactly. All lookups are random access: to resume at optimizer
+    step s, use `divmod(s, plan.steps_per_epoch)`. The latest epoch's order and deal are cached.
 
     costs:         float [n_rows], compute cost of each row (`Packs.costs`)
-    label_tokens:  int [n_rows], labels of each row that are not masked
+    label_tokens:  int [n_rows], supervised tokens of each row
     fingerprint:   digest of the data, from the cache
-    lengths:       int [n_rows], tokens of each row, where rows are padded to the longest of their micro-batch; None for
-                   packs, whose shape is constant
-    group_size:    rows are drawn in groups of so many of like size (length where rows are padded, else cost); a divisor
-                   of global_batch_size. 1: every order is as likely. global_batch_size: steps of like rows, so little
-                   padding. 8: steps of several such groups, so that one to eight ranks carry the same and a step is
-                   still varied.
+    lengths:       int [n_rows], tokens of each row if micro-batches are padded to their longest row; None for packs,
+                   whose shape is constant
+    group_size:    rows are drawn in groups of this many rows of similar size (length if rows are padded, else cost);
+                   must divide global_batch_size. 1: all orders are equally likely. global_batch_size: a step holds
+                   similar rows and needs little padding. 8: a step holds several such groups, so that one to eight
+                   ranks have equal work and the step is still varied.
 
-    Raises UserError for no rows or an impossible batch size; ValueError for arrays that do not fit together.
+    Raises UserError for no rows or an impossible batch size; ValueError for arrays of inconsistent shapes.
     """
 
     costs: np.ndarray
@@ -46,7 +46,7 @@ class Plan:
     fingerprint: str
     lengths: np.ndarray | None = None
     group_size: int = 1
-    _kept: dict[str, tuple[tuple[int, ...], np.ndarray]] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[str, tuple[tuple[int, ...], np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -65,7 +65,7 @@ class Plan:
                 raise ValueError(f"{name} holds values that are negative or not finite")
         if not self.n_rows:
             raise UserError(
-                "the data has no rows to train on; look at the ledger (`finetune prepare`) for what was dropped and why"
+                "The data has no rows to train on. Run `finetune prepare` to see which rows were dropped and why."
             )
 
     @property
@@ -77,18 +77,18 @@ class Plan:
         return -(-self.n_rows // self.global_batch_size)
 
     def step_rows(self, epoch: int, step: int) -> np.ndarray:
-        """Rows of one global step, int64 [global_batch_size], fewer in an epoch's last; a read-only view."""
+        """Rows of one global step, int64 [global_batch_size], fewer in the last step of an epoch; a read-only view."""
         step = range(self.steps_per_epoch)[step]
         return self._order(epoch)[step * self.global_batch_size : (step + 1) * self.global_batch_size]
 
     def label_tokens_of_step(self, epoch: int, step: int) -> int:
-        """Label tokens of the whole global step: the denominator of its loss, known without a collective."""
+        """Supervised tokens of the global step: the denominator of its loss, known without a collective."""
         return int(self.label_tokens[self.step_rows(epoch, step)].sum())
 
     def deal(self, epoch: int, step: int, *, world_size: int, per_device: int, accumulation: int) -> np.ndarray:
-        """The rows of one global step by place, int64 [accumulation, world_size, per_device], read-only.
+        """The rows of one global step by position, int64 [accumulation, world_size, per_device], read-only.
 
-        -1 marks a dummy row, to be fully masked: it keeps the collectives of all ranks in step in an epoch's last step.
+        -1 is a dummy row, to be fully masked. It keeps all ranks' collectives aligned in the last step of an epoch.
         """
         step = range(self.steps_per_epoch)[step]
         return self.deal_epoch(epoch, world_size=world_size, per_device=per_device, accumulation=accumulation)[step]
@@ -96,30 +96,31 @@ class Plan:
     def deal_epoch(self, epoch: int, *, world_size: int, per_device: int, accumulation: int) -> np.ndarray:
         """All steps of an epoch, int64 [steps_per_epoch, accumulation, world_size, per_device], read-only.
 
-        Rows are sorted by cost within their step; a micro-step takes neighbours in that order, so its ranks carry
-        nearly the same, and of its rows the costliest goes to the rank with the least so far, so the ranks' sums over
-        the step are level too. Where rows are padded, a rank's micro-batch is itself a run of neighbours in length.
+        Rows are sorted by cost within their step. A micro-step takes neighbors in that order, so its ranks have nearly
+        equal work; its costliest row goes to the rank with the least work so far, which also balances the ranks' totals
+        over the step. If rows are padded, each rank's micro-batch consists of neighbors in length.
         """
         self.check_places(world_size=world_size, per_device=per_device, accumulation=accumulation)
-        return self._keep(
+        return self._cached(
             "deal",
             (epoch, world_size, per_device, accumulation),
             lambda: self._deal(self._order(epoch), world_size, per_device, accumulation),
         )
 
     def check_places(self, *, world_size: int, per_device: int, accumulation: int) -> None:
-        """UserError unless a global step fills world_size x per_device x accumulation places exactly."""
+        """Raises UserError unless world_size x per_device x accumulation equals global_batch_size."""
         places = world_size * per_device * accumulation
         if min(world_size, per_device, accumulation) < 1 or places != self.global_batch_size:
             raise UserError(
-                f"{world_size} ranks x {per_device} rows x {accumulation} accumulation steps do not make a "
-                f"global_batch_size of {self.global_batch_size}; choose positive whole numbers whose product it is"
+                f"{world_size} ranks x {per_device} rows x {accumulation} accumulation steps do not give a "
+                f"global_batch_size of {self.global_batch_size}. Choose positive integers whose product it is."
             )
 
     def digest(self) -> str:
-        """SHA-256 of all that decides a run's steps, the first epoch's order included; the same at every world size.
+        """SHA-256 of everything that determines a run's steps, including the order of the first epoch.
 
-        For `run.json`, and to compare the plan between ranks and between a checkpoint and the run that resumes it.
+        Equal at every world size. Recorded in `run.json` and compared between ranks, and between a checkpoint and the
+        run that resumes it.
         """
         sha = hashlib.sha256(f"{self.seed} {self.global_batch_size} {self.group_size} {self.fingerprint}".encode())
         for values, dtype in ((self.costs, "<f8"), (self.label_tokens, "<i8"), (self.lengths, "<i8")):
@@ -131,27 +132,27 @@ class Plan:
         """All rows in the order of an epoch, int64 [n_rows]; step k is the k-th slice of global_batch_size."""
         if epoch < 0:
             raise IndexError(f"epoch is {epoch}; the first is 0")
-        return self._keep("order", (epoch,), lambda: self._shuffle(epoch))
+        return self._cached("order", (epoch,), lambda: self._shuffle(epoch))
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """One fresh order per epoch, from a counter-based generator keyed by (seed, epoch, fingerprint)."""
+        """A new order for each epoch, from a counter-based generator keyed by (seed, epoch, fingerprint)."""
         key = hashlib.sha256(f"{self.seed} {epoch} {self.fingerprint}".encode()).digest()[:16]
-        # Sorted raw draws instead of Generator.permutation: NEP 19 promises the same numbers in every release of numpy
-        # for the raw stream only, and a run may be resumed with another release.
+        # Sorted raw draws instead of Generator.permutation: NEP 19 guarantees the same numbers across numpy releases
+        # only for the raw stream, and a run may be resumed with a different release.
         draws = np.random.Philox(key=int.from_bytes(key, "little"))
         order = np.argsort(draws.random_raw(self.n_rows), kind="stable")
         if self.group_size == 1:
             return order
 
-        # The remainder stays a random sample: a sorted one would always be the longest or shortest rows.
+        # The remainder stays a random sample; if sorted, it would always be the longest or shortest rows.
         n_groups = self.n_rows // self.group_size
-        whole, rest = np.split(order, [n_groups * self.group_size])
-        n_windows = max(MIN_WINDOWS, -(-len(whole) // (WINDOW_STEPS * self.global_batch_size)))
+        grouped, rest = np.split(order, [n_groups * self.group_size])
+        n_windows = max(MIN_WINDOWS, -(-len(grouped) // (WINDOW_STEPS * self.global_batch_size)))
         window_of_group = np.arange(n_groups) * n_windows // max(n_groups, 1)
         window_of_row = np.repeat(window_of_group, self.group_size)
-        whole = whole[np.lexsort((self._sizes[whole], window_of_row))]
+        grouped = grouped[np.lexsort((self._sizes[grouped], window_of_row))]
         group_order = np.argsort(draws.random_raw(n_groups), kind="stable")
-        return np.concatenate([whole.reshape(n_groups, self.group_size)[group_order].ravel(), rest])
+        return np.concatenate([grouped.reshape(n_groups, self.group_size)[group_order].ravel(), rest])
 
     @property
     def _sizes(self) -> np.ndarray:
@@ -163,46 +164,47 @@ class Plan:
         rows[: self.n_rows] = order
         rows = rows.reshape(n_steps, self.global_batch_size)
         sizes = np.where(rows >= 0, self._sizes[rows], -1)
-        rows = np.take_along_axis(rows, np.argsort(-sizes, axis=1, kind="stable"), axis=1)  # dummies last
+        rows = np.take_along_axis(rows, np.argsort(-sizes, axis=1, kind="stable"), axis=1)  # dummy rows last
 
-        # A unit is what is dealt as one: a single pack, or a whole padded micro-batch (as costly as its longest row).
-        # A layer is one unit for each rank.
+        # A unit is dealt to one rank as a whole: a single pack, or a padded micro-batch, in which every row costs as
+        # much as the longest. A layer is one unit per rank.
         unit = 1 if self.lengths is None else per_device
         units = rows.reshape(n_steps, -1, world_size, unit)
         longest = units[..., 0]
         costs = np.where(longest >= 0, unit * self.costs[longest], 0.0)
 
         dealt = np.empty_like(units)
-        carried = np.zeros((n_steps, world_size))
-        # Ranks take turns at being the first: otherwise rank 0 would have the costliest row of every step.
+        assigned = np.zeros((n_steps, world_size))  # cost so far
+        # Ties rotate with the step; otherwise rank 0 would always get the costliest row.
         turn = np.arange(n_steps)[:, None]
         for layer in range(units.shape[1]):
-            least_first = np.argsort(carried, axis=1, kind="stable")
+            least_first = np.argsort(assigned, axis=1, kind="stable")
             ranks = (least_first + turn) % world_size
             np.put_along_axis(dealt[:, layer], ranks[..., None], units[:, layer], axis=1)
-            carried[turn, least_first] += costs[:, layer]
+            assigned[turn, least_first] += costs[:, layer]
 
         dealt = dealt.reshape(n_steps, accumulation, per_device // unit, world_size, unit).swapaxes(2, 3)
         return np.ascontiguousarray(dealt.reshape(n_steps, accumulation, world_size, per_device))
 
-    def _keep(self, name: str, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != key:
-            made = make()
-            made.setflags(write=False)
-            self._kept[name] = kept = (key, made)
-        return kept[1]
+    def _cached(self, name: str, key: tuple[int, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """The value of `compute()`, read-only; only the latest key's value is cached under each name."""
+        cached = self._cache.get(name)
+        if cached is None or cached[0] != key:
+            values = compute()
+            values.setflags(write=False)
+            self._cache[name] = cached = (key, values)
+        return cached[1]
 
 
 @dataclass(kw_only=True)
 class RankView:
     """One rank's micro-batches, in order: a `batch_sampler` for a torch DataLoader.
 
-    Yields lists of `per_device` rows, `accumulation` of them per global step. A row of -1 is a dummy: the data set has
-    to answer it with a fully masked row. `len` counts the micro-steps of a whole epoch.
+    Yields lists of `per_device` rows, `accumulation` lists per global step. Row -1 is a dummy, for which the dataset
+    must return a fully masked row. `len` is the number of micro-steps in a full epoch.
 
-    epoch, start: where to begin: the first `start` micro-steps of that `epoch` are left out, without being read; every
-    other epoch is served whole. To resume at optimizer step s: `epoch, step = divmod(s, plan.steps_per_epoch)`,
+    epoch, start: where to begin. The first `start` micro-steps of `epoch` are skipped without being read; all other
+    epochs are complete. To resume at optimizer step s: `epoch, step = divmod(s, plan.steps_per_epoch)`,
     `start = step * accumulation`.
     """
 

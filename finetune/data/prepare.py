@@ -1,4 +1,4 @@
-"""Files -> formats -> messages -> ids and labels -> the cache, once per machine and change."""
+"""Files -> messages -> token ids and labels -> the cache, once per machine for the same data and settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.config import Config
 from finetune.data import formats, sources, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
-from finetune.data.markers import Markers, of_template
+from finetune.data.markers import Markers, derive_markers
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
@@ -26,50 +26,50 @@ from finetune.runtime import bootstrap, distributed
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
-SAMPLE_ROWS = 100  # rows that the format is detected from
-# Worker processes import transformers, which takes seconds: fewer rows than this are quicker without them.
+SAMPLE_ROWS = 100  # rows used to detect the format
+# The first chunks are encoded in this process: starting workers takes seconds, because they import transformers.
 POOL_FROM_CHUNK = 20
 
-Item = tuple[dict[str, Any], str]  # a row and where it stands
+Item = tuple[dict[str, Any], str]  # a row and its position in the source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The tokenized training and held-out rows of a configuration."""
+    """The tokenized training and evaluation rows of a configuration."""
 
     train: Rows
     eval: Rows | None
-    ledgers: dict[str, dict[str, Any]]  # "train" and, where rows are held out, "eval"
-    format: str  # name of the row format and why it was chosen; the markers where they were found
-    fingerprint: str  # of the data, the tokenizer and every setting that decides tokens and labels
+    ledgers: dict[str, dict[str, Any]]  # of "train" and, if there are evaluation rows, "eval"
+    format: str  # the row format and its evidence; also the turn markers, if they were derived from the template
+    fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     folder: Path  # of the cache entry
-    cached: bool  # it was there already
+    cached: bool  # the entry existed already
 
 
 def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
-    """Tokenize and mask the data of `config`, or map what an earlier run or another rank has prepared.
+    """Tokenize and mask the data of `config`, or map what an earlier run or another rank prepared.
 
-    Takes no part in any process group: ranks of one machine meet at a file lock.
+    Uses no process group: the ranks of a machine synchronize through a file lock.
 
     Args:
-        hooks: its `dataset` makes the rows where `config` names none.
+        hooks: `hooks.dataset` returns the rows if `config` names no data.
 
     Raises:
-        UserError: files, format, template or cache are not usable, or no row is left to learn from.
+        UserError: files, format, template or cache are unusable, or no row has a supervised token.
         RunError: the script's function failed.
     """
     data = config.data
     template = load_template(tokenizer, config.model.chat_template)
-    instruction, response, found = data.instruction_part, data.response_part, ""
+    instruction, response, derived = data.instruction_part, data.response_part, ""
     if response == "auto":
-        instruction, response = of_template(tokenizer, template)
-        found = f"; from the chat template: {response!r} opens what is supervised, {instruction!r} what is not"
+        instruction, response = derive_markers(tokenizer, template)
+        derived = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
     markers = None
     if response is not None:
         markers = Markers(tokenizer, response, instruction, last_only=data.last_turn_only)
     encoder = Encoder(
         tokenizer,
-        # Text is not rendered: a template that could not be masked is no obstacle then.
+        # Text is not rendered, so a template that cannot be masked exactly does not matter.
         None if data.format == "text" or markers else template,
         max_length=data.max_length,
         over_length=data.over_length,
@@ -107,22 +107,22 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         return about | ({"inputs": [before, hooks.inputs()]} if config.rows_from_script else {})
 
     def is_current(about: dict[str, Any]) -> bool:
-        # As before the function ran, or as it left them: it may write files of its own and then read them.
+        # The files as they were before the function ran, or as it left them: it may write files and then read them.
         return not config.rows_from_script or hooks.inputs() in about["inputs"]
 
-    # One rank of each machine reads every byte to verify it; the others trust it.
+    # One rank per machine verifies the checksums; the others check only file sizes.
     folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
     if config.rows_from_script and config.training.eval_steps and "eval" not in about["ledgers"]:
         raise UserError(
-            f"training.eval_steps is {config.training.eval_steps} and {config.script} holds no rows out. Let its "
-            "function return a pair of them, or set data.eval_file or data.eval_fraction."
+            f"training.eval_steps is {config.training.eval_steps}, but {config.script} returns no evaluation rows. "
+            "Return a pair (training rows, evaluation rows), or set data.eval_file or data.eval_fraction."
         )
     return Data(
         train=store.load_rows(folder, "train"),
         eval=store.load_rows(folder, "eval") if "eval" in about["ledgers"] else None,
         ledgers=about["ledgers"],
-        format=about["format"] + found,
-        # What a function makes from the same script may differ (a shuffle, a file on the network): its rows count.
+        format=about["format"] + derived,
+        # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
         fingerprint=store.fingerprint({"rows": store.content(folder)}) if config.rows_from_script else key,
         folder=folder,
         cached=not built,
@@ -130,7 +130,7 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
 
 
 def _identity(config: Config, hooks: Hooks) -> Any:
-    """What the training rows are, for the key of the cache."""
+    """Identity of the training rows, for the cache key."""
     if config.rows_from_script:
         return ["script", hooks.identity()]
     files = _files(config.data.train_file)
@@ -138,37 +138,39 @@ def _identity(config: Config, hooks: Hooks) -> Any:
 
 
 def _rows(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
-    """The training rows, and the held-out rows where they come apart."""
+    """The training rows, and the evaluation rows if they have their own source."""
     data = config.data
     eval_files, train_files = _files(data.eval_file), _files(data.train_file)
     held_out = sources.iter_rows(eval_files) if eval_files else None
     if config.rows_from_script:
-        rows, made_held_out = _made(tokenizer, hooks)
-        if made_held_out is not None and data.eval_fraction:
+        rows, returned_held_out = _returned(tokenizer, hooks)
+        if returned_held_out is not None and data.eval_fraction:
             raise UserError(
-                f"{config.script} returns rows to hold out, and data.eval_fraction is {data.eval_fraction}: both "
-                "choose the held-out rows. Set data.eval_fraction to 0, or return the training rows alone."
+                f"{config.script} returns evaluation rows and data.eval_fraction is {data.eval_fraction}: only one may "
+                "choose them. Set data.eval_fraction to 0, or return only the training rows."
             )
-        return rows, held_out or made_held_out
+        return rows, held_out or returned_held_out
     if train_files:
         return _mixture(train_files, data.weights, config.training.seed), held_out
     return sources.iter_hub(str(data.dataset_name), data.dataset_config, data.split), held_out
 
 
-def _made(tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
-    """What the script's function returns. Its rows may be made while they are read."""
-    made = hooks.call("dataset", tokenizer)
+def _returned(tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
+    """The training and evaluation rows that the script's function returns, possibly as generators."""
+    returned = hooks.call("dataset", tokenizer)
     name = getattr(hooks.dataset, "__name__", "dataset")
 
     def read(rows: Any) -> Iterator[Item]:
         with hooks.user_errors("dataset"):
-            yield from sources.iter_made(rows, name)
+            yield from sources.iter_returned(rows, name)
 
-    if not isinstance(made, tuple):
-        return read(made), None
-    if len(made) != 2:
-        raise UserError(f"{name}() returned {len(made)} values; return the rows, or the training and held-out rows")
-    return read(made[0]), None if made[1] is None else read(made[1])
+    if not isinstance(returned, tuple):
+        return read(returned), None
+    if len(returned) != 2:
+        raise UserError(
+            f"{name}() returned {len(returned)} values. Return the rows, or a pair (training rows, evaluation rows)."
+        )
+    return read(returned[0]), None if returned[1] is None else read(returned[1])
 
 
 def _build(
@@ -203,17 +205,17 @@ def _build(
 
 
 def _mixture(files: list[str], weights: list[float] | None, seed: int) -> Iterator[Item]:
-    """The rows of all files, each as often as the weight of its file says: 2.0 twice, 0.3 for three of ten rows."""
-    for place, file in enumerate(files):
-        weight = weights[place] if weights else 1.0
-        whole, part = int(weight), int((weight % 1) * 2**64)
+    """The rows of all files, repeated by the weight of their file: 2.0 takes each row twice, 0.3 takes 30% of them."""
+    for index, file in enumerate(files):
+        weight = weights[index] if weights else 1.0
+        repeats, threshold = int(weight), int((weight % 1) * 2**64)
         for number, item in enumerate(sources.iter_rows([file])):
-            times = whole + (part > 0 and _draw(seed, f"weight {place} {number}") < part)
-            yield from [item] * times
+            extra = threshold > 0 and _draw(seed, f"weight {index} {number}") < threshold
+            yield from [item] * (repeats + extra)
 
 
 def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item]]:
-    """The format of the first rows, and all rows again."""
+    """The format of the first rows, and an iterator over all rows."""
     rows = iter(rows)
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
@@ -223,9 +225,9 @@ def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item
         raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":
         raise UserError(
-            f"data.response_part marks turns in rows of text, and these rows are of the format {found.name} "
-            f"({found.evidence}), whose turns are known without markers. Remove response_part and instruction_part, or "
-            "set data.format to text and name its column by data.columns, such as {text: column}."
+            f"data.response_part applies only to rows of text, and these rows have the format {found.name} "
+            f"({found.evidence}), whose turns are known without markers. Remove data.response_part and "
+            "data.instruction_part, or set data.format to text and data.columns to {text: COLUMN}."
         )
     return found, chain(first, rows)
 
@@ -266,7 +268,7 @@ def _encode_all(
 def _encoded_chunks(
     rows: Iterator[Item], work: tuple, num_proc: int | None
 ) -> Iterator[tuple[list[str], list[list[Encoded] | RowError]]]:
-    """Chunks of rows encoded in this process, and from POOL_FROM_CHUNK on in several, in the order of the rows."""
+    """Encode rows in chunks, in order: in this process, and from chunk POOL_FROM_CHUNK on in several processes."""
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
@@ -275,7 +277,7 @@ def _encoded_chunks(
     following = next(chunks, None)
     if following is None:
         return
-    # Spawned, not forked: a fork of a process whose tokenizer has threads can deadlock.
+    # Spawned, not forked: forking a process whose tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
         pending: deque[tuple[list[str], Future]] = deque()
@@ -289,12 +291,12 @@ def _encoded_chunks(
 
 
 def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core: threads beside them only get in the way
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core already
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool's worker would wait for work for ever if the process that hands it out is killed."""
+    """End this worker when its parent dies; a worker of a killed parent would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -304,18 +306,18 @@ def _end_with_parent() -> None:
 def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] | RowError]:
     encoder, format, system_prompt, has_template = work
     results: list[list[Encoded] | RowError] = []
-    places, conversations = [], []
+    positions, conversations = [], []
     for row in rows:
         try:
             conversations.append(
                 formats.to_conversation(row, format, system_prompt=system_prompt, has_template=has_template)
             )
-            places.append(len(results))
+            positions.append(len(results))
             results.append([])
         except RowError as error:
             results.append(error)
-    for place, result in zip(places, encoder.encode_batch(conversations), strict=True):
-        results[place] = result
+    for position, result in zip(positions, encoder.encode_batch(conversations), strict=True):
+        results[position] = result
     return results
 
 
@@ -325,9 +327,9 @@ def _nothing_left(name: str, ledger: Ledger, script: str | None) -> str:
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
-        f"{key}: none of the {ledger.rows_read:,} rows has a token to learn. Dropped: {reasons or 'none'}. Look at "
-        "the first row named for each reason; data.columns, data.format, data.max_length, data.assistant_only_loss "
-        "and data.response_part decide what is kept."
+        f"{key}: none of the {ledger.rows_read:,} rows has a supervised token. Dropped: {reasons or 'none'}. Check the "
+        "first row listed for each reason, and the settings data.columns, data.format, data.max_length, "
+        "data.assistant_only_loss and data.response_part."
     )
 
 
@@ -336,7 +338,7 @@ def _files(given: str | list[str] | None) -> list[str]:
 
 
 def _draw(seed: int, number: int | str) -> int:
-    """A number in [0, 2**64) for one row: which rows are held out or repeated depends on nothing else."""
+    """A pseudorandom number in [0, 2**64) for one row; it alone decides if the row is held out or repeated."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
 
 

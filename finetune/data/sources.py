@@ -1,4 +1,4 @@
-"""Reading: files or a hub name -> rows (dicts) with the place each came from. Nothing here knows what a row means."""
+"""Read rows (dicts), each with its position, from files, hub data sets and scripts. formats.py interprets them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ Row = dict[str, Any]
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 _TEXT_KINDS = (".jsonl", ".json", ".csv")
-_READABLE = (
-    "readable are .jsonl, .json and .csv (also with .gz or .zst), .parquet, .arrow and datasets.save_to_disk folders"
+_SUPPORTED = (
+    "Supported are .jsonl, .json and .csv (also compressed as .gz or .zst), .parquet, .arrow and folders written by "
+    "datasets.save_to_disk."
 )
-_BATCH_ROWS = 1024  # rows of an Arrow table turned into Python objects at once
+_BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
 _CHUNK_BYTES = 1 << 20
 
 
 def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) over files, globs, folders of files and save_to_disk folders, in the order given.
+    """Yields (row, where) from files, globs, folders of files and save_to_disk folders, in the order given.
 
-    `where` is for people: "train.jsonl:17" (physical line) or "x.parquet:row 17"; both count from 1. Memory is bounded
-    by a line or a record batch, except for .json, which is one document. Raises UserError for anything that cannot be
-    read exactly: a file that is missing, empty, truncated, in another encoding, or holds something that is not a row.
+    `where` is for messages: "train.jsonl:17" (physical line) or "x.parquet:row 17", both counted from 1. Memory use is
+    bounded by a line or a record batch, except for .json, which is parsed as one document. Raises UserError if a file
+    is missing, empty, truncated, not UTF-8, or contains something other than rows.
     """
     for path in expand(files):
         empty = True
@@ -41,19 +42,19 @@ def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
             empty = False
             yield item
         if empty:
-            raise UserError(f"{path} is empty: it holds no row; remove it from the list or fill it")
+            raise UserError(f"{path} is empty: it has no rows. Remove it from the list of files, or add rows to it.")
 
 
 def expand(files: Sequence[str]) -> list[Path]:
-    """The files and save_to_disk folders that `files` (paths, globs, folders) stand for; matches come sorted."""
+    """Expand paths, globs and folders into files and save_to_disk folders; the matches of each are sorted."""
     if not files:
-        raise UserError(f"no data file was given; {_READABLE}")
+        raise UserError(f"No data file was given. {_SUPPORTED}")
     return [path for name in files for path in _expand_one(name)]
 
 
 def content_digest(files: Sequence[str]) -> str:
-    """xxh3-128 (hex) of what `iter_rows` would read: kind, size and bytes of every file, in order. Names of files and
-    folders do not enter, so a moved or renamed folder keeps its digest; the order of the files does."""
+    """xxh3-128 (hex) of what `iter_rows` would read: type, size and bytes of every file, in order. It does not depend
+    on the names of files and folders, so a moved or renamed folder keeps its digest."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -69,8 +70,8 @@ def content_digest(files: Sequence[str]) -> str:
 def iter_hub(
     name: str, config: str | None = None, split: str = "train", revision: str | None = None
 ) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) of a data set on the hub, downloaded once by `datasets` and memory-mapped from its cache.
-    Raises UserError when it cannot be reached or when name, config or split do not exist."""
+    """Yields (row, where) from a data set on the hub, downloaded once by `datasets` and memory-mapped from its cache.
+    Raises UserError if it cannot be downloaded or if the name, config or split does not exist."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -79,31 +80,34 @@ def iter_hub(
         data = datasets.load_dataset(name, config, split=split, revision=revision)
     except DatasetNotFoundError as error:
         raise UserError(
-            f"data set {what!r} was not found on the hub: {error}; check the name, log in if it is private, "
-            "or give local files as data.train_file"
+            f"The data set {what!r} was not found on the hub: {_reason(error)}. Check the name, log in with "
+            "`hf auth login` if it is private or gated, or set data.train_file to local files."
         ) from error
     except (ConnectionError, TimeoutError) as error:
         raise UserError(
-            f"data set {what!r} is neither in the local cache nor reachable: {error}; on a machine with network run "
-            f"`hf download --repo-type dataset {name}` and copy the folder here, then give its files as "
-            "data.train_file; or unset HF_HUB_OFFLINE / HF_DATASETS_OFFLINE"
+            f"The data set {what!r} is not in the local cache and cannot be downloaded: {_reason(error)}. Unset "
+            "HF_HUB_OFFLINE and HF_DATASETS_OFFLINE if they are set. Without network access, run `hf download "
+            f"--repo-type dataset {name}` on another machine, copy the folder, and set data.train_file to its files."
         ) from error
-    except (ValueError, RuntimeError) as error:  # unknown config or split: datasets lists those that exist
-        raise UserError(f"data set {what!r}, split {split!r}: {error}") from error
+    except (ValueError, RuntimeError) as error:  # for an unknown config or split, datasets lists the existing ones
+        raise UserError(
+            f"The split {split!r} of the data set {what!r} cannot be loaded: {_reason(error)}. Check data.split and "
+            "data.dataset_config."
+        ) from error
     if not isinstance(data, datasets.Dataset):
-        raise UserError(f"data set {what!r}: split {split!r} does not name one split; name one, such as 'train'")
+        raise UserError(f"data.split must name one split of the data set {what!r}: {split!r}. Set it to, say, train.")
     for number, row in enumerate(data, 1):
         yield dict(row), f"{name}:{split}:row {number}"
 
 
-def iter_made(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) of what a user's function `name` returned: a `datasets.Dataset`, or any iterable of mappings.
-    Raises UserError when it is nothing of the kind."""
+def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
+    """Yields (row, where) from what the user's function `name` returned: a `datasets.Dataset` or any iterable of rows.
+    Raises UserError if it returned anything else."""
     if isinstance(rows, Mapping):
-        raise UserError(f"{name}() returned several sets of rows ({', '.join(map(str, rows))}); return one of them")
+        raise UserError(f"{name}() returned several sets of rows ({', '.join(map(str, rows))}). Return one of them.")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise UserError(f"{name}() returned a {type(rows).__name__}; return a datasets.Dataset or a list of rows")
-    if hasattr(rows, "with_format"):  # of `datasets`: plain values, not the tensors that a set_format("torch") makes
+        raise UserError(f"{name}() returned a {type(rows).__name__}. Return a datasets.Dataset or a list of rows.")
+    if hasattr(rows, "with_format"):  # a `datasets` object: read plain values even after set_format("torch")
         rows = rows.with_format(None)  # pyright: ignore[reportAttributeAccessIssue]
     for number, row in enumerate(rows, 1):
         where = f"{name}():row {number}"
@@ -119,18 +123,19 @@ def _expand_one(name: str) -> list[Path]:
         return _expand_folder(path)
     if path.exists():
         if not path.is_file():
-            raise UserError(f"{path} is not a file or folder but a pipe, socket or device; {_READABLE}")
+            raise UserError(f"{path} is a pipe, socket or device, not a file or folder. {_SUPPORTED}")
         if _kind(path) not in KINDS:
-            raise UserError(f"{path} has the ending {''.join(path.suffixes) or '(none)'!r}; {_READABLE}")
+            raise UserError(f"{path} has an unsupported extension: {''.join(path.suffixes) or 'none'}. {_SUPPORTED}")
         return [path]
     if glob.has_magic(name):
-        # A glob may also catch a README: only what can be read is taken, and nothing at all is an error.
+        # A glob may also match other files, such as a README: these are skipped.
         found = sorted(glob.glob(str(path), recursive=True))
         matches = [Path(match) for match in found if _kind(Path(match)) in KINDS or _is_saved_dataset(Path(match))]
         if not matches:
-            raise UserError(f"no file matches {name!r}{f' and is data: {found}' if found else ''}; {_READABLE}")
+            others = f", only {', '.join(found[:10])}" if found else ""
+            raise UserError(f"No data file matches {name!r}{others}. {_SUPPORTED}")
         return matches
-    raise UserError(f"{path} does not exist; {_neighbours(path)}")
+    raise UserError(f"{path} does not exist. {_what_exists_near(path)}")
 
 
 def _expand_folder(path: Path) -> list[Path]:
@@ -138,12 +143,12 @@ def _expand_folder(path: Path) -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if _is_saved_dataset(child))
-        raise UserError(f"{path} holds the splits {splits}; name one of them, such as {path / splits[0]}")
+        raise UserError(f"{path} contains several splits: {', '.join(splits)}. Give one of them: {path / splits[0]}.")
     children = sorted(path.iterdir())
     matches = [p for p in children if p.is_file() and _kind(p) in KINDS and not p.name.startswith(".")]
     if not matches:
         listing = ", ".join(child.name for child in children[:10]) or "nothing"
-        raise UserError(f"the folder {path} holds no data file (it holds {listing}); {_READABLE}")
+        raise UserError(f"The folder {path} has no data file: it contains {listing}. {_SUPPORTED}")
     return matches
 
 
@@ -156,10 +161,12 @@ def _arrow_parts(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_bytes())
         parts = [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/state.json is not what datasets.save_to_disk writes; save the data again") from error
+        raise UserError(
+            f"{folder}/state.json was not written by datasets.save_to_disk, or is damaged. Save the data set again."
+        ) from error
     for part in parts:
         if not part.is_file():
-            raise UserError(f"{part} is missing though {folder}/state.json names it; copy the folder again")
+            raise UserError(f"{part} is missing: {folder}/state.json lists it. Copy the folder again.")
     return parts
 
 
@@ -171,16 +178,16 @@ def _kind(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _neighbours(path: Path) -> str:
+def _what_exists_near(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"nor does the folder {folder}"
+        return f"The folder {folder} does not exist either."
     names = sorted(child.name for child in folder.iterdir() if child.is_dir() or _kind(child) in KINDS)
     near = get_close_matches(path.name, names, n=5, cutoff=0.5) or names[:10]
-    return f"in {folder} there is {', '.join(near)}" if near else f"the folder {folder} holds no data file"
+    return f"The folder {folder} has {', '.join(near)}." if near else f"The folder {folder} has no data file."
 
 
-# --- how each kind is read ------------------------------------------------------------------------------------------
+# --- one reader per type --------------------------------------------------------------------------------------------
 
 
 def _reader(path: Path) -> Iterator[tuple[Row, str]]:
@@ -195,16 +202,18 @@ def _reader(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def _read_text(path: Path, reader: Any) -> Iterator[tuple[Row, str]]:
-    """A truncated archive is found only while it is being read, so its errors are named here, around the reading."""
+    """Rows of a text file. A truncated archive fails only while it is read, so errors are handled around the reader."""
     try:
         yield from reader(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path} is not a whole compressed file ({error}); copy or compress it again") from error
+        raise UserError(
+            f"{path} is an incomplete or damaged compressed file ({error}). Copy or compress it again."
+        ) from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {_reason(error)}. Check its permissions and its disk.") from error
     except Exception as error:
-        if type(error).__name__ == "ZstdError":  # by name: the package is optional
-            raise UserError(f"{path} is not a zstd file ({error}); copy or compress it again") from error
+        if type(error).__name__ == "ZstdError":  # matched by name because the package is optional
+            raise UserError(f"{path} is not a valid zstd file ({error}). Copy or compress it again.") from error
         raise
 
 
@@ -214,13 +223,15 @@ def _open(path: Path) -> IO[bytes]:
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
         if importlib.util.find_spec("zstandard") is None:
-            raise UserError(f"{path} is zstd-compressed; run `pip install zstandard`, or decompress it with `zstd -d`")
+            raise UserError(
+                f"{path} needs the package zstandard. Run `pip install zstandard`, or decompress it with `zstd -d`."
+            )
         return io.BufferedReader(_ZstdFile(path))
     return path.open("rb")
 
 
 class _ZstdFile(io.RawIOBase):
-    """A .zst file as bytes. Not zstandard's own reader, because that takes a file cut off in the middle for whole."""
+    """A .zst file as a byte stream. zstandard's own reader accepts a truncated file as complete; this one does not."""
 
     def __init__(self, path: Path) -> None:
         import zstandard  # pyright: ignore[reportMissingImports]
@@ -238,7 +249,7 @@ class _ZstdFile(io.RawIOBase):
                 if self._frame is not None and not self._frame.eof:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
-            if self._frame is None or self._frame.eof:  # several frames one after another are one file
+            if self._frame is None or self._frame.eof:  # a file may be several concatenated frames
                 self._frame = self._context.decompressobj()
             self._pending = memoryview(self._frame.decompress(packed))
         count = min(len(buffer), len(self._pending))
@@ -260,9 +271,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
             try:
                 row = json.loads(text)
             except json.JSONDecodeError as error:
-                raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno}); one object a line") from error
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits; deep nesting
-                raise UserError(f"{where}: JSON that cannot be read ({error}); remove the row") from error
+                raise UserError(
+                    f"{where}: invalid JSON ({error.msg}, column {error.colno}). Each line must be one object."
+                ) from error
+            except (ValueError, RecursionError) as error:  # an integer with thousands of digits; deep nesting
+                raise UserError(f"{where}: JSON that cannot be read ({_reason(error)}). Remove the row.") from error
             yield _as_row(row, where), where
 
 
@@ -274,47 +287,55 @@ def _read_json(path: Path) -> Iterator[tuple[Row, str]]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):  # JSON Lines under the name .json is common
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):  # JSON Lines are often named .json
             yield from _read_jsonl(path)
             return
-        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+        raise UserError(
+            f"{path}:{error.lineno}: invalid JSON ({error.msg}, column {error.colno}). Correct this line."
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: JSON that cannot be read ({error})") from error
+        raise UserError(
+            f"{path}: JSON that cannot be read ({_reason(error)}). Remove the row that causes it."
+        ) from error
     if isinstance(data, dict):
         if not isinstance(data.get("data"), list):
             keys = ", ".join(list(data)[:10])
             raise UserError(
-                f"{path} is one object with the keys {keys}; a .json file is a list of rows or "
-                '{"data": [rows]}; a file with one object a line is called .jsonl'
+                f'{path} must be a list of rows or {{"data": [rows]}}: it is an object with the keys {keys}. Rename a '
+                "file with one object per line to .jsonl."
             )
         data = data["data"]
     if not isinstance(data, list):
-        raise UserError(f'{path} is one {type(data).__name__}; a .json file is a list of rows or {{"data": [rows]}}')
+        raise UserError(
+            f'{path} must be a list of rows or {{"data": [rows]}}: it is a {type(data).__name__}. Convert it.'
+        )
     for number, row in enumerate(data, 1):
         where = f"{path}:row {number}"
         yield _as_row(row, where), where
 
 
 def _read_csv(path: Path) -> Iterator[tuple[Row, str]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a text of more than 128 KiB
+    csv.field_size_limit(2**31 - 1)  # the default rejects fields above 128 KiB
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
         try:
             reader = csv.DictReader(file, strict=True)
             header = reader.fieldnames or []
-            twice = sorted({name for name in header if header.count(name) > 1})
-            if twice:
-                raise UserError(f"{path}: the header names {twice} twice; give every column its own name")
+            repeated = sorted({name for name in header if header.count(name) > 1})
+            if repeated:
+                raise UserError(f"{path}: the header repeats {', '.join(repeated)}. Give each column a unique name.")
             for number, row in enumerate(reader, 1):
                 where = f"{path}:row {number}"
                 if None in row:
                     extra = len(row[None])  # pyright: ignore[reportArgumentType]
                     raise UserError(
-                        f"{where} (line {reader.line_num}) has {len(header) + extra} fields, the header "
-                        f"{len(header)}; put quotes around texts that hold a comma"
+                        f"{where} (line {reader.line_num}) has {len(header) + extra} fields, but the header has "
+                        f"{len(header)}. Put quotes around text that contains a comma."
                     )
                 yield row, where
         except csv.Error as error:
-            raise UserError(f"{path}:{reader.line_num}: not CSV ({error}); quote texts that hold a comma") from error
+            raise UserError(
+                f"{path}:{reader.line_num}: invalid CSV ({error}). Put quotes around text that contains a comma."
+            ) from error
         except UnicodeDecodeError as error:
             raise _wrong_encoding(path) from error
 
@@ -329,7 +350,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[Row, str]]:
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     yield from batch.to_pylist()
         except (pyarrow.ArrowInvalid, OSError) as error:
-            raise UserError(f"{path} is not a whole Parquet file ({error}); copy or write it again") from error
+            raise UserError(
+                f"{path} is an incomplete or damaged Parquet file ({_reason(error)}). Copy or write it again."
+            ) from error
 
     return _number(path, rows())
 
@@ -343,7 +366,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.memory_map(str(path)) as source:
-            try:  # `datasets` writes the stream format, other programs often the file format
+            try:  # `datasets` writes Arrow's stream format, other programs often its file format
                 batches = iter(pyarrow.ipc.open_stream(source))
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
@@ -352,10 +375,12 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     yield from batch.slice(start, _BATCH_ROWS).to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a whole Arrow file ({error}); copy or write it again") from error
+        raise UserError(
+            f"{path} is an incomplete or damaged Arrow file ({_reason(error)}). Copy or write it again."
+        ) from error
 
 
-# --- small parts ----------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 def _number(path: Path, rows: Iterator[Row]) -> Iterator[tuple[Row, str]]:
@@ -365,7 +390,7 @@ def _number(path: Path, rows: Iterator[Row]) -> Iterator[tuple[Row, str]]:
 
 def _as_row(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: a row is an object of named fields, this is a {type(row).__name__}")
+        raise UserError(f"{where}: a row must be an object with named fields, not a {type(row).__name__}. Correct it.")
     return row
 
 
@@ -377,7 +402,7 @@ def _decode(path: Path, data: bytes, first: bool) -> str:
 
 
 def _wrong_encoding(path: Path) -> UserError:
-    """Reads again to say where: a text wrapper decodes in chunks and does not know the place in the file."""
+    """Reads the file again to find the position: a text wrapper decodes in chunks and does not report it."""
     offset, number, guess = 0, 1, "LATIN1"
     with _open(path) as file:
         for number, line in enumerate(file, 1):  # a newline byte is never inside a UTF-8 character
@@ -389,8 +414,13 @@ def _wrong_encoding(path: Path) -> UserError:
                 offset += error.start
                 break
             offset += len(line)
-    unpacked = "unpacked " if path.suffix in COMPRESSIONS else ""
+    which = "decompressed file" if path.suffix in COMPRESSIONS else "file"
     return UserError(
-        f"{path}:{number}: not UTF-8 from byte {offset} of the {unpacked}file; "
-        f"convert it to UTF-8 (perhaps `iconv -f {guess} -t UTF-8`)"
+        f"{path}:{number}: not UTF-8 at byte {offset} of the {which}. Convert it, for example with "
+        f"`iconv -f {guess} -t UTF-8`."
     )
+
+
+def _reason(error: Exception) -> str:
+    """A library's message without its final period, to be used inside a sentence."""
+    return str(error).strip().rstrip(".")

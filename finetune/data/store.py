@@ -1,7 +1,8 @@
-"""Tokenized rows on disk: written once into a content-addressed folder, then mapped by every rank of the machine."""
+"""Tokenized rows on disk: written once to a content-addressed folder, memory-mapped by every rank of the machine."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,12 +17,13 @@ import pyarrow as pa
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
+from finetune.data import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.runtime.disk import no_space
 from finetune.runtime.files import checksum, staging, write_json
 
-VERSION = 2  # of the layout and of the code that decides tokens and labels: part of every entry's key
-BATCH_TOKENS = 4_000_000  # tokens of one Arrow record batch: what a writer holds in memory
+VERSION = 2  # increment if the file layout or the code that determines tokens and labels changes; part of every key
+BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
 _INFO = "entry.json"
 
@@ -32,13 +34,13 @@ class Rows:
 
     dataset:       the same file as a `datasets.Dataset` with columns input_ids and labels
     lengths:       int32 [n], tokens of each document
-    label_tokens:  int32 [n], those that are supervised. The first token of a document never is: it has no context.
+    label_tokens:  int32 [n], supervised tokens of each document; never its first token, which has no context
     """
 
     dataset: Any
     lengths: np.ndarray
     label_tokens: np.ndarray
-    _places: np.ndarray  # int64 [n], index of each document in the file
+    _file_indices: np.ndarray  # int64 [n], index of each document in the file
     _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per record batch: offsets, ids, labels
     _starts: list[int]  # index of the first document of each record batch
 
@@ -46,30 +48,30 @@ class Rows:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of one document, int32 [length] each, not copied."""
-        index = int(self._places[range(len(self))[index]])
+        """(input_ids, labels) of one document, int32 [length] each, without a copy."""
+        index = int(self._file_indices[range(len(self))[index]])
         batch = bisect_right(self._starts, index) - 1
         offsets, ids, labels = self._batches[batch]
         start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
         return ids[start:end], labels[start:end]
 
     def largest_id(self) -> int:
-        """The largest token id in the file of these documents; -1 if it is empty. Reads all of it."""
+        """The largest token id in the documents' file, which is read completely; -1 if it is empty."""
         return max((int(ids.max()) for _, ids, _ in self._batches if len(ids)), default=-1)
 
     def take(self, indices: np.ndarray) -> Rows:
-        """These documents alone, renumbered in this order; tokens stay where they are."""
+        """Only these documents, renumbered in this order, without copying tokens."""
         return replace(
             self,
             dataset=self.dataset.select(indices.tolist()),
             lengths=self.lengths[indices],
             label_tokens=self.label_tokens[indices],
-            _places=self._places[indices],
+            _file_indices=self._file_indices[indices],
         )
 
 
 class Writer:
-    """Appends documents to `NAME.arrow`, one record batch at a time; lengths and label counts to `NAME.npz`."""
+    """Writes documents to `NAME.arrow` in record batches, and their lengths and label counts to `NAME.npz`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path = folder / name
@@ -81,16 +83,16 @@ class Writer:
         self._label_tokens: list[int] = []
 
     def add(self, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """One document: int32 [length] each."""
+        """Add one document: int32 [length] each."""
         self._pending.append((input_ids, labels))
         self._pending_tokens += len(input_ids)
         self._lengths.append(len(input_ids))
-        self._label_tokens.append(int(np.count_nonzero(labels != -100)))
+        self._label_tokens.append(int(np.count_nonzero(labels != IGNORE_INDEX)))
         if self._pending_tokens >= BATCH_TOKENS:
             self._flush()
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write the remaining documents and the counts."""
         self._flush()
         self._stream.close()
         self._sink.close()
@@ -112,7 +114,7 @@ class Writer:
 
 
 def load_rows(folder: Path, name: str) -> Rows:
-    """Map what `Writer(folder, name)` wrote. Resident memory does not grow with the data."""
+    """Memory-map what `Writer(folder, name)` wrote. Resident memory does not grow with the data."""
     import datasets
 
     path = folder / f"{name}.arrow"
@@ -128,14 +130,14 @@ def load_rows(folder: Path, name: str) -> Rows:
         dataset=datasets.Dataset.from_file(str(path)),
         lengths=lengths,
         label_tokens=label_tokens,
-        _places=np.arange(count),
+        _file_indices=np.arange(count),
         _batches=batches,
         _starts=starts,
     )
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
-    """Key of a cache entry: digest of everything that decides its tokens and labels (JSON-safe values)."""
+    """Key of a cache entry: digest of everything that determines its tokens and labels (JSON-safe values)."""
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -148,39 +150,40 @@ def entry(
     verify: bool,
     is_current: Callable[[dict], bool] = lambda about: True,
 ) -> tuple[Path, dict]:
-    """The folder of `key`, built where it is missing, and what `build` returned when it was.
+    """The folder of `key`, built if it is missing, and the value that `build` returned when it was built.
 
-    `build(folder)` fills a folder of another name, which takes its own when it is whole: a process that dies leaves no
-    half entry. A file lock lets one process at a time build; the others wait for it, ranks and other runs alike.
+    `build(folder)` fills a temporary folder, which is renamed when it is complete, so a process that dies leaves no
+    incomplete entry. A file lock lets one process build while all others (ranks and other runs) wait.
 
     Args:
-        verify: read every file and compare checksums, not sizes alone.
-        is_current: whether an entry that is whole still counts, from what `build` returned; else it is built again.
+        verify: read every file and compare checksums instead of only sizes.
+        is_current: called with what `build` returned; if False, a complete entry is built again.
 
     Raises:
-        UserError: the cache folder cannot be written.
-        RunError: its disk is full.
+        UserError: the cache folder is not writable.
+        RunError: the disk is full.
     """
     folder = cache / key
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
             if _damage(folder, verify=verify) is not None or not is_current(_about(folder)):
-                with no_space(cache, "the data cache"), staging(folder) as half:
-                    about = build(half)
+                with no_space(cache, "the data cache"), staging(folder) as partial:
+                    about = build(partial)
                     write_json(
-                        half / _INFO, {"about": about, "files": {p.name: _digest(p) for p in sorted(half.iterdir())}}
+                        partial / _INFO,
+                        {"about": about, "files": {p.name: _digest(p) for p in sorted(partial.iterdir())}},
                     )
     except (PermissionError, LockTimeout) as error:
         raise UserError(
-            f"The data cache {cache} cannot be written ({error}). Set data.cache_dir, or the variable FINETUNE_CACHE, "
-            "to a folder that can."
+            f"The data cache {cache} is not writable: {error}. Set data.cache_dir or the environment variable "
+            "FINETUNE_CACHE to a writable folder."
         ) from None
     except OSError as error:
-        if error.errno == 30:  # read-only file system
+        if error.errno == errno.EROFS:
             raise UserError(
-                f"The data cache {cache} is on a read-only file system. Set data.cache_dir, or the variable "
-                "FINETUNE_CACHE, to a folder that can be written."
+                f"The data cache {cache} is on a read-only file system. Set data.cache_dir or the environment variable "
+                "FINETUNE_CACHE to a writable folder."
             ) from None
         raise
     return folder, _about(folder)
@@ -191,21 +194,21 @@ def _about(folder: Path) -> dict:
 
 
 def content(folder: Path) -> str:
-    """Digest of the rows in an entry, from the checksums that were taken when it was written."""
+    """Digest of the rows in an entry, from the checksums recorded when it was written."""
     files = json.loads((folder / _INFO).read_text())["files"]
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _damage(folder: Path, *, verify: bool) -> str | None:
-    """Why an entry must be built again, or None where it is whole."""
+    """Why an entry must be built again, or None if it is complete."""
     try:
         files = json.loads((folder / _INFO).read_text())["files"]
     except (OSError, ValueError, KeyError):
-        return "it is missing or unfinished"
+        return "it is missing or incomplete"
     for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is missing or cut short"
+            return f"{name} is missing or truncated"
         if verify and _digest(path)[1] != digest:
             return f"{name} is corrupt"
     return None

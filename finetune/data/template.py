@@ -1,17 +1,20 @@
-"""Conversations -> token ids and labels, for any chat template, exact at the token.
+"""Convert conversations to token ids and labels, with an exact loss mask for any chat template.
 
-The whole conversation is rendered once and tokenized once. Supervised is a set of spans of that text, one for each
-assistant turn: from where the generation prompt ends to the end-of-turn token. A span is found, in this order,
+The whole conversation is rendered once and tokenized once. The supervised part of that text is one span per assistant
+turn: from the end of the generation prompt to the end-of-turn token, inclusive. Spans are found in one of these ways,
+in this order:
 
-1. by the template's own `{% generation %}` marks;
-2. from the *skeleton* of the conversation's roles: the template rendered once with placeholders for the contents, cut
-   at the placeholders. A row whose contents put into the skeleton give exactly the rendered text has its spans there;
-3. turn by turn: the conversation up to the turn, rendered with the generation prompt, must be a prefix of the whole,
-   and the conversation up to and with the turn gives the end. Where a template rewrites earlier turns (Qwen3 drops
-   their thinking), the whole conversation is rendered with a placeholder for that one turn, and what stands before and
-   after the placeholder must stand before and after the turn as well.
+1. By the template's own `{% generation %}` marks.
+2. From the *skeleton* of the conversation's roles: the template is rendered once with placeholders for the contents and
+   split at the placeholders. If the row's contents inserted into the skeleton give exactly the rendered text, the
+   skeleton gives the spans.
+3. Turn by turn: the conversation before the turn, rendered with the generation prompt, must be a prefix of the whole
+   text, and the conversation including the turn gives the end. If a template rewrites earlier turns (Qwen3 drops their
+   thinking), the whole conversation is rendered with a placeholder for this turn; the text before and after the
+   placeholder must also stand before and after the turn.
 
-What none of them can tell is refused: the template when the encoder is built, one row as RowError("mask_ambiguous").
+If none of them is conclusive, the template is refused when the encoder is built, or the row is dropped with
+RowError("mask_ambiguous").
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, Message, RowError, Text
 from finetune.data.markers import Markers
 from finetune.data.render import check_syntax, render
@@ -37,13 +41,11 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
-IGNORE = -100  # the label that torch's cross entropy leaves out
-
 OverLength = Literal["truncate", "drop", "split"]
 Span = tuple[int, int]
-_Rendered = tuple[int, str, list[Span]]  # index of the row, its text, what is supervised of it
+_Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
-# The templates in their published form, without tools and images; a role that they do not know is refused.
+# The published templates, without tools and images. They refuse unknown roles.
 TEMPLATES = {
     "chatml": r"""
 {%- for message in messages %}
@@ -89,18 +91,19 @@ TEMPLATES = {
 }
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_SKELETONS = 4096  # one per sequence of roles; a bound for files with very many shapes of conversation
+_MAX_SKELETONS = 4096  # one per sequence of roles; bounds memory for files with very many different sequences
 
 
 def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None:
-    """The chat template: the tokenizer's own (None where it has none), one of TEMPLATES by name, a Jinja file, or None
-    for "none". Raises UserError for a name that is neither, or a template that is not Jinja."""
+    """Load a chat template: by default the tokenizer's (None if it has none); else one of TEMPLATES by name, a Jinja
+    file, or None for "none". Raises UserError for an unknown name, an unreadable file or invalid Jinja."""
     if name_or_path is None:
         template, source = tokenizer.chat_template, f"of the tokenizer {tokenizer.name_or_path!r}"
-        if isinstance(template, dict):  # some tokenizers bring several, by purpose
+        if isinstance(template, dict):  # some tokenizers have several, by purpose
             if "default" not in template:
                 raise UserError(
-                    f"the chat template {source} has no 'default' among {sorted(template)}; give one as a file"
+                    f"The chat template {source} has several variants and no 'default': {', '.join(sorted(template))}. "
+                    "Set model.chat_template to a Jinja file."
                 )
             template = template["default"]
     elif name_or_path == "none":
@@ -113,25 +116,28 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
             template = Path(name_or_path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"the chat template {source} cannot be read: {error}; give a Jinja file in UTF-8"
+                f"The chat template {source} cannot be read: {error}. Set model.chat_template to a Jinja file in UTF-8."
             ) from error
     else:
         raise UserError(
-            f"model.chat_template is {name_or_path!r}, neither a known name nor a file; "
-            f"allowed are {', '.join(TEMPLATES)}, none, or the path of a Jinja file"
+            f"model.chat_template is neither a known name nor a file: {name_or_path!r}. Set it to "
+            f"{', '.join(TEMPLATES)}, none, or the path of a Jinja file."
         )
     if template is not None:
         try:
             check_syntax(template)
         except TemplateSyntaxError as error:
-            raise UserError(f"the chat template {source} is not Jinja: line {error.lineno}: {error.message}") from error
+            raise UserError(
+                f"The chat template {source} is invalid Jinja: line {error.lineno}: {error.message}. Correct it, or "
+                "set model.chat_template to another one."
+            ) from error
     return template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoded:
-    """One document. `input_ids` and `labels` are int32 of the same length n; `labels` is IGNORE (-100) outside what is
-    supervised and always at position 0, which nothing precedes. `shortened`: the row was longer than max_length."""
+    """One document. `input_ids` and `labels` are int32 of equal length. A label is IGNORE_INDEX if its token is not
+    supervised; the first token never is, since nothing precedes it. `shortened`: the row was longer than max_length."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -139,24 +145,25 @@ class Encoded:
 
     @property
     def label_tokens(self) -> int:
-        return int(np.count_nonzero(self.labels != IGNORE))
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
 
 
 class Encoder:
-    """Tokenizes and labels conversations and texts; picklable, so that worker processes can have it.
+    """Tokenizes and labels conversations and texts. Picklable, so that it can be sent to worker processes.
 
-    assistant_only_loss: only assistant turns (of Text: after `learn_from`) are supervised, each with its end-of-turn
-        token but not the whitespace behind that; else everything is.
-    last_turn_only: of the assistant turns only the last one.
-    markers: which part of a Text is supervised, instead of what follows `learn_from`. Such a text marks its own end.
-    max_length: in tokens, None for no limit. Longer rows are cut at the end ("truncate"), refused ("drop"), or made
-        into several pieces ("split"): each but the first begins with the last token of the piece before, as context,
-        so that every label is predicted exactly once. Pieces without any label are left out.
+    assistant_only_loss: supervise only assistant turns (of a Text, what follows `supervised_from`), each including its
+        end-of-turn token but not the whitespace after it. If False, supervise everything.
+    last_turn_only: supervise only the last assistant turn.
+    markers: supervise the responses that these markers find in a Text, instead of what follows `supervised_from`. No
+        EOS is appended to such a text.
+    max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate"), dropped ("drop"), or cut into
+        pieces ("split"): each piece but the first begins with the last token of the piece before it, as context, so
+        that every label is predicted exactly once. Pieces without labels are dropped.
 
-    A token that reaches over the edge of a span is supervised if the part outside is whitespace only (" Hello" after
-    "Assistant:" + " " keeps its first word) and left out otherwise.
+    A token that extends beyond a span is supervised if the part outside is only whitespace (" Hello" after
+    "Assistant:" + " " keeps its first word), and masked otherwise.
 
-    Raises UserError where the tokenizer is not a fast one and where the template cannot be masked exactly.
+    Raises UserError if the tokenizer is not a fast one or the template cannot be masked exactly.
     """
 
     def __init__(
@@ -172,13 +179,17 @@ class Encoder:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not say where in the text "
-                "a token stands; a fast tokenizer (tokenizer.json) is needed"
+                f"The tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not report the positions "
+                "of tokens in the text. Use a fast tokenizer (one with a tokenizer.json)."
             )
         if last_turn_only and not assistant_only_loss:
-            raise UserError("learning the last turn only needs data.assistant_only_loss: true")
+            raise UserError(
+                "data.last_turn_only requires data.assistant_only_loss. Set data.assistant_only_loss: true."
+            )
         if max_length is not None and max_length < 2:
-            raise UserError(f"data.max_length is {max_length}; at least 2, as the first token is never supervised")
+            raise UserError(
+                f"data.max_length is {max_length}. Set it to at least 2, because the first token is never supervised."
+            )
         self._tokenizer = tokenizer
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._template = chat_template
@@ -187,26 +198,26 @@ class Encoder:
         self._assistant_only_loss = assistant_only_loss
         self._last_turn_only = last_turn_only
         self._markers = markers
-        self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and such, for the template
+        self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
         self._marked = chat_template is not None and bool(_GENERATION_MARK.search(chat_template))
         self._skeletons: dict[tuple[str, ...], _Skeleton | RowError | None] = {}
         added = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len)
         token = "|".join(re.escape(content) for content in reversed(added)) or "(?!)"
         self._byte_lengths = _byte_lengths(tokenizer)
         self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
-        self._shape: _Shape | None = None  # not needed where the template marks the turns, or all is supervised
+        self._shape: _Shape | None = None  # unused if the template marks the turns or everything is supervised
         if chat_template is not None and assistant_only_loss and not self._marked:
-            self._shape = self._learn_shape()
+            self._shape = self._infer_shape()
 
     def encode_batch(self, rows: Sequence[Conversation | Text]) -> list[list[Encoded] | RowError]:
-        """One entry for each row: its pieces (one, unless split) or why it cannot be used (reasons: template_error,
+        """For each row, its pieces (one, unless split) or the RowError that excludes it (reasons: template_error,
         mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenized once."""
         results: dict[int, list[Encoded] | RowError] = {}
         rendered: list[_Rendered] = []
         plain: list[_Rendered] = []
         for index, row in enumerate(rows):
             if isinstance(row, Text):
-                start = row.learn_from if self._assistant_only_loss else 0
+                start = row.supervised_from if self._assistant_only_loss else 0
                 plain.append((index, row.text, [(start, len(row.text))]))
                 continue
             try:
@@ -214,21 +225,21 @@ class Encoder:
                 rendered.append((index, text, spans))
             except RowError as error:
                 results[index] = error.with_traceback(None)
-        # A chat template writes BOS and EOS itself, also into a text that it was used on before. Other text gets what
-        # the tokenizer adds, and an EOS to learn.
+        # Text that begins with BOS was rendered by a chat template, which wrote BOS and EOS itself. Other text gets the
+        # tokenizer's special tokens and a supervised EOS.
         bos = self._special.get("bos_token")
         templated = [entry for entry in plain if bos and entry[1].startswith(bos)]
-        untouched = [entry for entry in plain if not (bos and entry[1].startswith(bos))]
+        raw = [entry for entry in plain if not (bos and entry[1].startswith(bos))]
         eos = None if self._markers else self._eos
         documents = [
             *self._label(rendered, eos=None),
             *self._label(templated, eos=eos),
-            *self._label(untouched, eos=eos, add_special_tokens=True),
+            *self._label(raw, eos=eos, add_special_tokens=True),
         ]
         for index, ids, labels in documents:
             if self._markers is not None:
-                labels = self._markers.labels(ids, IGNORE)
-                labels[:1] = IGNORE
+                labels = self._markers.labels(ids)
+                labels[:1] = IGNORE_INDEX
             try:
                 results[index] = self._pieces(ids, labels)
             except RowError as error:
@@ -240,37 +251,37 @@ class Encoder:
     def _label(
         self, group: list[_Rendered], *, eos: int | None, add_special_tokens: bool = False
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(index, ids, labels) for each; with `eos`, that token closes the document unless its text ends with it, and
-        the last token is supervised."""
+        """(index, ids, labels) of each text. With `eos`, that token is appended unless the text ends with it, and the
+        last token is supervised."""
         end = self._special.get("eos_token")
         by_length = [self._byte_lengths is not None and not add_special_tokens and t.isascii() for _, t, _ in group]
         for fast in (True, False):
             members = [entry for entry, is_fast in zip(group, by_length, strict=True) if is_fast is fast]
-            encodings = self._tokenise([text for _, text, _ in members], add_special_tokens, offsets=not fast)
+            encodings = self._tokenize([text for _, text, _ in members], add_special_tokens, offsets=not fast)
             for (index, text, spans), encoding in zip(members, encodings, strict=True):
                 ids = np.array(encoding.ids, dtype=np.int32)
                 ends = self._byte_lengths[ids].cumsum() if fast and self._byte_lengths is not None else None
                 if ends is not None and len(ends) and ends[-1] == len(text):
                     ranges = [_tokens_by_length(ends, text, span) for span in spans]
                 else:
-                    if fast:  # a vocabulary without some character, which the tokenizer then leaves out
-                        (encoding,) = self._tokenise([text], add_special_tokens, offsets=True)
+                    if fast:  # the vocabulary lacks a character, which the tokenizer dropped
+                        (encoding,) = self._tokenize([text], add_special_tokens, offsets=True)
                     ranges = [_tokens_by_offset(encoding, text, span) for span in spans]
                 if eos is not None and not (end and text.rstrip().endswith(end)) and (len(ids) == 0 or ids[-1] != eos):
                     ids = np.append(ids, np.int32(eos))
-                labels = np.full(len(ids), IGNORE, dtype=np.int32)
+                labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
                 for first, stop in ranges:
                     labels[first:stop] = ids[first:stop]
                 if eos is not None:
                     labels[-1:] = ids[-1:]
-                labels[:1] = IGNORE
+                labels[:1] = IGNORE_INDEX
                 yield index, ids, labels
 
-    def _tokenise(self, texts: list[str], add_special_tokens: bool, *, offsets: bool) -> list[Encoding]:
+    def _tokenize(self, texts: list[str], add_special_tokens: bool, *, offsets: bool) -> list[Encoding]:
         if not texts:
             return []
         backend = self._tokenizer.backend_tokenizer
-        backend.no_truncation()  # an earlier call with truncation leaves it switched on
+        backend.no_truncation()  # truncation stays enabled after an earlier call with it
         backend.no_padding()
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=add_special_tokens)
@@ -280,7 +291,7 @@ class Encoder:
         if limit is None or length <= limit:
             bounds = [(0, length)]
         elif self._over_length == "drop":
-            raise RowError("over_length", f"{length} tokens, max_length is {limit}")
+            raise RowError("over_length", f"{length} tokens; data.max_length is {limit}")
         elif self._over_length == "truncate":
             bounds = [(0, limit)]
         else:
@@ -290,8 +301,8 @@ class Encoder:
             piece = labels[start:stop]
             if start:
                 piece = piece.copy()
-                piece[0] = IGNORE  # was predicted at the end of the piece before
-            if (piece != IGNORE).any():
+                piece[0] = IGNORE_INDEX  # it was predicted at the end of the previous piece
+            if (piece != IGNORE_INDEX).any():
                 pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=stop - start < length))
         if not pieces:
             cut = f" in the first {limit} of {length} tokens" if bounds[-1][1] < length else ""
@@ -303,13 +314,15 @@ class Encoder:
     def _render_with_spans(self, row: Conversation) -> tuple[str, list[Span]]:
         if self._template is None:
             raise UserError(
-                "the rows are conversations and the tokenizer has no chat template; "
-                f"set model.chat_template to one of {', '.join(TEMPLATES)} or to a Jinja file"
+                "The rows are conversations and there is no chat template. Set model.chat_template to "
+                f"{', '.join(TEMPLATES)}, or the path of a Jinja file."
             )
         if not self._assistant_only_loss:
             text = self._render(row.messages, row.tools)
             return text, [(0, len(text))]
-        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i >= row.learn_from]
+        turns = [
+            i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i >= row.supervised_from
+        ]
         turns = turns[-1:] if self._last_turn_only else turns
         if not turns:
             return self._render(row.messages, row.tools), []
@@ -335,14 +348,14 @@ class Encoder:
             raise RowError("template_error", f"the chat template failed: {error}") from error
 
     def _marked_spans(self, row: Conversation, first_turn: int) -> tuple[str, list[Span]]:
-        """The marks are the template author's word on what is supervised, and are taken as they are."""
+        """The rendered text and the template's own `{% generation %}` spans from message `first_turn` on, unchanged."""
         text, spans = self._render_marked(row.messages, row.tools)
         earlier = any(message["role"] == "assistant" for message in row.messages[:first_turn])
         skip = len(self._render_marked(row.messages[:first_turn], row.tools)[1]) if earlier else 0
         return text, spans[skip:]
 
     def _skeleton(self, row: Conversation) -> _Skeleton | None:
-        """The skeleton for these roles, or None where there is more to the messages than contents (tools, thinking)."""
+        """The skeleton for these roles, or None if messages have more than contents (tools, thinking)."""
         if row.tools or any(
             len(message) != 2 or not isinstance(message.get("content"), str) for message in row.messages
         ):
@@ -354,12 +367,12 @@ class Encoder:
             try:
                 self._skeletons[roles] = self._build_skeleton(roles)
             except RowError as error:
-                # What a template refuses or drops by role, it does for every such row; the mask may still be clear for
-                # the real contents.
+                # A template that drops a message by its role does so in every such row. Other errors may come from the
+                # placeholders; the mask may still be unambiguous for the real contents.
                 self._skeletons[roles] = error if error.reason == "not_rendered" else None
         skeleton = self._skeletons[roles]
         if isinstance(skeleton, RowError):
-            raise RowError(skeleton.reason, skeleton.detail)  # a new one: a raised exception keeps its traceback
+            raise RowError(skeleton.reason, skeleton.detail)  # a new object: a raised exception keeps its traceback
         return skeleton
 
     def _build_skeleton(self, roles: tuple[str, ...]) -> _Skeleton:
@@ -368,9 +381,9 @@ class Encoder:
         parts = _MARK.split(text)  # literal, index, literal, index, ..., literal
         order = [int(index) for index in parts[1::2]]
         if left_out := sorted(set(range(len(roles))) - set(order)):
-            what = f"message {left_out[0] + 1} of the roles {', '.join(roles)}"
-            raise RowError("not_rendered", f"the chat template leaves out {what}")
-        begins, position = [0], 0  # of the literals in `text`
+            which = f"message {left_out[0] + 1} (the roles are {', '.join(roles)})"
+            raise RowError("not_rendered", f"the chat template does not render {which}")
+        begins, position = [0], 0  # where the literals begin in `text`
         for literal, index in zip(parts[::2], order, strict=False):
             position += len(literal) + len(_mark(index))
             begins.append(position)
@@ -381,7 +394,7 @@ class Encoder:
 
         row = Conversation(messages=messages)
         spans = {i: self._span(row, text, i) for i, role in enumerate(roles) if role == "assistant"}
-        # Whether the template trims a content shows in how it renders one with whitespace around it.
+        # Contents with whitespace around them show which ones the template trims.
         padded = self._render([{"role": role, "content": f" \n{_mark(i)}\n "} for i, role in enumerate(roles)])
         return _Skeleton(
             literals=parts[::2],
@@ -390,7 +403,7 @@ class Encoder:
         )
 
     def _span(self, row: Conversation, text: str, turn: int) -> Span:
-        """[start, end) of one assistant turn in `text`, which is the rendering of all messages."""
+        """[start, end) of one assistant turn in `text`, the rendering of all messages."""
         messages, shape = row.messages, self._shape
         assert shape is not None
         last = turn == len(messages) - 1
@@ -404,19 +417,19 @@ class Encoder:
             opening = around[0][: self._start(around[0], turn)]
             start = len(self._shared_start(opening, text))
             if len(opening) - start > len(shape.header):
-                raise _ambiguous(turn, "what it says changes what is rendered before it")
+                raise _ambiguous(turn, "its content changes the text rendered before it")
 
         closing = shape.end if last else shape.inner_end
         until = text if last else self._render(messages[: turn + 1], row.tools)
         closed = until.removesuffix(shape.tail) + closing
         if until.endswith(shape.tail) and text.startswith(closed):
             end = len(closed)
-        elif text.startswith(until) and self._ends_in_token(until.rstrip()):  # a tool call may close differently
+        elif text.startswith(until) and self._ends_in_token(until.rstrip()):  # a tool call may end differently
             end = len(until.rstrip())
         else:
             after = (around or self._around(row, text, turn))[1]
             if not (text.endswith(after) and after.startswith(closing)):
-                raise _ambiguous(turn, f"it does not end with {closing!r}, or changes what is rendered after it")
+                raise _ambiguous(turn, f"it does not end with {closing!r}, or changes the text rendered after it")
             end = len(text) - len(after) + len(closing)
 
         if end < start:
@@ -424,11 +437,13 @@ class Encoder:
         for call in messages[turn].get("tool_calls", ()):
             name = (call.get("function") or call).get("name")
             if name and name not in text[start:end]:
-                raise RowError("not_rendered", f"the chat template leaves out the tool calls of message {turn + 1}")
+                raise RowError(
+                    "not_rendered", f"the chat template does not render the tool calls of message {turn + 1}"
+                )
         return start, end
 
     def _around(self, row: Conversation, text: str, turn: int) -> tuple[str, str]:
-        """What the template writes before and after the turn's content, found with a placeholder in its place."""
+        """The text before and after the turn's content, found by rendering a placeholder instead of the content."""
         marked = {"role": "assistant", "content": _mark(turn)}
         if marked == row.messages[turn]:
             whole = text
@@ -436,40 +451,40 @@ class Encoder:
             try:
                 whole = self._render([*row.messages[:turn], marked, *row.messages[turn + 1 :]], row.tools)
             except RowError as error:
-                raise _ambiguous(turn, f"with a placeholder for it, {error.detail}") from error
+                raise _ambiguous(turn, f"with a placeholder as its content, {error.detail}") from error
         before, mark, after = whole.partition(_mark(turn))
         if not mark or _mark(turn) in after:
             raise _ambiguous(turn, "its content is not rendered exactly once")
         return before, after
 
     def _start(self, before: str, turn: int) -> int:
-        """Where a turn starts, given all that stands before its words."""
+        """Where a turn starts, given the whole text before its content."""
         assert self._shape is not None
         header, extra = self._shape.header, self._shape.extra
         if before.endswith(header + extra):
             return len(before) - len(extra)
-        # An earlier turn may lack the extra, and of the header what opens the thinking.
+        # An earlier turn may lack the extra, and the part of the header that opens the thinking.
         edges = [edge for token in self._added_token.finditer(header) for edge in token.span() if edge > 0]
         for edge in (len(header), *sorted(edges, reverse=True)):
             if before.endswith(header[:edge]):
                 return len(before)
-        raise _ambiguous(turn, f"it is not opened by {header!r}")
+        raise _ambiguous(turn, f"it does not start with {header!r}")
 
     def _ends_in_token(self, text: str) -> bool:
         tail = text[-64:]
         return any(token.end() == len(tail) for token in self._added_token.finditer(tail))
 
-    def _learn_shape(self) -> _Shape:
-        """How this template opens and closes an assistant turn, from conversations of placeholders."""
+    def _infer_shape(self) -> _Shape:
+        """How this template starts and ends an assistant turn, inferred from conversations of placeholders."""
         user, assistant = {"role": "user", "content": _mark(0)}, {"role": "assistant", "content": _mark(1)}
         more = [{"role": "user", "content": _mark(2)}, {"role": "assistant", "content": _mark(3)}]
         try:
-            prompt, whole = self._render([user], prompt=True), self._render([user, assistant])
+            prompt, text = self._render([user], prompt=True), self._render([user, assistant])
         except RowError as error:
-            raise self._refuse(f"it cannot render a user and an assistant message: {error.detail}") from error
-        before, mark, tail = whole.partition(_mark(1))
+            raise self._refusal(f"it cannot render a user and an assistant message: {error.detail}") from error
+        before, mark, tail = text.partition(_mark(1))
         if not mark or _mark(1) in tail:
-            raise self._refuse("it does not render the assistant's words exactly once")
+            raise self._refusal("it does not render the assistant's content exactly once")
 
         try:
             without_prompt = self._render([user])
@@ -479,54 +494,56 @@ class Encoder:
         header = after_user.removeprefix(without_prompt.rpartition(_mark(0))[2]) or after_user
         if prompt == without_prompt and before.startswith(prompt) and before.removeprefix(prompt).strip():
             opening = before.removeprefix(prompt)
-            raise self._refuse(f"it has no generation prompt, so {opening!r} may be the prompt's or the assistant's")
-        # Of a prompt that goes on into the turn (DeepSeek-R1, Qwen3.5 open <think>), what the past turn has too.
+            raise self._refusal(
+                f"it has no generation prompt, so {opening!r} may belong to the prompt or the assistant"
+            )
+        # A prompt may reach into the turn (DeepSeek-R1, Qwen3.5 open <think>): keep what past turns share with it.
         given = self._shared_start(prompt, before)
         header = header[: max(0, len(header) - (len(prompt) - len(given)))]
         if not before.startswith(prompt) and not self._added_token.search(header):
-            raise self._refuse(f"its generation prompt {after_user!r} is not how it opens an assistant turn")
+            raise self._refusal(f"its generation prompt {after_user!r} differs from how it starts an assistant turn")
         extra = before.removeprefix(given)
 
         try:
             inner = self._render([user, assistant, *more]).partition(_mark(1))[2]
         except RowError:
-            inner = tail  # a template for one exchange
+            inner = tail  # the template supports only one exchange
         shared = commonprefix([tail, inner])
         if tokens := self._added_tokens.search(shared):
             end = inner_end = shared[: tokens.end()]
         elif shared == tail:
             end = inner_end = tail.rstrip()
-        else:  # another token closes the last turn than the earlier ones (gpt-oss: <|return|> and <|end|>)
+        else:  # the last turn ends in another token than earlier ones (gpt-oss: <|return|> and <|end|>)
             last, earlier = (self._added_token.search(closing) for closing in (tail, inner))
             if not last or not earlier or tail[: last.start()].strip() or inner[: earlier.start()].strip():
-                raise self._refuse(f"it ends the last turn by {tail!r} and an earlier one by {inner!r}")
+                raise self._refusal(f"it ends the last turn with {tail!r} and an earlier one with {inner!r}")
             end, inner_end = tail[: last.end()], inner[: earlier.end()]
         return _Shape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end)
 
     def _shared_start(self, prompt: str, before: str) -> str:
-        """What the two start with, not ending inside a special token nor between two that only look alike."""
+        """`prompt` if `before` starts with it; else their common prefix, cut back to the edge of a special token."""
         if before.startswith(prompt):
             return prompt
         shared = len(commonprefix([prompt, before]))
         edges = (edge for token in self._added_token.finditer(prompt) for edge in token.span() if edge <= shared)
         return prompt[: max(edges, default=0)]
 
-    def _refuse(self, why: str) -> UserError:
+    def _refusal(self, why: str) -> UserError:
         name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
         start = " ".join((self._template or "").split())[:60]
         return UserError(
-            f"assistant_only_loss cannot be exact with the chat template used with {name!r} ({start!r}...): {why}; put "
-            "{% generation %} marks around what the assistant says, choose another model.chat_template "
-            f"({', '.join(TEMPLATES)}), or set data.assistant_only_loss: false"
+            f"data.assistant_only_loss cannot be exact with the chat template of {name!r} ({start!r}...): {why}. Put "
+            "{% generation %} marks around the assistant's turns in the template, set model.chat_template to another "
+            f"one ({', '.join(TEMPLATES)}), or set data.assistant_only_loss: false."
         )
 
 
 def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.text.Text:
-    """One example for people: what is supervised in bold green, what is context dimmed. Without color (a log file, a
-    terminal without it) what is supervised stands between the brackets \u27e6 and \u27e7."""
+    """The decoded tokens of one document, with supervised ones in bold green and the context dimmed. Without color (as
+    in a log file), supervised tokens are enclosed in the brackets \u27e6 and \u27e7."""
     import rich.text
 
-    supervised = encoded.labels != IGNORE
+    supervised = encoded.labels != IGNORE_INDEX
     edges = [0, *(np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist(), len(supervised)]
     result = rich.text.Text()
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -538,21 +555,21 @@ def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.tex
     return result
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------------
 
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 
 
 def _mark(index: int) -> str:
-    """A placeholder for the content of message `index`: of private-use characters, which no template looks for."""
+    """A placeholder for the content of message `index`, made of private-use characters that no template looks for."""
     return f"\ue000{index}\ue001"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """How a template writes an assistant turn: `header` (not supervised), `extra` (supervised; Qwen3's empty thinking
-    block), the words, `end` (supervised; `inner_end` if messages follow). `tail` is what follows the last words."""
+    """How a template writes an assistant turn: `header` (masked), `extra` (supervised; Qwen3's empty thinking block),
+    the content, `end` (supervised; `inner_end` if messages follow). `tail` is all text after the last content."""
 
     header: str
     extra: str
@@ -563,14 +580,14 @@ class _Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Skeleton:
-    """literals[0] contents[0] literals[1] ...: the text of a conversation with given roles."""
+    """The text of a conversation with given roles: literals[0] contents[0] literals[1] ..."""
 
     literals: list[str]
-    contents: list[tuple[int, bool]]  # index of the message, whether its content is trimmed
-    turns: dict[int, tuple[int, int, int, int]]  # of an assistant message: literal and offset of its start, of its end
+    contents: list[tuple[int, bool]]  # message index, whether its content is trimmed
+    turns: dict[int, tuple[int, int, int, int]]  # per assistant message: literal and offset of start, of end
 
     def spans(self, messages: list[Message], turns: list[int], text: str) -> list[Span] | None:
-        """The spans of these turns in `text`, or None if the text is not what the skeleton gives for the messages."""
+        """The spans of these turns in `text`, or None if the skeleton with the messages' contents differs from it."""
         parts, begins, position = [self.literals[0]], [0], len(self.literals[0])
         for (index, trimmed), literal in zip(self.contents, self.literals[1:], strict=True):
             content = messages[index]["content"].strip() if trimmed else messages[index]["content"]
@@ -584,10 +601,10 @@ class _Skeleton:
 
 
 def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
-    """The length in bytes of every token, int32 [vocabulary], or None where lengths do not give places in ASCII text.
+    """Length in bytes of every token, int32 [vocabulary], or None if lengths do not determine positions in ASCII text.
 
-    Offsets cost the tokenizer a quarter of its time. A byte-level one (GPT-2, Llama 3, Qwen) needs none: its tokens are
-    the bytes of the text, one after another, and a Unicode normalization leaves ASCII as it is.
+    Computing offsets takes a quarter of the tokenizer's time. A byte-level tokenizer (GPT-2, Llama 3, Qwen) does not
+    need them: its tokens concatenate to the bytes of the text, and Unicode normalization does not change ASCII.
     """
     from tokenizers import decoders, normalizers
 
@@ -597,9 +614,9 @@ def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
         return None
     if backend.normalizer is not None and not isinstance(backend.normalizer, unicode):
         return None
-    tokens = backend.get_vocab(with_added_tokens=False)  # one character for each byte
+    tokens = backend.get_vocab(with_added_tokens=False)  # each character is one byte
     added = backend.get_added_tokens_decoder()
-    if any(token.lstrip or token.rstrip for token in added.values()):  # these swallow the whitespace beside them
+    if any(token.lstrip or token.rstrip for token in added.values()):  # these absorb adjacent whitespace
         return None
     lengths = np.zeros(max([*tokens.values(), *added], default=-1) + 1, dtype=np.int32)
     for token, index in tokens.items():
@@ -617,12 +634,12 @@ def _ambiguous(turn: int, why: str) -> RowError:
     )
 
 
-# The two functions below give the tokens [first, stop) of a span of the text. At an edge of the span, a token that
-# reaches out of it counts if what it has outside is whitespace only.
+# The two functions below map a span of the text to tokens [first, stop). A token that extends beyond the span is
+# included if its part outside is only whitespace.
 
 
 def _tokens_by_length(ends: np.ndarray, text: str, span: Span) -> tuple[int, int]:
-    """From where each token ends in the text."""
+    """From the position in the text where each token ends."""
     start, end = span
     if start >= end:
         return 0, 0
@@ -633,17 +650,17 @@ def _tokens_by_length(ends: np.ndarray, text: str, span: Span) -> tuple[int, int
 
 
 def _tokens_by_offset(encoding: Encoding, text: str, span: Span) -> tuple[int, int]:
-    """From the tokenizer's own offsets, asked for at the edges only."""
+    """From the tokenizer's offsets, looked up only at the edges of the span."""
     start, end = span
-    # A character may have no token (a trimmed space): look inwards from both edges.
+    # A character may have no token (a trimmed space): search inward from both edges.
     first = next((t for i in range(start, end) if (t := encoding.char_to_token(i)) is not None), None)
     if first is None:
         return 0, 0
     last = next(t for i in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(i)) is not None)
     while first > 0 and (chars := encoding.token_to_chars(first - 1)) and chars[0] >= start:
-        first -= 1  # a token of trimmed whitespace, which covers no character
+        first -= 1  # a token of trimmed whitespace covers no character
     while last + 1 < len(encoding) and (chars := encoding.token_to_chars(last + 1)) and chars[0] < end:
-        last += 1  # the further tokens of one character (an emoji of several bytes)
+        last += 1  # a character of several bytes, such as an emoji, may have several tokens
     outside_before = text[encoding.token_to_chars(first)[0] : start]  # pyright: ignore[reportOptionalSubscript]
     outside_after = text[end : encoding.token_to_chars(last)[1]]  # pyright: ignore[reportOptionalSubscript]
     return first + bool(outside_before.strip()), last + 1 - bool(outside_after.strip())

@@ -1,4 +1,4 @@
-"""Whether `lora.target_modules` and `lora.modules_to_save` name modules that the model has."""
+"""Checks that `lora.target_modules` and `lora.modules_to_save` match modules of the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from finetune.errors import UserError
 
 
 def check_by_config(config: Config) -> None:
-    """Check the names against the model's shape, built without weights, so that a typo costs no loading. What cannot be
-    built so (remote code, several towers, an adapter) is left to `check`, after loading.
+    """Check the names against the model's architecture, built without weights, so that a typo is found before loading.
+    Models that cannot be built this way (remote code, several towers, adapters) are left to `check`, after loading.
 
     Raises:
         UserError: a name matches no module.
@@ -34,7 +34,7 @@ def check_by_config(config: Config) -> None:
             return
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # whatever is wrong with the model, loading it says it better
+    except Exception:  # loading the model reports the error better
         return
     check(skeleton, config, lora.target_modules)
 
@@ -43,11 +43,10 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> No
     """Check the names against a model that has no adapter yet.
 
     Args:
-        targets: as PEFT takes them: names or ends of names, one regular expression, "all-linear", or None for PEFT's
-            own choice.
+        targets: as in PEFT: names or their endings, a regular expression, "all-linear", or None for PEFT's default.
 
     Raises:
-        UserError: a name matches no module. PEFT itself accepts a list if one of its names matches.
+        UserError: a name matches no module. PEFT accepts a list if any of its names matches.
     """
     names = [name for name, _ in model.named_modules() if name]
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -70,7 +69,7 @@ def _matches_regex(pattern: str, names: list[str]) -> bool:
     except re.error as error:
         raise UserError(
             f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "
-            "names, a regular expression for whole names, or all-linear."
+            "names, a regular expression that matches full names, or all-linear."
         ) from None
 
 
@@ -79,7 +78,7 @@ def _found(target: str, names: list[str]) -> bool:
 
 
 def _missing(key: str, target: str, names: list[str]) -> str:
-    """The sentence, with the last parts of the names that exist, most similar first."""
+    """The message, with the last parts of the model's module names, most similar first."""
     known = list(dict.fromkeys(part for part in (name.rpartition(".")[2] for name in names) if not part.isdigit()))
     near = get_close_matches(target, known, n=len(known) or 1, cutoff=0.5)
     listed = [*near, *(name for name in known if name not in near)][:20]

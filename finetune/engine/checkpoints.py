@@ -1,4 +1,4 @@
-"""Checkpoints and the final model: whole or absent, written by one rank, found again."""
+"""Checkpoints and the final model: written atomically by one rank, verified before they are used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import disk, distributed, files
-from finetune.runtime.files import remove, remove_whole
+from finetune.runtime.files import remove, remove_atomically
 from finetune.runtime.files import staging as staging
 
 MANIFEST = "checkpoint.json"  # names, sizes and checksums of the checkpoint's files; written last
 FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 _NAME = re.compile(r"checkpoint-(\d+)")
-# What a run that was killed can leave behind: only names that this package makes.
+# What a killed run can leave behind. Matches only names that this package creates.
 _LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
 SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
 
@@ -31,7 +31,7 @@ class Found:
 
     path:       the checkpoint, or None if there is none
     manifest:   its manifest; empty without a checkpoint
-    skipped:    one sentence for each incomplete or damaged checkpoint that was passed over
+    skipped:    one sentence per incomplete or damaged checkpoint that was skipped
     damaged:    their names
     """
 
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the checkpoint has behind it; 0 without one."""
+        """Optimizer steps done at the checkpoint; 0 without one."""
         return int(self.manifest["step"]) if self.path is not None else 0
 
 
@@ -50,10 +50,10 @@ class Found:
 class Retention:
     """Which checkpoints a run may delete.
 
-    limit:      whole checkpoints that may stay; None keeps all
-    protected:  names that stay in any case and count: the one resumed from
-    damaged:    names known to be damaged from their checksums. Like those whose files are incomplete they neither count
-                nor are deleted: somebody may want to look at them.
+    limit:      number of complete checkpoints to keep; None keeps all
+    protected:  names that are never deleted but count towards the limit: the one resumed from
+    damaged:    names whose checksums do not match. Like incomplete checkpoints, they neither count nor are deleted, so
+                that they can be inspected.
     """
 
     limit: int | None = None
@@ -66,35 +66,35 @@ class Damaged(Exception):
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Folders named checkpoint-N, oldest step first, whole or not."""
+    """Folders named checkpoint-N, oldest step first, complete or not."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """Those of `checkpoints` with all files in their recorded sizes; content is not read."""
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """The `checkpoints` whose files all have their recorded sizes; contents are not read."""
     return [path for path in checkpoints(output_dir) if damage(path) is None]
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------
 
 
-def seal(checkpoint: Path, about: dict[str, Any]) -> None:
-    """Write the manifest of a finished checkpoint folder: `about` (step, plan, settings), the size in bytes of each
-    file (`files`), its checksum (`xxh3_128`), and a checksum of the manifest itself (`checksum`)."""
+def seal(checkpoint: Path, fields: dict[str, Any]) -> None:
+    """Write the manifest of a finished checkpoint folder: `fields` (step, plan, settings), the size of each file in
+    bytes (`files`), its checksum (`xxh3_128`), and a checksum of the manifest itself (`checksum`)."""
     paths = {path.relative_to(checkpoint).as_posix(): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     sums = files.checksums(paths.values())
     sizes = {name: path.stat().st_size for name, path in paths.items()}
-    content = files.plain({**about, "files": sizes, "xxh3_128": dict(zip(paths, sums, strict=True))})
+    content = files.plain({**fields, "files": sizes, "xxh3_128": dict(zip(paths, sums, strict=True))})
     files.write_json(checkpoint / MANIFEST, {**content, "checksum": files.checksum_of_json(content)})
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked for what this module relies on. In those of older versions `xxh3_128` is
-    empty.
+    """Read a checkpoint's manifest and check the fields that this module needs. Manifests of older versions have no
+    checksums: `xxh3_128` is empty.
 
     Raises:
-        Damaged: it is missing or is not such a manifest.
+        Damaged: it is missing or invalid.
     """
     try:
         content = files.read_json(checkpoint / MANIFEST)
@@ -119,15 +119,15 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
 
 def _is_below(name: str) -> bool:
     """Whether a file name from a manifest stays inside the checkpoint's folder."""
-    path = PureWindowsPath(name)  # knows both separators, and drives
+    path = PureWindowsPath(name)  # handles both separators, and drives
     return bool(path.parts) and not path.anchor and not path.drive and ".." not in path.parts and "\0" not in name
 
 
 def damage(checkpoint: Path, *, verify: bool = False) -> str | None:
-    """What is wrong with a checkpoint folder, or None if it is whole.
+    """What is wrong with a checkpoint folder, or None if it is complete.
 
     Args:
-        verify: read every file and compare its checksum, not only sizes.
+        verify: read every file and compare checksums, not only sizes.
     """
     try:
         content = manifest(checkpoint)
@@ -151,17 +151,17 @@ def damage(checkpoint: Path, *, verify: bool = False) -> str | None:
     return None
 
 
-# --- finding one ----------------------------------------------------------------------------------------------------
+# --- finding a checkpoint ---------------------------------------------------------------------------------------------
 
 
 def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
-    """The checkpoint that `resume_from_checkpoint` means: False none, True the newest whole one, a path that one.
+    """The checkpoint that `resume_from_checkpoint` selects: False = none, True = the newest complete one, or a path.
 
     Args:
-        verify: compare checksums too, which reads the whole checkpoint.
+        verify: compare checksums as well, which reads every file.
 
     Raises:
-        UserError: a path that is not there, is incomplete or is damaged.
+        UserError: the path does not exist, or its checkpoint is incomplete or damaged.
     """
     if resume is False:
         return Found()
@@ -169,12 +169,12 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
         path = Path(resume)
         wrong = f"it is damaged: {why}" if path.is_dir() and (why := damage(path, verify=verify)) else None
         if not path.is_dir():
-            wrong = "there is no such folder"
+            wrong = "the folder does not exist"
         if wrong:
-            others = [found.name for found in whole_checkpoints(output_dir) if found.resolve() != path.resolve()]
+            others = [found.name for found in complete_checkpoints(output_dir) if found.resolve() != path.resolve()]
             raise UserError(
-                f"training.resume_from_checkpoint is {resume}: {wrong}. Give a whole checkpoint (in {output_dir}: "
-                f"{', '.join(others) or 'none'}), or true for the newest of them."
+                f"training.resume_from_checkpoint is {resume}: {wrong}. Give a complete checkpoint (in {output_dir}: "
+                f"{', '.join(others) or 'none'}), or true for the newest one."
             )
         return Found(path=path, manifest=manifest(path))
     skipped: dict[str, str] = {}
@@ -184,7 +184,7 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
             return Found(
                 path=path, manifest=manifest(path), skipped=tuple(skipped.values()), damaged=frozenset(skipped)
             )
-        skipped[path.name] = f"{path} is damaged ({why}); it is skipped"
+        skipped[path.name] = f"{path} is damaged ({why}); skipping it"
     return Found(skipped=tuple(skipped.values()), damaged=frozenset(skipped))
 
 
@@ -192,23 +192,23 @@ def find(output_dir: Path, resume: bool | str, *, verify: bool = True) -> Found:
 
 
 def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
-    """Refuse an output folder that holds another run, that cannot be written, or that has no room. Writes nothing.
+    """Check that the output folder holds no other run, is writable and has free space. Writes nothing.
 
     Raises:
-        UserError: with what to do about it.
+        UserError: one of these is not so.
     """
     parent = _existing(output_dir)
-    held = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
-    held += [path.name for path in checkpoints(output_dir)]
-    if held and not resuming and not overwrite:
+    existing = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
+    existing += [path.name for path in checkpoints(output_dir)]
+    if existing and not resuming and not overwrite:
         raise UserError(
-            f"training.output_dir is {output_dir}, which holds another run ({', '.join(held[:4])}). To resume it, "
+            f"training.output_dir is {output_dir}, which holds another run ({', '.join(existing[:4])}). To resume it, "
             "set training.resume_from_checkpoint: true; for a new run give another folder, or set "
             "training.overwrite_output_dir: true to replace it."
         )
     if not os.access(parent, os.W_OK):
         raise UserError(
-            f"training.output_dir is {output_dir}: {parent} cannot be written by this user. Give another folder."
+            f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."
         )
     check_space(output_dir, SPARE_BYTES, "the run's records")
 
@@ -217,7 +217,7 @@ def _existing(output_dir: Path) -> Path:
     """The output folder, or the nearest folder above it that exists.
 
     Raises:
-        UserError: a file or a broken link is in the way.
+        UserError: a file or a broken symbolic link is in the way.
     """
     for path in (output_dir, *output_dir.absolute().parents):
         if path.is_dir():
@@ -234,9 +234,9 @@ def _existing(output_dir: Path) -> Path:
 
 
 def clear(output_dir: Path) -> None:
-    """Remove an earlier run's checkpoints, records and final files, and nothing else that lies in the folder."""
+    """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
     for path in checkpoints(output_dir):
-        remove_whole(path)
+        remove_atomically(path)
     if not (output_dir / "runs").is_symlink():
         remove(output_dir / "runs")
     shards = output_dir.glob("model-*-of-*.safetensors")
@@ -245,8 +245,8 @@ def clear(output_dir: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove the partial files of runs that were killed. Only for the run that owns the folder: those of a run that
-    is alive look the same."""
+    """Remove partial files of killed runs. Only for the run that owns the folder: the partial files of a live run
+    look the same."""
     if output_dir.is_dir():
         for path in list(output_dir.iterdir()):
             if _LEFTOVER.fullmatch(path.name):
@@ -254,7 +254,7 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def take_over(output_dir: Path, *, overwrite: bool) -> None:
-    """Remove what earlier runs left behind: partial files, and with `overwrite` the whole run. All ranks call it."""
+    """Remove partial files of earlier runs and, with `overwrite`, all their files. Every rank calls it."""
     if distributed.ranks().is_main:
         remove_leftovers(output_dir)
         if overwrite:
@@ -263,7 +263,7 @@ def take_over(output_dir: Path, *, overwrite: bool) -> None:
 
 
 def check_space(output_dir: Path, needed: int, what: str) -> None:
-    """Raise UserError where the disk of `output_dir` has fewer than `needed` bytes free."""
+    """Raise UserError if the disk of `output_dir` has fewer than `needed` bytes free."""
     folder = output_dir
     while not folder.exists():
         folder = folder.parent
@@ -276,9 +276,9 @@ def check_space(output_dir: Path, needed: int, what: str) -> None:
 
 
 def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[None]:
-    """`disk.no_space`, with the checkpoint to resume from."""
+    """`disk.no_space`, which then names the newest complete checkpoint."""
     return disk.no_space(
-        output_dir, what, lambda: next((path.name for path in reversed(whole_checkpoints(output_dir))), None)
+        output_dir, what, lambda: next((path.name for path in reversed(complete_checkpoints(output_dir))), None)
     )
 
 
@@ -287,8 +287,8 @@ def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def final_files(output_dir: Path) -> Iterator[Path]:
-    """A folder to write the final model into. If the block ends well its files are synced to the disk and moved into
-    `output_dir`, weights first: a reader that sees the config finds the weights. Otherwise they vanish."""
+    """A temporary folder for the final model. If the block succeeds, its files are synced and moved into `output_dir`,
+    weights first, so that a reader who sees the config finds the weights. Otherwise they are removed."""
     folder = output_dir / ".final.partial"
     remove(folder)
     folder.mkdir(parents=True)
@@ -304,11 +304,11 @@ def final_files(output_dir: Path) -> Iterator[Path]:
 
 
 def rotate(output_dir: Path, retention: Retention, *newest: str) -> None:
-    """Delete the oldest whole checkpoints beyond the limit, never those named `newest`: the one just written, and the
-    best one. Whole is judged by sizes; a checkpoint is not read again."""
+    """Delete the oldest complete checkpoints beyond the limit, but never those in `newest`: the one just written and
+    the best one. Completeness is judged by file sizes; nothing is read again."""
     if retention.limit is None:
         return
-    whole = [path for path in whole_checkpoints(output_dir) if path.name not in retention.damaged]
-    free = [path for path in whole if path.name not in retention.protected.union(newest)]
-    for path in free[: max(len(whole) - retention.limit, 0)]:
-        remove_whole(path)
+    complete = [path for path in complete_checkpoints(output_dir) if path.name not in retention.damaged]
+    free = [path for path in complete if path.name not in retention.protected.union(newest)]
+    for path in free[: max(len(complete) - retention.limit, 0)]:
+        remove_atomically(path)

@@ -1,11 +1,11 @@
-"""The embedded demo: what `accelerate launch -m finetune.train` trains when it is given no --config.
+"""The embedded demo: what `accelerate launch -m finetune.train` trains without --config.
 
-A small Llama with random weights, its tokenizer and an instruction data set, made from code and a seed: no download.
-From the folder written here on, everything is the code path of a user's own model and data.
+A small Llama with random weights, its tokenizer and an instruction data set, generated from a seed without a download.
+Once they are on disk, they take the same code path as a user's own model and data.
 
 The task is to follow eight kinds of instruction about small scenes, such as "What color is the last thing? Anna has a
-red key. Ben has a blue map." No fact (owner, color and thing) of a held-out scene occurs in training, so a right
-answer was read from the prompt and not remembered.
+red key. Ben has a blue map." No fact (owner, color and thing) of a held-out scene occurs in training, so a correct
+answer is read from the prompt, not memorized.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from filelock import FileLock
 from finetune.config import Config
 from finetune.errors import RunError
 
-VERSION = 1  # raise it with every change of what materialize writes: folders of another version are not reused
+VERSION = 1  # increment when the output of materialize changes: folders of other versions are not reused
 TRAIN_ROWS = 6144
 EVAL_ROWS = 192
 KINDS = 8
@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 16  # no answer is longer, its end-of-turn token included
 GLOBAL_BATCH_SIZE = 64
 
 NAMES = "Anna Ben Clara David Emma Felix Grace Henry Ivy Jack Karin Leo".split()
-COLOURS = "red blue green black white brown pink grey purple yellow golden silver".split()
+COLORS = "red blue green black white brown pink grey purple yellow golden silver".split()
 THINGS = "key map hat cup book lamp ball coat bag pen box ring".split()
 
 END_OF_TEXT, TURN_START, TURN_END, PAD = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -71,28 +71,31 @@ class Fact(NamedTuple):
 
 
 def materialize(folder: Path, seed: int = 0) -> DemoPaths:
-    """Write the demo of this seed under `folder`, or find it there, whole, from an earlier call.
+    """Write the demo of this seed under `folder`, or reuse a complete one from an earlier call.
 
-    The same seed and library versions give the same bytes. Several processes may call at once: one writes, the others
-    wait for it. A call that is killed leaves nothing that a later one would take for the demo. Imports transformers,
-    therefore to be called after Unsloth is imported, where it is. Raises RunError where the folder cannot be written.
+    The same seed and library versions give the same bytes. Several processes may call it at once: one writes, the
+    others wait. A killed call leaves nothing that a later one would mistake for the demo. Imports transformers, so
+    Unsloth, if used, must be imported first.
+
+    Raises:
+        RunError: the folder cannot be written.
     """
     home = _home(folder, seed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{home}.lock"):
-            if not _is_whole(home):
+            if not _is_complete(home):
                 unfinished = home.with_name(f"{home.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 _write(_paths(unfinished), seed)
-                if not _is_whole(unfinished):  # never let the next run fail on what this one wrote
+                if not _is_complete(unfinished):  # never let the next run fail on what this one wrote
                     raise OSError(f"files are missing in {unfinished}")
                 shutil.rmtree(home, ignore_errors=True)
                 unfinished.rename(home)
     except OSError as error:
         raise RunError(
-            f"The demo could not be written under {folder} ({error}); it needs a folder that can be written to, "
-            "with 10 MB free; free some space or choose another folder."
+            f"The demo could not be written under {folder}: {error}. It needs a writable folder with 10 MB free. "
+            "Free some space or choose another folder."
         ) from error
     return _paths(home)
 
@@ -105,7 +108,7 @@ def _paths(home: Path) -> DemoPaths:
     return DemoPaths(model_dir=home / "model", train_file=home / "train.jsonl", eval_file=home / "eval.jsonl")
 
 
-def _is_whole(home: Path) -> bool:
+def _is_complete(home: Path) -> bool:
     paths = _paths(home)
     files = (paths.train_file, paths.eval_file, *(paths.model_dir / name for name in MODEL_FILES))
     return all(file.is_file() for file in files)
@@ -120,12 +123,13 @@ def _write(paths: DemoPaths, seed: int) -> None:
 
 
 def rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training rows and held-out rows, {"messages": [user, assistant]} each, every kind of instruction in equal shares.
+    """Training rows and held-out rows, {"messages": [user, assistant]} each, with equal shares of every kind of
+    instruction.
 
     No prompt occurs twice, and no fact of a held-out prompt occurs in a training prompt.
     """
     rng = random.Random(seed)
-    facts = [Fact(*words) for words in itertools.product(NAMES, COLOURS, THINGS)]
+    facts = [Fact(*words) for words in itertools.product(NAMES, COLORS, THINGS)]
     rng.shuffle(facts)
     held_out, train = facts[: len(facts) // 8], facts[len(facts) // 8 :]
     return _rows(rng, train, TRAIN_ROWS), _rows(rng, held_out, EVAL_ROWS)
@@ -135,7 +139,7 @@ def _rows(rng: random.Random, facts: Sequence[Fact], count: int) -> list[dict[st
     answers: dict[str, str] = {}
     while len(answers) < count:
         scene = rng.sample(facts, rng.choice((2, 3)))
-        if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # nobody and nothing twice
+        if all(len(set(words)) == len(scene) for words in zip(*scene, strict=True)):  # no name, color or thing twice
             prompt, answer = _instruction(len(answers) % KINDS, scene)
             answers[prompt] = answer
     return [
@@ -174,9 +178,9 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
     bpe.train_from_iterator(
         itertools.chain(texts, ("system", "user", "assistant")),
         trainers.BpeTrainer(
-            vocab_size=1024,  # an upper bound: merging ends, near 500, when every word is one token
+            vocab_size=1024,  # an upper bound: merging ends near 500, when every word is one token
             special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # any text can be written
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # any text can be encoded
             show_progress=False,
         ),
     )
@@ -198,7 +202,7 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
         "pad_token_id": tokenizer.pad_token_id,
     }
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would change the GPUs' as well
+        torch.default_generator.manual_seed(seed)  # CPU only: torch.manual_seed would also seed the GPUs
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(tokenizer),
@@ -213,7 +217,7 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
                 **ids,
             )
         )
-    # Part by part: model.save_pretrained writes nothing, and says nothing, on a rank other than 0 of a process group.
+    # Part by part: model.save_pretrained silently writes nothing on ranks other than 0 of a process group.
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)
@@ -224,9 +228,10 @@ def _write_model(folder: Path, texts: Iterable[str], seed: int) -> None:
 
 
 def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
-    """The configuration values of the demo, by section; the paths are those of `materialize`.
+    """The configuration values of the demo, by section, without the paths.
 
-    Full fine-tuning: an adapter on random weights has nothing to adapt. Float32: the same on a CPU and on a GPU.
+    Full fine-tuning, because an adapter on random weights has nothing to adapt. Float32, for equal results on a CPU and
+    on a GPU.
     """
     return {
         "model": {"full_finetuning": True, "load_in_4bit": False, "dtype": "float32"},
@@ -247,7 +252,7 @@ def overrides(world_size: int = 1) -> dict[str, dict[str, Any]]:
 
 
 def introduction() -> str:
-    """What the user reads before the demo trains."""
+    """The text printed before the demo trains."""
     return """\
 No --config was given: this is the demo. It trains a very small model (half a million parameters) that starts from
 random weights, not a pretrained one, on instructions made up for it; nothing is downloaded. All its weights are
@@ -270,7 +275,7 @@ and start it:
 
 
 def configure(config: Config, folder: Path, world_size: int) -> Config:
-    """`config` with the demo's model, data and settings, but for what the user has set."""
+    """`config` with the demo's model, data and settings, except for keys that the user has set."""
     paths = _paths(_home(folder, 0))
     own = overrides(world_size)
     own["model"]["model_name_or_path"] = str(paths.model_dir)

@@ -1,6 +1,6 @@
-"""What must hold on all ranks before the first step. Each check has a name; one that fails stops every rank with it.
+"""What must hold on all ranks before the first step. Each check has a name; a failure stops every rank and reports it.
 
-Facts are gathered from all ranks first, so that every rank comes to the same verdict and none waits for the others.
+The facts of all ranks are gathered first, so that every rank reaches the same verdict and none waits for another.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from finetune.runtime import distributed
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of one rank."""
+    """What the checks need to know about one rank."""
 
     rank: int
     host: str
     local_rank: int
     parameter_devices: list[str]
     current_device: str
-    trainer_classes: list[str]  # of the trainer and its bases, with their modules: the path that the loss takes
-    processes: int  # that accelerate knows of
+    trainer_classes: list[str]  # the trainer's MRO, module-qualified: determines which code computes the loss
+    processes: int  # accelerate's world size
     timeout_seconds: float | None  # of the default process group; None for one rank
     finds_unused: bool
     reentrant: bool
-    patches: list[str]  # those applied
-    writes: bool  # checkpoints and the final model
-    divisor: str  # who divides the loss by the label tokens of the global batch: "the model" or "this program"
+    patches: list[str]  # names of the applied patches
+    writes: bool  # whether it writes checkpoints and the final model
+    divisor: str  # what divides the loss by the supervised tokens of the global batch: "the model" or "this program"
     averages_tokens: bool
     batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
-    global_batch_size: int  # rows (or packs) of a step of the plan, over all ranks
+    global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
 
 
 def gather(trainer: Any) -> list[Facts]:
@@ -69,12 +69,12 @@ def own_facts(trainer: Any) -> Facts:
 
 
 def divisor(trainer: Any) -> str:
-    """Who divides the loss by the label tokens of the global batch; see SFTTrainer.compute_loss."""
+    """What divides the loss by the supervised tokens of the global batch; see SFTTrainer.compute_loss."""
     return "the model" if trainer.model_accepts_loss_kwargs else "this program"
 
 
 def _reentrant(trainer: Any) -> bool:
-    """Whether gradient checkpointing runs the forward again inside the backward, as Unsloth's own always does."""
+    """Whether gradient checkpointing is reentrant, as Unsloth's own always is."""
     if not trainer.args.gradient_checkpointing:
         return False
     if trainer.stack.backend == "unsloth" and trainer.stack.device == "cuda":
@@ -82,7 +82,7 @@ def _reentrant(trainer: Any) -> bool:
     return bool((trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
 
 
-# --- checks: Facts of all ranks and what the configuration asks for -> what is wrong, or None -----------------------
+# --- checks: Facts of all ranks and the configured timeout -> what is wrong, or None ---------------------------------
 
 
 def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
@@ -94,63 +94,61 @@ def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
         if one.parameter_devices != [one.current_device]:
             return (
                 f"rank {one.rank} computes on {one.current_device} and has weights on "
-                f"{', '.join(one.parameter_devices)}; "
-                "load the model with one device per rank"
+                f"{', '.join(one.parameter_devices)}; load the model on one device per rank"
             )
         place = (one.host, one.current_device)
         if place in seen:
             return (
-                f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make as many GPUs "
-                "visible as there are processes, and leave CUDA_VISIBLE_DEVICES the same on all ranks"
+                f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make one GPU "
+                "per process visible, with the same CUDA_VISIBLE_DEVICES on all ranks"
             )
         seen[place] = one.rank
     return None
 
 
 def same_trainer_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
-    """A rank on which Unsloth could not generate its trainer falls back to another loss, silently."""
+    """A rank on which Unsloth cannot generate its trainer silently falls back to a different loss."""
     for one in facts:
         if one.trainer_classes != facts[0].trainer_classes:
             return (
                 f"rank {one.rank} trains with {one.trainer_classes[1]} and rank 0 with "
-                f"{facts[0].trainer_classes[1]}; delete "
-                "the folder of UNSLOTH_COMPILE_LOCATION and start again"
+                f"{facts[0].trainer_classes[1]}; delete the folder that UNSLOTH_COMPILE_LOCATION names and start again"
             )
     return None
 
 
 def as_many_processes_as_launched(facts: list[Facts], timeout: int) -> str | None:
-    """accelerate and the launcher agree on the world size; else gradients are not averaged, silently."""
+    """accelerate and the launcher agree on the world size. Otherwise gradients are silently not averaged."""
     for one in facts:
         if one.processes != len(facts):
-            return f"rank {one.rank} knows of {one.processes} processes and {len(facts)} were launched"
+            return f"accelerate sees a world size of {one.processes} on rank {one.rank}, and {len(facts)} were launched"
     return None
 
 
 def timeout_as_configured(facts: list[Facts], timeout: int) -> str | None:
-    """`training.ddp_timeout` is what the process group has; a group that was made earlier keeps its own."""
+    """The process group uses `training.ddp_timeout`; a group that was created earlier keeps its own timeout."""
     for one in facts:
         if one.timeout_seconds is not None and one.timeout_seconds != timeout:
             return (
-                f"the process group of rank {one.rank} waits {one.timeout_seconds:.0f} s and training.ddp_timeout is "
-                f"{timeout} s: something made the group before this program could"
+                f"the process group of rank {one.rank} has a timeout of {one.timeout_seconds:.0f} s and "
+                f"training.ddp_timeout is {timeout} s: other code created the group first"
             )
     return None
 
 
 def no_search_for_unused_parameters_under_reentrant_checkpointing(facts: list[Facts], timeout: int) -> str | None:
-    """DDP then sees parameters twice: "marked as ready twice" (unsloth issue 3713)."""
+    """Together they make DDP fail with "marked as ready twice" (unsloth issue 3713)."""
     for one in facts:
         if len(facts) > 1 and one.finds_unused and one.reentrant:
             return (
-                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; remove the first, "
+                "training.ddp_find_unused_parameters is on and gradient checkpointing is reentrant; turn off the first "
                 "or set training.gradient_checkpointing: false"
             )
     return None
 
 
 def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
-    """A patch is applied on all ranks or on none."""
+    """Each patch is applied on all ranks or on none."""
     for one in facts:
         if one.patches != facts[0].patches:
             return f"rank {one.rank} applied {one.patches} and rank 0 {facts[0].patches}; use one installation for all"
@@ -158,19 +156,19 @@ def same_patches_on_all_ranks(facts: list[Facts], timeout: int) -> str | None:
 
 
 def one_writer(facts: list[Facts], timeout: int) -> str | None:
-    """Checkpoints and the final model have one writer; several tear each other's files."""
+    """One rank writes checkpoints and the final model; several would damage each other's files."""
     writers = [one.rank for one in facts if one.writes]
-    return None if len(writers) == 1 else f"ranks {writers} would write the same files; rank 0 alone may"
+    return None if len(writers) == 1 else f"ranks {writers} would write the same files; only rank 0 may"
 
 
 def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
-    """By the model or by this program, alike on all ranks; a mean of each rank's own mean is another loss
+    """By the model or by this program, the same on all ranks; the mean of the ranks' means is a different loss
     (unsloth issue 1952, transformers pull request 39395)."""
     for one in facts:
         if one.divisor != facts[0].divisor:
             return (
-                f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use one "
-                "installation for all"
+                f"on rank {one.rank} {one.divisor} divides the loss, on rank 0 {facts[0].divisor}; use the same "
+                "installation on all machines"
             )
         if not one.averages_tokens:
             return f"average_tokens_across_devices is off on rank {one.rank}; leave it on"
@@ -178,13 +176,13 @@ def loss_divided_by_the_label_tokens_of_the_global_batch(facts: list[Facts], tim
 
 
 def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
-    """World size x rows per device x accumulation is the step that the plan has, so the one of every world size."""
+    """World size x rows per device x accumulation equals the plan's global batch, at every world size."""
     for one in facts:
         rows, passes = one.batch
         if len(facts) * rows * passes != one.global_batch_size:
             return (
                 f"{len(facts)} ranks x {rows} rows x {passes} accumulated is not the global batch of "
-                f"{one.global_batch_size}: something changed the trainer's arguments after they were made"
+                f"{one.global_batch_size}: the trainer's arguments were changed after they were created"
             )
     return None
 
@@ -204,7 +202,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def check(trainer: Any) -> list[str]:
-    """Run all checks. Returns their names, for run.json.
+    """Run all checks and return their names, for run.json.
 
     Raises:
         UserError: on every rank, with the name of the first check that fails and what to do.
@@ -218,7 +216,7 @@ def check(trainer: Any) -> list[str]:
 
 
 def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
-    """What this rank holds is what the others hold; called once the data is there, before the model is loaded.
+    """Check that all ranks hold the same values; called after the data is prepared, before the model is loaded.
 
     Raises:
         UserError: on every rank, naming the first one that differs from rank 0.
@@ -229,16 +227,16 @@ def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
             if value != everyone[0][what]:
                 raise UserError(
                     f"same data and versions on all ranks: rank {rank} differs from rank 0 in {what}: {value!r} "
-                    f"against {everyone[0][what]!r}. All machines need the same files and the same packages; nothing "
+                    f"against {everyone[0][what]!r}. All machines need the same files and packages. Nothing "
                     "was trained."
                 )
 
 
 def check_gradients(model: Any) -> None:
-    """After the first backward: every weight that is to be trained has a gradient, on every rank.
+    """Check after the first backward that every trainable weight has a gradient, on every rank.
 
     Raises:
-        UserError: names the first that have none.
+        UserError: names the first weights without one.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     missing = [name for name, parameter in trained if parameter.grad is None]
@@ -246,7 +244,7 @@ def check_gradients(model: Any) -> None:
     for rank, names in enumerate(everyone):
         if names:
             raise UserError(
-                f"every trained weight gets a gradient: on rank {rank} these have none after the first step: "
-                f"{', '.join(names)}. Leave them out of lora.target_modules and lora.modules_to_save, or train them "
-                "with data that reaches them."
+                f"every trainable weight gets a gradient: on rank {rank} these have none after the first step: "
+                f"{', '.join(names)}. Remove them from lora.target_modules and lora.modules_to_save, or use data that "
+                "reaches them."
             )

@@ -1,4 +1,4 @@
-"""From a configuration to everything that training needs: the same for a run, a dry run and a comparison of runs."""
+"""Loads everything that training needs from a configuration, for runs, dry runs, benchmarks and parity alike."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
-# Rows of like size are drawn in groups of so many: padded ones need little padding, and each of up to eight ranks gets
-# the like of the others' (DDP waits for the slowest). Not the world size, as the steps must not depend on it; not the
-# whole step, whose rows would then be all of a kind.
+# Rows of similar size are drawn in groups of this many: little padding, and similar work for up to eight ranks
+# (DDP waits for the slowest). It is not the world size, because steps must not depend on that, and not the whole step,
+# whose rows would then all be similar.
 GROUP_SIZE = 8
 
 
@@ -40,7 +40,7 @@ class Job:
     data: Data
     layout: Layout
     eval_layout: Layout | None
-    unpacked_because: str | None  # why rows are padded documents and not packs
+    unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
@@ -66,12 +66,12 @@ def open_job(
     hooks: Hooks = NO_HOOKS,
     before_loading: Callable[[], None] = lambda: None,
 ) -> Job:
-    """Prepare the data, then meet the other ranks, then load the model.
+    """Prepare the data, connect to the other ranks, then load the model.
 
     Args:
-        on_failure: called with a message when another rank has failed, just before this process ends.
+        on_failure: called with a message if another rank fails, just before this process exits.
         before_loading: called on every rank once the ranks can communicate, before the model is loaded.
-        hooks: functions of the user's script, for the tokenizer, the data, the model and, later, the trainer.
+        hooks: functions of the user's script for the tokenizer, the data, the model and, later, the trainer.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -94,7 +94,7 @@ def open_job(
     with bootstrap.quiet_ranks():
         loaded = hooks.replace("model", loaded, tokenizer)
     check_backend(stack)
-    if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # some have unused ids beyond it
+    if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # tokenizers may have unused ids beyond it
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:
                 model.check_vocabulary(loaded, rows, split)
@@ -120,21 +120,21 @@ def open_job(
 
 
 def check_backend(stack: Stack) -> None:
-    """A script's functions have not imported Unsloth behind the back of the transformers backend.
+    """Check that the user's script has not imported Unsloth while the backend is transformers.
 
     Raises:
-        UserError: they have, and Unsloth has rewritten classes of transformers that are in use.
+        UserError: it has, and Unsloth has patched transformers classes that are in use.
     """
     if stack.backend == "transformers" and "unsloth" in sys.modules:
         raise UserError(
             f"The backend is transformers ({stack.reason}) and a function of the script imports unsloth, which "
-            "rewrites transformers. Set model.backend to unsloth, or do without that import: model.chat_template takes "
-            "the name of a chat template or a Jinja file."
+            "patches transformers. Set model.backend to unsloth, or remove that import: model.chat_template takes the "
+            "name of a chat template or a Jinja file."
         )
 
 
 def check_ranks_agree(data: Data) -> None:
-    """All ranks hold the same data and the same versions, or the run does not start.
+    """Check that all ranks hold the same data and library versions.
 
     Raises:
         UserError: on every rank, naming the first one that differs from rank 0.
@@ -150,7 +150,7 @@ def check_ranks_agree(data: Data) -> None:
 
 
 def model_size(model: Any) -> ModelSize:
-    """Counts that the floating-point operations of a step depend on; 4-bit weights count as what they stand for."""
+    """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -170,6 +170,6 @@ def model_size(model: Any) -> ModelSize:
 
 
 def layouts(job: Job) -> dict[str, dict[str, Any]]:
-    """The composition of the rows of each split."""
+    """The composition of the rows in each split."""
     found = {"train": job.layout.to_dict()}
     return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})

@@ -1,6 +1,6 @@
-"""Base model, adapter and tokenizer: load, generate, save. Knows no trainer.
+"""Base model, adapter and tokenizer: load and generate. Independent of the trainer.
 
-Imported after `bootstrap.start`, as everything that touches transformers or peft.
+Import it after `bootstrap.start`, like everything that uses transformers or peft.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune.config import Config
 from finetune.engine import adapter_targets, preflight
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
-from finetune.runtime.hardware import when_full
+from finetune.runtime.hardware import out_of_memory_details
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -29,7 +29,7 @@ def load_tokenizer(config: Config) -> Any:
     """The model's tokenizer, with a pad token and right padding.
 
     Raises:
-        UserError: it cannot be found, here or on the hub.
+        UserError: it is found neither locally nor on the hub.
     """
     from transformers import AutoTokenizer
 
@@ -42,16 +42,16 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """The tokenizer, now with a pad token, and padding on the right."""
+    """Give the tokenizer a pad token and right padding, and return it."""
     if tokenizer.pad_token is None:
-        # Padding is masked in attention and labels, so any token serves; the end token is always there.
+        # Padding is masked in attention and labels, so any token will do; every tokenizer has an end token.
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
-    """`auto`: bfloat16 where the GPU has it, else float16 on a GPU and float32 on a CPU."""
+    """The configured dtype. `auto`: bfloat16 if the GPU supports it, else float16; float32 on a CPU."""
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)
     if stack.device == "cpu":
@@ -60,11 +60,11 @@ def resolve_dtype(config: Config, stack: Stack) -> torch.dtype:
 
 
 def check(config: Config, stack: Stack) -> bool:
-    """Whether the model is an adapter that is to be trained on. Loads nothing, so it can be asked first.
+    """Whether the model is an adapter to continue training. Loads nothing, so it can run first.
 
     Raises:
-        UserError: it is an adapter that the configuration does not mean to continue, bitsandbytes is missing, or the
-            configuration has arguments that this backend cannot take.
+        UserError: it is an adapter but the configuration does not continue one, bitsandbytes is missing, or the
+            configuration has arguments that this backend does not accept.
     """
     if stack.backend == "transformers":
         _check_arguments(config, stack)
@@ -81,18 +81,18 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         row_length: tokens of the longest training row; sizes Unsloth's rotary cache.
 
     Raises:
-        UserError: the model is not found, cannot be quantized here, or what `check` raises.
+        UserError: the model is not found or cannot be quantized here; also everything that `check` raises.
     """
     name = str(config.model.model_name_or_path)
     continued = check(config, stack)
     load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
-        torch.manual_seed(config.training.seed)  # adapters start from random numbers, the same on every rank
+        torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
     bits = _quantized(config)
     if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
         raise UserError(
-            f"model.load_in_{bits}bit is set and the backend loaded 16-bit weights: this model or device has no "
+            f"model.load_in_{bits}bit is set, but the backend loaded 16-bit weights: this model or device has no "
             f"{bits}-bit kernels (backend {stack.backend}, device {stack.device}). Set it to false."
         )
     model.config.use_cache = False
@@ -100,7 +100,7 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
 
 
 def _quantized(config: Config) -> int | None:
-    """Bits of the frozen weights; None where they are not quantized."""
+    """Bits of the quantized weights; None without quantization."""
     return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None
 
 
@@ -213,51 +213,51 @@ def _attention(config: Config) -> dict[str, str]:
 def _targets(config: Config) -> Any:
     chosen = config.lora.target_modules
     if chosen is None and config.model.loader == "FastModel":
-        return None  # it chooses by its own switches (finetune_language_layers, ...), in models with several towers
+        return None  # it selects by its own switches (finetune_language_layers, ...), for models with several towers
     return list(PROJECTIONS) if chosen is None else chosen
 
 
 def _check_arguments(config: Config, stack: Stack) -> None:
-    """Arguments for Unsloth's classes have no place on the transformers backend."""
+    """Refuse arguments for Unsloth's classes on the transformers backend."""
     from peft import LoraConfig
 
     for key, value in (("loader", config.model.loader), ("loader_kwargs", config.model.loader_kwargs)):
         if value:
             raise UserError(
-                f"model.{key} is {value}, which is for Unsloth's classes, and the backend is transformers "
-                f"({stack.reason}). Remove it, or run where Unsloth does."
+                f"model.{key} is {value}, which is for Unsloth's classes, but the backend is transformers "
+                f"({stack.reason}). Remove it, or run on a machine that Unsloth supports."
             )
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     for name in config.lora.adapter_kwargs:
         if name not in known:
             raise UserError(
-                f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not take, and the backend is "
-                f"transformers ({stack.reason}). Remove it, or run where Unsloth does."
+                f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not accept, and the backend is "
+                f"transformers ({stack.reason}). Remove it, or run on a machine that Unsloth supports."
             )
 
 
 def _check_bitsandbytes(bits: int) -> None:
     try:
         import bitsandbytes  # noqa: F401
-    except Exception as error:  # its import loads CUDA libraries and can fail in many ways
+    except Exception as error:  # importing it loads CUDA libraries, which fails in many ways
         raise UserError(
             f"model.load_in_{bits}bit needs bitsandbytes, which cannot be imported here ({type(error).__name__}: "
             f"{error}). Install it with `pip install bitsandbytes`, or set model.load_in_{bits}bit to false."
         ) from None
 
 
-# Attention kernels that keep the documents of a packed row apart, by restarting position ids or by lengths.
+# Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
 _PACKS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-# What Unsloth itself leaves unpacked: soft-capped attention that cannot be compiled so, and attention sinks.
+# Models that Unsloth does not pack: soft-capped attention that it cannot compile this way, and attention sinks.
 _UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
 
 
 def why_not_packed(model: Any, stack: Stack) -> str | None:
-    """Why documents cannot share a line in this model without seeing each other; None where they can."""
+    """Why packed documents would attend to each other in this model; None if they do not."""
     config = model.config
     text = config.get_text_config()
     if config is not text:
-        return f"{config.model_type} is a multimodal model, whose positions are more than a count"
+        return f"{config.model_type} is a multimodal model, whose positions are not a simple count"
     kinds = set(getattr(text, "layer_types", None) or ())
     recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
     names = {type(module).__name__ for module in model.modules()}
@@ -267,21 +267,21 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
     if recurrent:
         return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
     if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
-        return f"Unsloth does not keep packed documents apart in {text.model_type}"
+        return f"Unsloth does not separate packed documents in {text.model_type}"
     attention = str(text._attn_implementation)
     if attention not in _PACKS:
-        return f"attention {attention!r} is not known to keep packed documents apart"
+        return f"attention {attention!r} is not known to separate packed documents"
     return None
 
 
 def prepare_for_packs(model: Any, stack: Stack) -> None:
-    """On a GPU, let Unsloth run its variable-length attention over packs, on transformers' own layers too."""
+    """On a GPU, enable Unsloth's variable-length attention over packs, including on transformers' own layers."""
     if stack.backend != "unsloth" or stack.device != "cuda":
         return
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength
 
-    mark_allow_overlength(model)  # several packs are one line, longer than max_seq_length
+    mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
 
 
@@ -292,11 +292,11 @@ def prepare_for_packs(model: Any, stack: Stack) -> None:
 def generate(
     model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
 ) -> list[str]:
-    """Greedy answers to tokenized prompts, as text without special tokens.
+    """Greedy completions of tokenized prompts, as text without special tokens.
 
     Args:
-        prompts: token ids of each prompt, ending where the assistant speaks.
-        max_new_tokens: per answer; it ends earlier at the model's end token.
+        prompts: token ids of each prompt, up to the start of the assistant's turn.
+        max_new_tokens: per answer; the model's end token ends it earlier.
     """
     from transformers import GenerationConfig
 
@@ -332,7 +332,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 @contextlib.contextmanager
 def _inference(model: Any) -> Iterator[None]:
-    """Unsloth's generation mode where the model has one; afterwards the model is as it was."""
+    """Unsloth's generation mode if the model has one, else eval mode; restores the previous mode."""
     was_training = model.training
     if hasattr(model, "for_inference"):
         model.for_inference()
@@ -351,7 +351,7 @@ def _inference(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_not_found(name: str | None, what: str) -> Iterator[None]:
-    """Say in our words what the hub and transformers say in theirs."""
+    """Turn errors of the hub and of transformers into UserErrors that say what to do."""
     from huggingface_hub import constants
 
     try:
@@ -361,7 +361,7 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
         _check_files(str(name), what, error)
         if not isinstance(error, OSError | ValueError | pickle.UnpicklingError):
             raise
-        if isinstance(error, OSError) and error.errno == 28:  # no space left on device: said elsewhere
+        if isinstance(error, OSError) and error.errno == 28:  # no space left on device: reported by the command
             raise
         text = str(error)
         if not isinstance(error, OSError) and not any(
@@ -370,21 +370,23 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
         ):
             raise
         offline = (
-            "HF_HUB_OFFLINE is set, so only local folders and the cache count. " if constants.HF_HUB_OFFLINE else ""
+            "HF_HUB_OFFLINE is set, so only local folders and the cache are searched. "
+            if constants.HF_HUB_OFFLINE
+            else ""
         )
         where = (
-            "The folder exists and lacks files that transformers needs. "
+            "The folder exists but lacks files that transformers needs. "
             if Path(str(name)).is_dir()
-            else "No such folder is here, and the hub gave no such model. "
+            else "There is no such folder, and the hub has no such model. "
         )
         raise UserError(
             f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
             f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
-            f"(The library's first words: {text.splitlines()[0][:200]})"
+            f"(The library's error: {text.splitlines()[0][:200]})"
         ) from error
 
 
-# What transformers says of files that are there -> what is wrong, and what to do.
+# Part of transformers' error about existing files -> what is wrong, and what to do.
 _WRONG_FILES = {
     "does not recognize this architecture": (
         "its config.json names an architecture that the installed transformers does not have",
@@ -396,34 +398,34 @@ _WRONG_FILES = {
     ),
     "Validation error for field": ("its config.json is not valid", "Copy or download it again"),
     "ignore_mismatched_sizes": (
-        "its weights do not have the shapes that its config.json gives",
+        "its weights do not have the shapes in its config.json",
         "Copy or download it again",
     ),
 }
 
 
 def _check_files(name: str, what: str, error: Exception) -> None:
-    """Raise a UserError if loading failed because the files are not those of a model. Other errors pass."""
-    words = " ".join(str(error).split())
+    """Raise a UserError if loading failed because of invalid model files; ignore other errors."""
+    message = " ".join(str(error).split())
     for sign, (why, remedy) in _WRONG_FILES.items():
-        if sign in words:
-            raise UserError(f"model.model_name_or_path is {name}: {why} ({words[:200]}). {remedy}.") from error
+        if sign in message:
+            raise UserError(f"model.model_name_or_path is {name}: {why} ({message[:200]}). {remedy}.") from error
     if what == "tokenizer" and Path(name).is_dir() and not isinstance(error, OSError | ValueError | ImportError):
         raise UserError(
-            f"model.model_name_or_path is {name}: its tokenizer files are damaged ({words[:200]}). Copy or download "
+            f"model.model_name_or_path is {name}: its tokenizer files are damaged ({message[:200]}). Copy or download "
             "them again."
         ) from error
 
 
 def check_vocabulary(model: Any, rows: Any, split: str) -> None:
-    """Every token id of the rows has a row in the model's embedding. Otherwise CUDA fails with an assertion that names
-    nothing, and a CPU with an IndexError.
+    """Check that every token id has a row in the model's embedding. Otherwise CUDA fails with an unspecific assertion,
+    and a CPU with an IndexError.
 
     Args:
         rows: `finetune.data.store.Rows`.
 
     Raises:
-        UserError: the tokenizer belongs to a larger vocabulary.
+        UserError: the tokenizer's vocabulary is larger than the model's.
     """
     count, largest = model.get_input_embeddings().weight.shape[0], rows.largest_id()
     if largest >= count:
@@ -436,8 +438,8 @@ def check_vocabulary(model: Any, rows: Any, split: str) -> None:
 
 @contextlib.contextmanager
 def _unknown_argument(config: Config) -> Iterator[None]:
-    """Name the key whose argument a library does not know: its classes pass on what they do not know themselves, so the
-    refusal comes from far below."""
+    """Name the configuration key of an argument that a library rejects. Libraries pass unknown arguments on, so the
+    error comes from deep inside."""
     try:
         yield
     except TypeError as error:
@@ -447,7 +449,7 @@ def _unknown_argument(config: Config) -> Iterator[None]:
         if key is None or found is None:
             raise
         raise UserError(
-            f"{key} has `{found[1]}`, which nothing takes that loads this model ({error}). Check its spelling, or "
+            f"{key} has `{found[1]}`, which no loader of this model accepts ({error}). Check its spelling, or "
             "remove it."
         ) from error
 
@@ -459,5 +461,5 @@ def _out_of_memory(doing: str) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
             f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
-            f"({when_full(error)})"
+            f"({out_of_memory_details(error)})"
         ) from error

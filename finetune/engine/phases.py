@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from finetune.runtime import activity
 from finetune.runtime.clock import Clock
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 END = "end"  # closes a step; the interval before it is "other"
+BETWEEN = "between"  # steps: logging, evaluation, saving; belongs to no step
 
 
 class PhaseTimer(TrainerCallback):
     """Marks the phases of a trainer's steps on a clock while it is `on`; evaluation is not marked.
+
+    A step runs from the request for its rows to the end of its callbacks after the update. What happens between two
+    steps (logging, evaluation, checkpoints) belongs to neither.
 
     data: waiting for the step's batches. forward: from there, or from the previous backward pass, to the loss of a
     micro-batch. backward: to the end of its backward pass, including the communication inside. optimizer: gradient
@@ -31,6 +36,7 @@ class PhaseTimer(TrainerCallback):
         """
         self.on = on
         self._clock = Clock(device)
+        self._trainer = trainer
         trainer.get_batch_samples = self._timed_fetch(trainer.get_batch_samples)
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
@@ -45,21 +51,30 @@ class PhaseTimer(TrainerCallback):
     def stop(self) -> list[dict[str, list[float]]]:
         """End timing; synchronizes with the device. Returns the complete steps since `start` (see `split`)."""
         self.on = False
+        return self.take()
+
+    def take(self) -> list[dict[str, list[float]]]:
+        """The steps since `start` or the last call, between two steps; synchronizes with the device (see `split`)."""
         return split(self._clock.drain())
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.on:
             self.start()
 
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        activity.enter("optimizer")
+
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._mark("optimizer")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._mark(END)
+        activity.enter("between steps", state.global_step)
 
     def _timed_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._mark("other")
+            self._mark(BETWEEN)
+            activity.enter("data", self._trainer.state.global_step)
             batches = fetch(*args, **kwargs)
             self._mark("data")
             return batches
@@ -68,6 +83,8 @@ class PhaseTimer(TrainerCallback):
 
     def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                activity.enter(label)
             result = function(*args, **kwargs)
             self._mark(label)
             return result
@@ -84,11 +101,13 @@ def split(intervals: Iterable[tuple[str, float]]) -> list[dict[str, list[float]]
     accumulation.
 
     Args:
-        intervals: (label, seconds), as from `Clock.drain`; END closes a step.
+        intervals: (label, seconds), as from `Clock.drain`; END closes a step, BETWEEN is left out.
     """
     steps: list[dict[str, list[float]]] = []
     step: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for label, seconds in intervals:
+        if label == BETWEEN:
+            continue
         step["other" if label == END else label].append(seconds)
         if label == END:
             steps.append(step)

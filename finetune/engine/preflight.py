@@ -1,4 +1,4 @@
-"""Preflight checks: the model's files and the optimizer's package, before any heavy import."""
+"""Preflight checks before any heavy import: the model's files, the data set and the optimizer's package."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from finetune.errors import UserError
 
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SHAPES = ("config.json", ADAPTER)  # one of them says what the other files hold
-# How their names begin (`transformers.training_args.OptimizerNames`), the module, and what pip calls it.
+SHAPES = ("config.json", ADAPTER)  # one of them describes the other files
+# Prefixes of optimizer names (`transformers.training_args.OptimizerNames`), their module, its name for pip.
 PACKAGES = (
     (("adamw_8bit", "adamw_bnb_", "ademamix", "lion_", "paged_", "rmsprop_"), "bitsandbytes", "bitsandbytes"),
     (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def check(config: Config) -> None:
-    """The model and the optimizer of a configuration can be used here.
+    """Check that the model, the data set and the optimizer of a configuration can be used here.
 
     Raises:
         UserError: what is missing, and what to do.
@@ -40,11 +40,11 @@ def check(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """The folder or the hub's cache holds a model, and one that the configuration means to train. A name that is not
-    in the cache is left to those who ask the hub.
+    """Check that the folder or the hub's cache holds a model, and one that the configuration can train. Names that are
+    not in the cache are checked when the hub is asked.
 
     Raises:
-        UserError: no model is there, or it is an adapter that is not to be continued.
+        UserError: there is no model, or it is an adapter but the configuration does not continue one.
     """
     name = str(config.model.model_name_or_path)
     folder = Path(name)
@@ -55,7 +55,7 @@ def check_model(config: Config) -> None:
         )
     if not folder.is_dir() and _hub_is_off() and not any(_cached(config, file) for file in SHAPES):
         raise UserError(
-            f"model.model_name_or_path is {name}: no such folder is here, nor such a model in the cache, and "
+            f"model.model_name_or_path is {name}: there is no such folder and no such model in the cache, and "
             f"HF_HUB_OFFLINE is set. Check the spelling, download it first with `hf download {name}`, or give a folder."
         )
     if not folder.is_dir() and not _hub_is_off():
@@ -70,7 +70,7 @@ def check_model(config: Config) -> None:
 
 
 def _check_code(config: Config) -> None:
-    """A model that transformers has no class for, and that brings Python code, needs the permission to run it."""
+    """A model without a class in transformers that ships Python code needs permission to run it."""
     if config.model.trust_remote_code:
         return
     content = _json(config, "config.json")
@@ -83,12 +83,12 @@ def _check_code(config: Config) -> None:
 
 
 def _json(config: Config, name: str) -> dict:
-    """One of the model's JSON files as an object, empty if it is not here."""
+    """One of the model's JSON files as an object, empty if it does not exist here."""
     folder = Path(str(config.model.model_name_or_path))
     file = folder / name if folder.is_dir() else _cached(config, name)
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
-    except (OSError, ValueError):  # loading it says better what is wrong
+    except (OSError, ValueError):  # loading reports the error better
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -105,7 +105,7 @@ def _needs_code(name: str, file: str, code: object) -> UserError:
 
 
 def check_refused(name: str, what: str, error: Exception) -> None:
-    """Raise a UserError if loading failed because the model's files hold code. Other errors pass.
+    """Raise a UserError if loading failed because the model's files contain code; ignore other errors.
 
     Args:
         what: "model" or "tokenizer".
@@ -131,7 +131,7 @@ def check_refused(name: str, what: str, error: Exception) -> None:
 
 
 def check_data(config: Config) -> None:
-    """A data set of the hub is in the cache, or the hub can be reached.
+    """Check that a data set of the hub is in the cache, or that the hub can be reached.
 
     Raises:
         UserError: there is no connection at all.
@@ -149,28 +149,28 @@ def check_data(config: Config) -> None:
 
 
 def use_cache_without_network() -> None:
-    """If the hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would ask for each file several
-    times before they take the one in the cache. To be called before they are imported."""
+    """If the hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would request each file several
+    times before they use the cached one. Call it before they are imported."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except httpx.ConnectError:  # no route, no name, refused
-        sys.stderr.write(f"warning: {constants.ENDPOINT} cannot be reached; the files in the cache are used.\n")
+    except httpx.ConnectError:  # no route, unknown host or connection refused
+        sys.stderr.write(f"warning: {constants.ENDPOINT} cannot be reached; using the files in the cache.\n")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-    except httpx.HTTPError:  # slow, or an answer that only the real request can judge
+    except httpx.HTTPError:  # slow, or a response that only the real request can interpret
         return
 
 
 def check_hub(given: str) -> None:
-    """The hub can be reached. The libraries ask ten times before they give up; this asks twice. A network that is only
-    slow passes.
+    """Check that the hub can be reached. The libraries try ten times before they give up; this tries twice. A slow
+    network passes.
 
     Args:
-        given: what is wanted from the hub, as the beginning of the message.
+        given: the beginning of the message: the key and its value.
 
     Raises:
         UserError: there is no connection at all.
@@ -185,19 +185,19 @@ def check_hub(given: str) -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=10)
             return
-        except httpx.ConnectError as error:  # no route, no name, refused
+        except httpx.ConnectError as error:  # no route, unknown host or connection refused
             if wait is None:
                 raise UserError(
-                    f"{given}, which is neither a folder here nor in the cache, and {constants.ENDPOINT} cannot be "
+                    f"{given}, which is neither a local folder nor in the cache, and {constants.ENDPOINT} cannot be "
                     f"reached ({error}). Check the network, HF_ENDPOINT and the proxy variables, or give a folder."
                 ) from None
             time.sleep(wait)
-        except httpx.HTTPError:  # slow, or an answer that only the real request can judge
+        except httpx.HTTPError:  # slow, or a response that only the real request can interpret
             return
 
 
 def _check_folder(folder: Path) -> None:
-    """Configuration files that are JSON objects, and weights whose headers and sizes agree."""
+    """Check that configuration files are JSON objects and that weight files match the sizes in their headers."""
     for name in (*SHAPES, *TOKENIZER):
         if (folder / name).is_file():
             _read_object(folder / name)
@@ -221,7 +221,7 @@ def _read_object(file: Path) -> dict:
 
 
 def _why_damaged(file: Path) -> str | None:
-    """What is wrong with a safetensors file by its header: 8 bytes of length, JSON with the tensors' offsets, data."""
+    """What is wrong with a safetensors file, judged by its header: 8 bytes of length, JSON with offsets, data."""
     try:
         size = file.stat().st_size
         with file.open("rb") as content:
@@ -230,19 +230,19 @@ def _why_damaged(file: Path) -> str | None:
                 return f"it has {size:,} bytes, too few for its header"
             header = json.loads(content.read(length))
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        whole = 8 + length + max(ends, default=0)
+        expected = 8 + length + max(ends, default=0)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "its header is not valid"
-    return None if size == whole else f"it has {size:,} bytes instead of {whole:,}"
+    return None if size == expected else f"it has {size:,} bytes instead of {expected:,}"
 
 
 def adapter(config: Config) -> dict | None:
-    """The adapter_config.json of the model, which may have to be asked of the hub; None for a whole model.
+    """The model's adapter_config.json, from the hub if necessary; None for a full model.
 
     Raises:
-        UserError: it is an adapter that is not to be continued.
+        UserError: it is an adapter but the configuration does not continue one.
     """
     found = _found(config) or _on_hub(config)
     _check_adapter(config, found)
@@ -250,8 +250,8 @@ def adapter(config: Config) -> dict | None:
 
 
 def base_folder(config: Config) -> Path | None:
-    """Folder of the model whose weights are frozen or trained: the base of an adapter; a snapshot in the hub's cache.
-    None if it is not on this machine yet."""
+    """Folder of the base model: local, or a snapshot in the hub's cache. For an adapter, the folder of its base. None
+    if it is not on this machine yet."""
     name, revision = str(config.model.model_name_or_path), config.model.revision
     if (adapter := _found(config)) is not None:
         name, revision = str(adapter.get("base_model_name_or_path")), None
@@ -278,7 +278,7 @@ def _cached_file(name: str, file: str, revision: str | None) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:  # no name that the hub could have
+    except HFValidationError:  # not a valid name on the hub
         return None
     return Path(found) if isinstance(found, str) else None
 
@@ -296,7 +296,7 @@ def _on_hub(config: Config) -> dict | None:
             return None
         return json.loads(Path(hf_hub_download(name, ADAPTER, revision=revision)).read_text(encoding="utf-8"))
     except (httpx.HTTPError, HFValidationError, OSError):
-        return None  # loading the model itself says better what is wrong
+        return None  # loading the model reports the error better
 
 
 def _hub_is_off() -> bool:
@@ -324,13 +324,13 @@ def _check_adapter(config: Config, adapter: dict | None) -> None:
     found = {key: adapter.get(key) for key in wanted}
     if wanted != found:
         raise UserError(
-            f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration says {wanted}. "
+            f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration has {wanted}. "
             "Set lora.r and lora.lora_alpha to the adapter's values."
         )
 
 
 def check_optimizer(name: str) -> None:
-    """The package of the optimizer `name` is installed.
+    """Check that the package of the optimizer `name` is installed.
 
     Raises:
         UserError: it is not.
@@ -338,6 +338,6 @@ def check_optimizer(name: str) -> None:
     for beginnings, module, package in PACKAGES:
         if name.startswith(beginnings) and importlib.util.find_spec(module) is None:
             raise UserError(
-                f"training.optim: {name} is in the package {package}, which is not installed here: "
-                f"`pip install {package}`. Or leave training.optim out, for torch's own AdamW."
+                f"training.optim: {name} needs the package {package}, which is not installed here. Run "
+                f"`pip install {package}`, or omit training.optim to use torch's AdamW."
             )

@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts N` and `accelerate launch --max_restarts N`: what the next attempt of a run starts from."""
+"""Restarts by the launcher (`torchrun --max-restarts N`, `accelerate launch --max_restarts N`): where to resume."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from finetune.runtime.command import print_line
 
 
 def continued(config: Config) -> Config:
-    """The configuration of this attempt: if the launcher has started the ranks again after a failure, it goes on from
-    the newest whole checkpoint of this launch, and overwrites nothing.
+    """The configuration of this attempt. If the launcher has restarted the ranks after a failure, the run resumes from
+    the newest complete checkpoint of this launch and overwrites nothing.
 
-    Nothing changes in the first attempt, nor while the output folder holds nothing of this launch: an attempt that was
-    refused another run's folder is refused again.
+    The first attempt is unchanged. So is any attempt while the output folder holds nothing from this launch: a folder
+    that was refused because it holds another run is refused again.
     """
     training = config.training
     output_dir = Path(training.output_dir)
@@ -29,16 +29,16 @@ def continued(config: Config) -> Config:
         for path in checkpoints.checkpoints(output_dir)
         if checkpoints.damage(path) is None and checkpoints.manifest(path).get("launch") == launcher.launch_id()
     ]
-    # Without one it starts as the first attempt did: from the checkpoint that it was given, or over.
+    # Without one it starts like the first attempt: from the given checkpoint, or from step 0.
     resume = str(own[-1]) if own else training.resume_from_checkpoint or True
     print_line(
-        f"Restart {launcher.restarts()} by the launcher: {f'resumes from {own[-1]}' if own else 'no checkpoint yet'}"
+        f"Restart {launcher.restarts()} by the launcher: {f'resuming from {own[-1]}' if own else 'no checkpoint yet'}"
     )
     return replace(config, training=replace(training, resume_from_checkpoint=resume, overwrite_output_dir=False))
 
 
 def _launch_of(output_dir: Path) -> str | None:
-    """The launch that wrote the run.json of a folder."""
+    """Id of the launch that wrote the folder's run.json."""
     try:
         return json.loads((output_dir / FILE_NAME).read_text(encoding="utf-8")).get("launch")
     except (OSError, ValueError, AttributeError):

@@ -1,9 +1,10 @@
 """What a resumed run must share with its checkpoint, compared before anything is written.
 
-Three kinds of settings. Some cannot change: the checkpoint's weights or optimizer state would not fit. Some change the
-result: they need `training.resume_with_changes`, then they apply. All others are free: how often to log, save and
-evaluate, folders, the number of GPUs, micro-batch size, gradient checkpointing, the attention kernel and the backend,
-which compute the same function with other rounding. Data, seed and global batch size are compared by the plan's digest.
+There are three kinds of settings. Some cannot change: the checkpoint's weights or optimizer state would not fit. Some
+change the result: they need `training.resume_with_changes`, and then apply. All others are free: intervals for logging,
+saving and evaluation, folders, and whatever computes the same function with different rounding (number of GPUs,
+micro-batch size, gradient checkpointing, attention kernel, backend). The plan's digest covers data, seed and global
+batch size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +36,7 @@ CANNOT_CHANGE = frozenset(
         "model config",
     }
 )
-# Further SFTConfig fields that leave the result as it is. One that is not listed counts as changing it.
+# Further SFTConfig fields that do not change the result. Any field not listed counts as changing it.
 FREE_EXTRA = frozenset(
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
     " logging_first_step log_level log_level_replica log_on_each_node include_num_input_tokens_seen skip_memory_metrics"
@@ -43,7 +44,7 @@ FREE_EXTRA = frozenset(
     " gradient_checkpointing_kwargs activation_offloading save_only_model restore_callback_states_from_checkpoint"
     " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm".split()
 )
-# Keys of a model's config.json that say who wrote it and how, not what it computes.
+# Keys of a model's config.json that do not affect what the model computes.
 _NOT_SHAPE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "unsloth_version")
 LENGTH = "total steps (training.max_steps, training.num_train_epochs)"
 _MISSING = "not recorded"
@@ -51,13 +52,13 @@ _MISSING = "not recorded"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts, and what its checkpoints will say about it.
+    """Where a run starts, and what its checkpoints will record about that.
 
     found:     the checkpoint, if there is one
     settings:  what `settings` returned for this configuration
-    changes:   settings that differ from the checkpoint's, by permission: {step, key, was, now} each
+    changes:   settings that differ from the checkpoint's, with permission: {step, key, was, now} each
     history:   changes of earlier resumes, then these
-    notes:     sentences about what could not be compared
+    notes:     sentences on what could not be compared
     rebuild:   whether optimizer and schedule take their settings from this configuration, not from the checkpoint
     """
 
@@ -69,7 +70,7 @@ class Start:
     rebuild: bool = False
 
     def manifest(self, *, steps_per_epoch: int, total_steps: int) -> dict[str, Any]:
-        """What the manifest of each checkpoint of this run holds beside step, plan and files."""
+        """The manifest fields of this run's checkpoints beside step, plan and files."""
         return {
             "settings": self.settings,
             "steps_per_epoch": steps_per_epoch,
@@ -82,10 +83,10 @@ class Start:
 
 
 def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
-    """Everything that decides the result of training beside the data, made of what JSON knows.
+    """Everything except the data that determines the training result, as JSON-compatible values.
 
     Args:
-        dtype: the resolved one, such as bfloat16.
+        dtype: the resolved one, for example bfloat16.
     """
     training, lora, model = config.training, config.lora, config.model
     found: dict[str, Any] = {
@@ -112,7 +113,8 @@ def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
 
 
 def base_model(config: Config) -> dict[str, Any]:
-    """{"model config": its config.json, "base weights": their digest}; values are None if they are not on this machine.
+    """{"model config": its config.json, "base weights": their digest}; a value is None if its file is not on this
+    machine.
 
     Full fine-tuning has no base weights: all weights are in the checkpoint.
     """
@@ -128,7 +130,7 @@ def base_model(config: Config) -> dict[str, Any]:
         try:
             found["base weights"] = weights_digest(folder) if folder is not None else None
         except (OSError, ValueError, LookupError, TypeError, struct.error):
-            found["base weights"] = None  # not readable: loading the model says it better
+            found["base weights"] = None  # unreadable: loading the model reports it better
     return found
 
 
@@ -136,12 +138,12 @@ SAMPLE_BYTES = 1 << 15
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Digest of a model's weights that reads little of them; None if the folder does not hold them all.
+    """Digest of samples of a model's weights; None if the folder does not hold all of them.
 
-    Of each safetensors tensor it covers the name, type, shape and three samples of 32 KiB: the first, middle and last
-    bytes. So it sees other weights, further training, merging, quantization, and a tensor that was added, removed or
-    replaced; how the tensors are spread over files does not matter. It does not see an edit confined to a part of a
-    tensor between the samples. Of other weight files it covers the size and 16 evenly spaced MiB.
+    For each safetensors tensor it covers the name, type, shape and three samples of 32 KiB: the first, middle and last
+    bytes. It detects other weights, further training, merging, quantization, and added, removed or replaced tensors,
+    and does not depend on how tensors are split into files. It misses an edit that lies entirely between the samples.
+    For other weight files it covers the size and 16 evenly spaced pieces of 1 MiB.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -164,17 +166,17 @@ def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
 
     with path.open("rb") as file:
         header, data = _header(file)
-        for name, about in header.items():
-            begin, end = about["data_offsets"]
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
             digest = xxhash.xxh3_128()
             for start in (begin, (begin + end) // 2, max(end - SAMPLE_BYTES, begin)):
                 file.seek(data + start)
                 digest.update(file.read(min(SAMPLE_BYTES, end - start)))
-            yield [name, about["dtype"], about["shape"], digest.hexdigest()]
+            yield [name, tensor["dtype"], tensor["shape"], digest.hexdigest()]
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The tensors in a safetensors file, and the offset of their data: 8 bytes of length, JSON, data."""
+    """Tensors by name, and the offset of their data. The format: 8 bytes of header length, JSON header, data."""
     (length,) = struct.unpack("<Q", file.read(8))
     if length > 100_000_000:  # the format's own limit
         raise ValueError(f"{file.name} is not a safetensors file")
@@ -198,51 +200,54 @@ def _sampled_file(path: Path) -> list[Any]:
 
 
 def prepare(config: Config, batch: Batch, dtype: str) -> Start:
-    """Choose the checkpoint, verify its checksums and compare its settings. Every rank calls it, once they can
-    communicate; one process of each machine reads. Writes nothing.
+    """Choose the checkpoint, verify its checksums and compare its settings. Every rank calls it once the ranks can
+    communicate; one process per machine reads. Writes nothing.
 
     Raises:
-        UserError: on every rank: there is no such checkpoint, it is damaged, or the settings do not go with it.
+        UserError: on every rank: the checkpoint does not exist, is damaged, or the settings do not match it.
     """
     output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
-    found: Found = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "another checkpoint")
-    base = _once_per_machine(lambda: base_model(config), "another base model")
+    found: Found = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "checkpoint")
+    base = _once_per_machine(lambda: base_model(config), "base model")
     now = settings(config, batch, dtype) | base
     start = Start(found=found, settings=now)
     return compared(config, start) if found.path is not None else start
 
 
-def _once_per_machine(ask: Any, what: str) -> Any:
-    """`ask()` of the first process of each machine, on every rank.
+def _once_per_machine(read: Callable[[], Any], what: str) -> Any:
+    """The result of `read()`, called once per machine, on every rank.
+
+    Args:
+        what: the name of the result in messages.
 
     Raises:
-        UserError: on every rank: one of them has raised it, or their answers differ.
+        UserError: on every rank: one of the calls raised it, or the results differ between machines.
     """
-    answer, error = None, None
+    result, error = None, None
     if distributed.ranks().is_local_main:
         try:
-            answer = ask()
+            result = read()
         except UserError as refusal:
             error = str(refusal)
-    told = distributed.gather_objects((distributed.ranks().is_local_main, answer, error))
-    answers = [(rank, answer, error) for rank, (asked, answer, error) in enumerate(told) if asked]
-    for _, _, error in answers:
+    everyone = distributed.gather_objects((distributed.ranks().is_local_main, result, error))
+    results = [(rank, result, error) for rank, (has_read, result, error) in enumerate(everyone) if has_read]
+    for _, _, error in results:
         if error is not None:
             raise UserError(error)
-    for rank, answer, _ in answers:
-        if answer != answers[0][1]:
+    for rank, result, _ in results:
+        if result != results[0][1]:
             raise UserError(
-                f"The machine of rank {rank} has {what} than the machine of rank 0. Give all machines the same files, "
-                "on a shared file system or as equal copies."
+                f"The machines of rank {rank} and rank 0 have different files: the {what} differs. Give all machines "
+                "the same files, on a shared file system or as identical copies."
             )
-    return answers[0][1]
+    return results[0][1]
 
 
 def compared(config: Config, start: Start) -> Start:
-    """`start` with the changes that are allowed, and notes on what could not be compared.
+    """`start` with the permitted changes, and notes on what could not be compared.
 
     Raises:
-        UserError: naming every difference that is not allowed, at once.
+        UserError: names all differences that are not permitted.
     """
     had = start.found.manifest
     before, notes = had.get("settings"), []
@@ -273,22 +278,22 @@ def compared(config: Config, start: Start) -> Start:
         changes=changes,
         history=history,
         notes=tuple(notes),
-        rebuild=allowed and bool(changes or notes),  # what is not known to be the same takes effect, too
+        rebuild=allowed and bool(changes or notes),  # what may differ takes effect as well
     )
 
 
 def _settings_of_adapter(checkpoint: Path | None) -> dict[str, Any]:
-    """What PEFT's own file says about the adapter in a checkpoint; empty in full fine-tuning."""
+    """The adapter's settings from PEFT's own file in a checkpoint; empty for full fine-tuning."""
     try:
-        said = files.read_json(Path(str(checkpoint), preflight.ADAPTER))
+        content = files.read_json(Path(str(checkpoint), preflight.ADAPTER))
     except (OSError, ValueError):
         return {}
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")
-    return {f"lora.{name}": said[name] for name in names if name in said} if isinstance(said, dict) else {}
+    return {f"lora.{name}": content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """(key, was, now) of each setting that differs, mappings key by key; and the keys that one side does not know."""
+    """(key, was, now) of each setting that differs, key by key for mappings; and the keys that one side lacks."""
     found, unknown = [], []
     for key in [*was, *(key for key in now if key not in was)]:
         old, new = was.get(key, _MISSING), now.get(key, _MISSING)
@@ -307,7 +312,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tu
 
 
 def _defaults() -> dict[str, Any]:
-    """Default of each SFTConfig field: a setting that is given as what it is anyway is no difference."""
+    """Default of each SFTConfig field: setting a field to its default is not a difference."""
     import trl
 
     return {
@@ -328,11 +333,10 @@ def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], all
     def lines(some: list[tuple[str, Any, Any]]) -> str:
         return "".join(f"\n  - {key}: was {json.dumps(was)}, now {json.dumps(now)}" for key, was, now in some)
 
-    text = f"{checkpoint} was trained with other settings; nothing was started."
+    text = f"{checkpoint} was trained with other settings. Nothing was started."
     if fixed:
-        text += "\nThese cannot change in a resumed run. Restore them, or start a new run in another folder:" + lines(
-            fixed
-        )
+        text += "\nThese cannot change in a resumed run. Restore them, or start a new run in another folder:"
+        text += lines(fixed)
     if free:
         text += "\nThese change the result. Restore them, or apply them with training.resume_with_changes: true:"
         text += lines(free)
@@ -340,13 +344,13 @@ def _refusal(checkpoint: Path | None, differing: list[tuple[str, Any, Any]], all
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Optimizer steps of a whole run."""
+    """Optimizer steps of the complete run."""
     training = config.training
     return training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * steps_per_epoch)
 
 
 def _depends_on_length(settings: Mapping[str, Any]) -> bool:
-    """Whether the learning rate of a step depends on how many steps the run has."""
+    """Whether a step's learning rate depends on the number of steps of the run."""
     name, warmup = settings.get("training.lr_scheduler_type"), settings.get("training.warmup_steps", 0)
     if any(str(key).startswith("warmup") for key in settings.get("training", {})):
         return True
@@ -357,7 +361,7 @@ def _depends_on_length(settings: Mapping[str, Any]) -> bool:
 
 
 def check_length(config: Config, found: Found, total: int) -> None:
-    """The checkpoint is not past the end of the run that is asked for.
+    """Check that the checkpoint is not past the end of the requested run.
 
     Raises:
         UserError: it is.
@@ -370,23 +374,23 @@ def check_length(config: Config, found: Found, total: int) -> None:
             else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {total} steps"
         )
         raise UserError(
-            f"{given}, and {found.path} is at step {found.step} already. Ask for at least {found.step} steps, or give "
+            f"{given}, and {found.path} is at step {found.step} already. Set at least {found.step} steps, or give "
             "an earlier checkpoint as training.resume_from_checkpoint."
         )
 
 
-# --- once the model is loaded, and still before the first write -----------------------------------------------------
+# --- after the model is loaded, before the first write --------------------------------------------------------------
 
 
 def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: int) -> Start:
-    """Compare what is known only now: the plan of steps, the length, the shapes of the weights, and the files of a
-    model that had to be downloaded first. Every rank calls it.
+    """Compare what is known only after loading: the plan of steps, the run's length, the shapes of the weights, and the
+    files of a model that was just downloaded. Every rank calls it.
 
     Raises:
-        UserError: on every rank, with what does not go together.
+        UserError: on every rank, naming what does not match.
     """
     if None in [start.settings.get(key, "") for key in ("model config", "base weights")]:
-        late = _once_per_machine(lambda: base_model(config), "another base model")
+        late = _once_per_machine(lambda: base_model(config), "base model")
         start = dataclasses.replace(start, settings=start.settings | late)
         if start.found.path is not None:
             start = compared(config, start)
@@ -396,8 +400,8 @@ def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: i
     if had != plan_digest:
         raise UserError(
             f"{start.found.path} belongs to another plan of steps ({had} against {plan_digest}): the data, its "
-            "tokenizer or masks, training.seed or training.global_batch_size have changed since. Restore them "
-            "(run.json there has the old configuration), or start a new run in another training.output_dir."
+            "tokenizer or masks, training.seed or training.global_batch_size have changed. Restore them (run.json in "
+            "its output folder has the old configuration), or start a new run in another training.output_dir."
         )
     check_length(config, start.found, total)
     check_shapes(model, start.found.path)
@@ -405,15 +409,15 @@ def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: i
 
 
 def check_shapes(model: Any, checkpoint: Path) -> None:
-    """The tensors in a checkpoint fit into the model, by their names and shapes.
+    """Check that the names and shapes of a checkpoint's tensors match the model's.
 
     Raises:
-        UserError: naming the first that does not.
+        UserError: names the first that does not match.
     """
     stored = {
-        name: tuple(about["shape"])
+        name: tuple(tensor["shape"])
         for path in sorted(checkpoint.glob("*model*.safetensors"))
-        for name, about in _read_header(path).items()
+        for name, tensor in _read_header(path).items()
     }
     adapter = getattr(model, "peft_config", None) is not None
     if adapter:
@@ -425,15 +429,15 @@ def check_shapes(model: Any, checkpoint: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     for name, shape in shapes.items():
         if name in stored and stored[name] != shape:
-            problem = f"{name} has the shape {list(stored[name])} there and {list(shape)} in this run"
+            problem = f"{name} has shape {list(stored[name])} in the checkpoint and {list(shape)} in this run"
         elif adapter and name not in stored:
-            problem = f"this run trains {name}, which is not in it"
+            problem = f"this run trains {name}, which the checkpoint lacks"
         else:
             continue
         raise UserError(_misfit(checkpoint, problem))
     extra = [name for name in stored if "lora_" in name and name not in shapes]
     if adapter and extra:
-        raise UserError(_misfit(checkpoint, f"it has {extra[0]}, which this run does not train"))
+        raise UserError(_misfit(checkpoint, f"the checkpoint has {extra[0]}, which this run does not train"))
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -444,17 +448,17 @@ def _read_header(path: Path) -> dict[str, Any]:
 def _misfit(checkpoint: Path, problem: str) -> str:
     return (
         f"{checkpoint} does not fit the model: {problem}. Restore the `model:` and `lora:` settings it was trained "
-        "with (run.json beside it has them), or start a new run in another training.output_dir."
+        "with (run.json in its output folder has them), or start a new run in another training.output_dir."
     )
 
 
 def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict[str, Any] | None:
-    """The run.json of a run that has nothing left to do, else None; on every rank what rank 0 reads.
+    """The run.json of a finished run, else None; every rank gets what rank 0 reads.
 
-    A run that was killed between its last checkpoint and its end is not finished: it still has to evaluate and save.
+    A run that was killed after its last checkpoint is not finished: it still has to evaluate and save.
 
     Raises:
-        UserError: there is a finished run without a checkpoint, and another one is asked for.
+        UserError: the folder holds another finished run, without a checkpoint.
     """
     training, found = config.training, start.found
     if not training.resume_from_checkpoint:
@@ -478,7 +482,7 @@ def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict
 
 
 def _record_of_done_run(output_dir: Path) -> dict[str, Any] | None:
-    """The run.json of a run that reached its end and whose final model is there."""
+    """The run.json of a run that ended as planned and whose final model exists."""
     if not any((output_dir / name).is_file() for name in checkpoints.FINAL_WEIGHTS):
         return None
     try:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.engine.model import generate
 from finetune.runtime import distributed
@@ -33,7 +35,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         if len(found) == count:
             break
         ids, labels = rows[index]
-        supervised = np.flatnonzero(labels != -100)
+        supervised = np.flatnonzero(labels != IGNORE_INDEX)
         breaks = np.flatnonzero(np.diff(supervised) > 1)
         start = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
         if start > 1:
@@ -54,6 +56,14 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
 
 
+def texts(tokenizer: Any, asked: Sequence[Question], given: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(prompt, the model's answer, right answer) of each question, as text."""
+    return [
+        (tokenizer.decode(question.prompt, skip_special_tokens=True).strip(), answer, question.reference)
+        for question, answer in zip(asked, given, strict=True)
+    ]
+
+
 def table(
     tokenizer: Any, asked: Sequence[Question], before: Sequence[str], after: Sequence[str], count: int = 3
 ) -> Table:
@@ -61,9 +71,11 @@ def table(
     shown = Table(title="The model's own answers to held-out prompts", title_justify="left", show_lines=True)
     for column in ("prompt", "right answer", "before training", "after training"):
         shown.add_column(column, overflow="fold")
-    for question, early, late in list(zip(asked, before, after, strict=True))[:count]:
-        prompt = tokenizer.decode(question.prompt, skip_special_tokens=True).strip()
-        shown.add_row(
-            *(text if len(text) < 400 else text[:400] + " ..." for text in (prompt, question.reference, early, late))
-        )
+    for (prompt, early, right), late in list(zip(texts(tokenizer, asked, before), after, strict=True))[:count]:
+        shown.add_row(*(Text(_shortened(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
     return shown
+
+
+def _shortened(text: str) -> str:
+    clean = "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+    return clean if len(clean) < 400 else clean[:400] + " ..."

@@ -1,4 +1,4 @@
-"""The one way to open a run and build its trainer: used by train, the dry run, the benchmarks and parity."""
+"""Opens a run and builds its trainer, for train, the dry run, the benchmarks and parity."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Batch, Config, dump_yaml, scaled_learning_rate
+from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data import sources
-from finetune.engine import checkpoints, preflight, resume
+from finetune.engine import checkpoints, metrics, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
+from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
 from finetune.runtime.command import console
-from finetune.runtime.hardware import when_full
+from finetune.runtime.files import write_json
+from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
-    from finetune.engine.callbacks import RunLogger, StopOnRequest
+    from finetune.engine.callbacks import StopOnRequest
     from finetune.engine.job import Job
+    from finetune.engine.run_logger import Dashboard, RunLogger
+    from finetune.engine.samples import Question
     from finetune.engine.trainer import SFTTrainer
     from finetune.runtime.bootstrap import Stack
 
 
 def check_present(config: Config) -> None:
-    """Check that the model's files, the data files and the optimizer's package are there, before any heavy import.
+    """Check that the model's files, the data files and the optimizer's package exist, before any heavy import.
 
     Raises:
-        UserError: one is missing or cannot be read.
+        UserError: one of them is missing or unreadable.
     """
     if config.demo:
         return
@@ -41,7 +45,7 @@ def check_present(config: Config) -> None:
 
 
 def with_demo(config: Config) -> tuple[Config, ModuleType | None]:
-    """The configuration and, if it names no model, the demo that fills it in."""
+    """The configuration and, if it names no model, the demo module, whose model, data and settings are filled in."""
     if not config.demo:
         return config, None
     from finetune.engine import demo
@@ -62,10 +66,10 @@ def open_session(
     """Start the backend, prepare the data, join the other ranks and load the model.
 
     Args:
-        demo: of `with_demo`.
-        without: names of patches to leave out, needed or not.
-        on_failure: called with a message if another rank has failed, just before this process ends.
-        before_loading: called when the ranks have met and before the model is loaded.
+        demo: as returned by `with_demo`.
+        without: names of patches to skip, even if they are needed.
+        on_failure: called with a message if another rank fails, just before this process exits.
+        before_loading: called once the ranks can communicate, before the model is loaded.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -76,11 +80,11 @@ def open_session(
     if demo is not None:
         demo.materialize(bootstrap.cache_folder())
 
-    def met() -> None:
+    def connected() -> None:
         if before_loading is not None:
             before_loading(stack)
 
-    return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=met)
+    return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
 
 
 def open_and_compare(
@@ -91,7 +95,7 @@ def open_and_compare(
     without: Collection[str],
     hooks: Hooks,
 ) -> tuple[Job, resume.Start]:
-    """The job and where it starts. All that must agree with a checkpoint is compared before the first write.
+    """Open the job and find where it starts. Compares everything that must match the checkpoint, and writes nothing.
 
     Raises:
         UserError, RunError: with what is wrong and what to do; the output folder is unchanged.
@@ -117,20 +121,29 @@ def total_steps(job: Job) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A trainer, what it logs, and what stops it."""
+    """A trainer, the callback that logs it, and the one that stops it on a signal."""
 
     trainer: SFTTrainer
     logger: RunLogger
     stop: StopOnRequest
 
 
-def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -> Build:
-    """The trainer with its callbacks.
+def build_trainer(
+    job: Job,
+    output_dir: Path,
+    parity_dump: Path | None = None,
+    *,
+    start_step: int = 0,
+    dashboard: Dashboard | None = None,
+) -> Build:
+    """Build the trainer and its callbacks.
 
     Args:
         parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
+        start_step: optimizer steps that a resumed run starts from.
+        dashboard: what TensorBoard shows beside the curves.
     """
-    from finetune.engine import callbacks
+    from finetune.engine import callbacks, run_logger
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config, layout = job.config, job.layout
@@ -138,14 +151,16 @@ def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
     total = resume.total_steps(config, plan.steps_per_epoch)
     is_main = distributed.ranks().is_main
-    logger = callbacks.RunLogger(
-        folder=output_dir / "runs" if is_main else None,
+    logger = run_logger.RunLogger(
+        # TensorBoard shows the name of the innermost folder.
+        folder=output_dir / "runs" / output_dir.resolve().name if is_main else None,
         plan=plan,
         layout=layout,
         hardware=job.hardware,
         size=job.size,
-        texts={"configuration": dump_yaml(config), "data": str(job.data.ledgers)},
-        progress=callbacks.ProgressLines(console(), total) if is_main else None,
+        progress=run_logger.ProgressLines(console(), total) if is_main else None,
+        start_step=start_step,
+        dashboard=dashboard,
     )
     stop = callbacks.StopOnRequest()
     steps = config.logging.profile_steps
@@ -161,18 +176,58 @@ def build_trainer(job: Job, output_dir: Path, parity_dump: Path | None = None) -
         eval_layout=job.eval_layout,
         callbacks=[logger, stop, callbacks.FirstGradients(), *profile, *dump],
     )
-    logger.trainer = trainer
+    logger.attach(trainer)
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
     complete_early_stopping(trainer)
     return Build(trainer=trainer, logger=logger, stop=stop)
 
 
+def dashboard(
+    job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str]
+) -> Dashboard:
+    """The pages of TensorBoard.
+
+    Args:
+        record: run.json, as far as it is known when training begins.
+        review: Markdown review of the run in a folder.
+    """
+    from finetune.engine import pages, samples
+    from finetune.engine.job import layouts
+    from finetune.engine.run_logger import Dashboard
+
+    config, known = job.config, redact_tree(record.content)
+    resolved = {name: section for name, section in known["config"].items() if isinstance(section, dict)}
+    facts = ("backend", "backend_reason", "dtype", "world_size", "batch", "learning_rate", "hardware", "versions")
+    run = {name: known[name] for name in facts}
+    run["patches"] = {one["name"]: one["reason"] for one in known["patches"] if one.get("applied")}
+    run["invariants"] = known.get("invariants")
+    if config.logging.profile_steps:
+        run["traces"] = str(Path("runs", "trace-rank-N.json"))
+    given = dict(pair for pair in pages.flat(resolved) if pair[0] in config.given)
+    about = {"world_size": known["world_size"], "GPU": job.hardware.name, "backend": job.stack.backend}
+
+    def answers() -> list[tuple[str, str, str]]:
+        return samples.texts(job.tokenizer, questions, samples.answers(job.model, job.tokenizer, questions))
+
+    return Dashboard(
+        texts={
+            "2 data": pages.data_page(job.data.ledgers, layouts(job), include_rows=config.logging.include_rows),
+            "3 run": pages.facts_page(run),
+            "4 configuration": pages.configuration_page(resolved, config.given),
+        },
+        hyperparameters=given | about,
+        review=lambda: review(record.path.parent),
+        samples=answers if questions else None,
+        include_rows=config.logging.include_rows,
+    )
+
+
 def complete_early_stopping(trainer: SFTTrainer) -> None:
-    """Have an EarlyStoppingCallback of the script watch the held-out loss if the script names no other metric.
+    """Make the script's EarlyStoppingCallback watch the held-out loss, unless the script names another metric.
 
     Raises:
-        UserError: the run does not evaluate while it trains.
+        UserError: the run has no evaluations during training.
     """
     from transformers import EarlyStoppingCallback
 
@@ -181,7 +236,7 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
         return
     if str(args.eval_strategy.value) == "no":
         raise UserError(
-            "EarlyStoppingCallback needs evaluations while the run trains: there are none. Set data.eval_file or "
+            "EarlyStoppingCallback needs evaluations during training: none are configured. Set data.eval_file or "
             "data.eval_fraction, and training.eval_steps."
         )
     if args.metric_for_best_model is None:
@@ -191,11 +246,11 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
 
 
 def check_space(config: Config, model: Any) -> None:
-    """Check the room on the disk: for the final weights and, with save_steps, for a checkpoint (weights, two float32
-    moments).
+    """Check the free disk space: the final weights and, with save_steps, one checkpoint (weights and two float32
+    moments) must fit.
 
     Raises:
-        UserError: the disk has less.
+        UserError: they do not.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     needed, what = sum(parameter.numel() * parameter.element_size() for parameter in trainable), "the final model"
@@ -206,7 +261,7 @@ def check_space(config: Config, model: Any) -> None:
 
 @contextlib.contextmanager
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
-    """Inside, the run is on record in run.json as running; an error is added to it."""
+    """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
@@ -234,35 +289,87 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     try:
         yield
     except BaseException as error:
-        with interrupt.deferred():  # a signal meanwhile must not leave run.json at "running"
+        with interrupt.deferred():  # a signal here must not leave the status at "running"
             record.fail(distributed.first_failure(describe(error)))
         raise
 
 
 @contextlib.contextmanager
 def out_of_memory(job: Job) -> Iterator[None]:
-    """Inside, a full GPU becomes a RunError that names what to change."""
+    """Turn an out-of-memory error of the GPU into a RunError that names the settings to change."""
     import torch
 
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         half = max(job.batch.per_device // 2, 1)
-        less = (
-            f"set training.per_device_train_batch_size to {half} (the global batch stays {job.batch.global_batch_size}:"
-            " more accumulation, the same result)"
+        remedy = (
+            f"set training.per_device_train_batch_size to {half} (same global batch of "
+            f"{job.batch.global_batch_size}, same result)"
             if job.batch.per_device > 1
-            else "set data.max_length lower"
+            else "lower data.max_length"
         )
         model, training = job.config.model, job.config.training
-        others = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        alternatives = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
         if model.full_finetuning:
-            others += ["training.optim: adamw_8bit"] if training.adam_in_full else []
-            others.append("LoRA (model.full_finetuning: false)")
+            alternatives += ["training.optim: adamw_8bit"] if training.adam_in_full else []
+            alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
-            others.append("model.load_in_4bit: true")
+            alternatives.append("model.load_in_4bit: true")
         raise RunError(
-            f"CUDA ran out of memory with {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
-            f"GPU. To go on, {less}" + (f"; {' or '.join(others)} needs less memory" if others else "") + ". "
-            f"({when_full(error)})"
+            f"CUDA ran out of memory: {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
+            f"GPU. To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
+            f"({out_of_memory_details(error)})"
         ) from error
+
+
+# --- before and after training --------------------------------------------------------------------------------------
+
+
+def prepare_resume(trainer: SFTTrainer, start: resume.Start, save_total_limit: int | None) -> str | None:
+    """Set what the trainer writes into checkpoints and which ones it keeps. Returns the checkpoint to resume from."""
+    checkpoint = start.found.path
+    trainer.manifest = start.manifest(steps_per_epoch=trainer.plan.steps_per_epoch, total_steps=trainer.total_steps)
+    trainer.retention = checkpoints.Retention(
+        limit=save_total_limit,
+        protected=frozenset({checkpoint.name} if checkpoint else ()),
+        damaged=start.found.damaged,
+    )
+    return str(checkpoint) if checkpoint else None
+
+
+def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[dict[str, float | None], list[str]]:
+    """Loss and exact match of the current model on the held-out rows, and its answers to `questions`."""
+    from finetune.engine import samples
+
+    loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
+    answers = samples.answers(job.model, job.tokenizer, questions) if questions else []
+    matches = metrics.exact_match(answers, [question.reference for question in questions]) if questions else None
+    return {"eval_loss": loss, "exact_match": matches}, answers
+
+
+def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
+    """Save the final adapter or model into `output_dir`, on rank 0; the other ranks wait."""
+    if distributed.ranks().is_main:
+        with checkpoints.no_space(output_dir, "the final model"), checkpoints.final_files(output_dir) as folder:
+            trainer.save_model(str(folder))
+    distributed.barrier()
+
+
+def export(job: Job, record: RunRecord) -> None:
+    """Call the `save` function of the user's script. The other ranks have exited, so none waits in a collective.
+
+    Raises:
+        RunError: the function failed. The final model is saved already.
+    """
+    try:
+        job.hooks.call("save", job.model, job.tokenizer)
+    except BaseException as error:
+        record.fail(describe(error))
+        raise
+
+
+def write_result(config: Config, result: dict[str, Any]) -> None:
+    """Write the content of run.json to the file of --json, on rank 0."""
+    if config.json and distributed.ranks().is_main:
+        write_json(config.json, redact_tree(result))

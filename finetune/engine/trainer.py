@@ -1,6 +1,6 @@
-"""The SFTTrainer subclass: data from the plan, a loss that is exact at any world size, checkpoints that are whole.
+"""Subclass of TRL's SFTTrainer: data order from the plan, a loss that is exact at any world size, atomic checkpoints.
 
-Imported after `bootstrap.start`: on the unsloth backend `trl.SFTTrainer` is by then the class that Unsloth rewrote.
+Import it after `bootstrap.start`: on the unsloth backend, `trl.SFTTrainer` is then Unsloth's rewritten class.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import checkpoints
+from finetune.engine import checkpoints, token_statistics
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import distributed, files, interrupt, launcher
@@ -32,7 +33,7 @@ from finetune.runtime.bootstrap import Stack
 
 
 def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
-    """TRL's arguments for a resolved configuration."""
+    """TRL's training arguments for a resolved configuration."""
     training = config.training
     dtype = resolve_dtype(config, stack)
     checkpointing = bool(training.gradient_checkpointing)
@@ -61,29 +62,30 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         eval_steps=training.eval_steps or None,
         logging_steps=config.logging.logging_steps,
         ddp_timeout=training.ddp_timeout,
-        # Every trainable weight of a dense model takes part in every step. The search for unused ones costs a walk of
-        # the graph a step, and with reentrant checkpointing it ends in "marked as ready twice".
+        # A dense model uses every trainable weight in every step. The search for unused ones walks the autograd graph
+        # once per step, and fails with "marked as ready twice" under reentrant checkpointing.
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # rotary tables: the same on all ranks, and constant
+        ddp_broadcast_buffers=False,  # the buffers are rotary tables: constant, equal on all ranks
     )
     settings |= training.extra
-    settings |= dict(  # what this project does itself
+    settings |= dict(  # handled by this project
         average_tokens_across_devices=True,
-        logging_nan_inf_filter=False,  # it would hide a loss that is not finite, and waits for the GPU at every step
+        logging_nan_inf_filter=False,  # it hides non-finite losses and syncs with the GPU every step
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
         packing=False,
         padding_free=False,
         max_length=None,
-        ignore_data_skip=True,  # the plan starts at the right step: nothing has to be skipped
+        ignore_data_skip=True,  # the plan starts at the right step: nothing to skip
         disable_tqdm=True,
         report_to="none",
     )
-    return trl.SFTConfig(**_with_present_names(settings))
+    return trl.SFTConfig(**_with_current_field_names(settings))
 
 
-def _with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with `gradient_checkpointing*` under the names that replace them from transformers 5.18 on."""
+def _with_current_field_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `gradient_checkpointing*` renamed to `activation_checkpointing*` if the installed SFTConfig has
+    these fields, as it does from transformers 5.18 on."""
     present = {field.name for field in dataclasses.fields(trl.SFTConfig)}
     settings = dict(settings)
     for kind in ("checkpointing", "checkpointing_kwargs"):
@@ -93,13 +95,13 @@ def _with_present_names(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class SFTTrainer(trl.SFTTrainer):
-    """TRL's trainer with the data order, the loss, the evaluation and the checkpoints of this project.
+    """TRL's trainer with this project's data order, loss, evaluation and checkpoints.
 
-    loss of a step = sum of the token losses of the whole global batch / number of its label tokens, at any world size
-    and accumulation; each rank's share carries the factor world size that DDP's mean takes out again.
+    Loss of a step = sum of the token losses of the global batch / number of its supervised tokens, at any world size
+    and accumulation. Each rank multiplies its share by the world size, because DDP averages over ranks.
     """
 
-    # transformers types these as what they may be at any time; here they are there.
+    # transformers types these as optional; here they are always set.
     model: Any
     args: Any
     state: Any
@@ -123,9 +125,9 @@ class SFTTrainer(trl.SFTTrainer):
         self.plan = plan
         self.layout = layout
         self.eval_layout = eval_layout
-        self.resumed_step = 0  # the optimizer step that a resumed run starts from
+        self.resumed_step = 0  # optimizer step at which a resumed run starts
         self.retention = checkpoints.Retention()
-        self.manifest: dict[str, Any] = {}  # what each checkpoint's manifest says beside step, plan and files
+        self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
         super().__init__(
             model=model,
@@ -138,20 +140,23 @@ class SFTTrainer(trl.SFTTrainer):
         )
         self.remove_callback(transformers.PrinterCallback)
         if self.accelerator.ddp_handler is not None and getattr(model, "peft_config", None) is None:
-            # Where all weights are trained the gradients are views of DDP's buckets, not copies beside them (D9).
+            # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        model.register_forward_pre_hook(_from_host, with_kwargs=True)
-        self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss since the last record
+        model.register_forward_pre_hook(_unwrap_host_tensors, with_kwargs=True)
+        self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss, until it is drained
         self._step_loss: torch.Tensor | None = None
+        self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
+        self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
+        self._eval_tokens: token_statistics.TokenStatistics | None = None  # of the last micro-batch
         self._counts_checked = False
         self._gradients_in_buckets = self._first_buckets_freed = False
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As transformers has it. Many of its optimizers are in packages of their own.
+        """As in transformers, whose optimizers partly live in other packages.
 
         Raises:
-            UserError: the package is not installed, or the optimizer lacks an argument.
+            UserError: the optimizer's package or one of its required arguments is missing.
         """
         try:
             return trl.SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
@@ -162,7 +167,7 @@ class SFTTrainer(trl.SFTTrainer):
     # --- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """This rank's view of the plan. Not sent through accelerate's `prepare`, which would deal the rows again."""
+        """Loader of this rank's rows. Bypasses accelerate's `prepare`, which would shard them again."""
         epoch, step = divmod(self.resumed_step, self.plan.steps_per_epoch)
         view = RankView(
             plan=self.plan,
@@ -174,40 +179,41 @@ class SFTTrainer(trl.SFTTrainer):
             start=step * self.args.gradient_accumulation_steps,
         )
         return _PlanLoader(
-            self.layout,  # type: ignore[arg-type]  # it has what a map-style data set needs
+            self.layout,  # type: ignore[arg-type]  # duck-typed map-style dataset
             batch_sampler=view,
             collate_fn=self._collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.stack.device == "cuda",
-            # A loader without a generator draws a seed from the global one: a resumed run would then drop out other
-            # units than the run that it continues.
+            # Without its own generator the loader draws a seed from the global one, which would change the dropout
+            # masks of a resumed run.
             generator=torch.Generator().manual_seed(self.args.seed),
         )
 
     def _collate(self, rows: Any) -> dict[str, Any]:
         pack_length = self.layout.packs.pack_length
         batch = collate(rows, pad_token_id=self.processing_class.pad_token_id, pack_length=pack_length)
-        if self.stack.backend == "transformers":  # it reads the documents' borders from the position ids
+        if self.stack.backend == "transformers":  # it reads document boundaries from position_ids
             batch.pop("packed_seq_lengths", None)
         return batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Move a micro-batch to the device, but for the lengths of its documents: Unsloth reads them on the host, and
-        would have to wait for the device to get them back. DDP would move them, too.
+        """Move a micro-batch to the device without blocking, except for the document lengths.
 
-        The host does not wait for the copies: it launches the forward pass while the device still works on the
-        micro-batch before. transformers' own method waits, tensor by tensor.
+        Unsloth reads the lengths on the host: on the device they would cost a host-device sync. `_HostTensor` keeps DDP
+        from moving them. Non-blocking copies let the host launch the forward pass while the device still works on the
+        previous micro-batch; transformers' method blocks on each tensor.
         """
         lengths = inputs.pop("packed_seq_lengths", None)
         moved = {name: value.to(self.args.device, non_blocking=True) for name, value in inputs.items()}
-        return moved if lengths is None else {**moved, "packed_seq_lengths": _OnHost(lengths)}
+        return moved if lengths is None else {**moved, "packed_seq_lengths": _HostTensor(lengths)}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """The micro-batches of one optimizer step, and the label tokens of the whole global batch.
+        """The micro-batches of one optimizer step, and the number of supervised tokens in the global batch.
 
-        The plan knows that number beforehand, so counting costs neither a collective nor a wait for the GPU.
+        The count (an int64 scalar on the device) comes from the plan, so it needs no collective and no host-device
+        sync.
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         if not batches:
@@ -222,13 +228,17 @@ class SFTTrainer(trl.SFTTrainer):
         return batches, count
 
     def _check_count(self, batches: list[dict[str, Any]], planned: int) -> None:
-        """Once a run: the labels that all ranks hold for this step are those that the plan divides by."""
-        own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        """Check, once per run, that the ranks' supervised tokens add up to the plan's count.
+
+        Raises:
+            RunError: they do not.
+        """
+        own = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
         held = int(distributed.sum_over_ranks([own])[0])
         if held != planned:
             raise RunError(
-                f"The ranks hold {held} label tokens for step {self.state.global_step} and the plan counts {planned}: "
-                "the loss would be scaled wrongly. Delete the data cache and prepare the data again."
+                f"The loss of step {self.state.global_step} would be scaled wrongly: the ranks hold {held} supervised "
+                f"tokens, the plan expects {planned}. Delete the data cache and prepare the data again."
             )
         self._counts_checked = True
 
@@ -245,7 +255,7 @@ class SFTTrainer(trl.SFTTrainer):
         """This rank's share of the step's loss, times the world size; every argument is passed on.
 
         Args:
-            num_items_in_batch: label tokens of the global batch. Without it each micro-batch is a mean of its own.
+            num_items_in_batch: supervised tokens of the global batch. Without it the loss is the micro-batch's mean.
         """
         if return_outputs or num_items_in_batch is None:
             return super().compute_loss(
@@ -257,32 +267,45 @@ class SFTTrainer(trl.SFTTrainer):
         elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
         elif self.stack.backend == "transformers" and self.stack.device == "cuda":
-            # TRL's head computes the token losses without keeping the logits. Its own compute_loss around it waits for
-            # the GPU several times a step, to average metrics.
+            # TRL's fused head computes token losses without keeping the logits. TRL's own compute_loss around it syncs
+            # with the GPU several times per step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+            self._note_tokens(outputs, inputs)
             loss = -outputs.log_probs.sum() / num_items_in_batch * self.args.world_size
         else:
             # TRL's fused head needs Triton and a GPU; transformers' loss does not.
-            loss = transformers.Trainer.compute_loss(
-                self, model, inputs, num_items_in_batch=num_items_in_batch, **kwargs
+            loss, outputs = transformers.Trainer.compute_loss(
+                self, model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        # A fused loss returned as a view cannot be modified in place, as DDP and accelerate do (unsloth issue 3452).
+            self._note_tokens(outputs, inputs)
+        # DDP and accelerate modify the loss in place, which fails on a view from a fused kernel (unsloth issue 3452).
         return loss.clone() if loss._is_view() else loss
+
+    def _note_tokens(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Keep what this forward pass yields beside the loss: in evaluation whatever it has; in training only what the
+        fused head has computed anyway."""
+        if torch.is_grad_enabled():
+            entropy, is_top1 = getattr(outputs, "entropy", None), getattr(outputs, "is_top1", None)
+            if entropy is not None and is_top1 is not None:
+                sums = torch.stack([is_top1.sum().float(), entropy.detach().sum().float()])
+                self._top1_and_entropy = sums if self._top1_and_entropy is None else self._top1_and_entropy + sums
+        else:
+            self._eval_tokens = token_statistics.of_outputs(outputs, inputs["labels"])
 
     def _loss_of_model_that_ignores_counts(
         self, model: Any, inputs: dict[str, Any], total: torch.Tensor
     ) -> torch.Tensor:
-        """The same loss from a model whose forward ignores the count and returns the mean over its micro-batch."""
-        own = (inputs["labels"][:, 1:] != -100).sum()
+        """The same loss for a model whose forward ignores the count and returns the mean over its micro-batch."""
+        own = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # a mean over no label is not a number
-        # `training_step` divides by the accumulation for such models, in training only.
-        parts = self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1
-        return mean * own / total * self.args.world_size * parts
+        mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # the mean over no label is NaN
+        # For such models `training_step` divides by the accumulation, but only in training.
+        accumulation = self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1
+        return mean * own / total * self.args.world_size * accumulation
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of one micro-batch; keeps the loss on the device."""
+        """Forward and backward of one micro-batch; the loss stays on the device."""
         self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._free_first_buckets(model)
@@ -293,38 +316,46 @@ class SFTTrainer(trl.SFTTrainer):
         return loss
 
     def _keep_gradients_in_buckets(self, model: Any) -> None:
-        """Once, under accumulation: have the gradients live in DDP's buckets and nowhere else (docs/defects.md, D9).
+        """Once per run, under accumulation: make the gradients views of DDP's buckets (defects.md, D9).
 
-        A micro-batch that does not reduce adds to a gradient where that is; where there is none, it makes one beside
-        the bucket. So the first micro-batch of all reduces, too, which leaves views of the buckets. The last one takes
-        the mean of that mean over the ranks, which is the same. From then on gradients are set to zero in place.
+        A micro-batch that does not reduce adds to an existing gradient; if there is none, it allocates one outside the
+        buckets. So the run's first micro-batch reduces as well, which leaves views. That step's last micro-batch then
+        averages the already averaged gradient again, which does not change it. From then on gradients are zeroed in
+        place.
         """
         accumulates = not self.accelerator.sync_gradients and getattr(model, "gradient_as_bucket_view", False)
         if accumulates and not self._gradients_in_buckets:
-            model.require_backward_grad_sync = True  # of this micro-batch: the end of `no_sync` sets it again
+            model.require_backward_grad_sync = True  # for this micro-batch only: `no_sync` resets it on exit
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
             self._gradients_in_buckets = True
 
     def _free_first_buckets(self, model: Any) -> None:
-        """Once, after the first micro-batch that reduces: have NCCL let go of DDP's buckets (docs/defects.md, D8).
+        """Once per run, after the first micro-batch that reduces: make NCCL release DDP's buckets (defects.md, D8).
 
-        DDP makes others in their place before the next one that does. On a rank whose host is ahead of its GPU NCCL's
-        process group would hold them on, as much memory as all gradients. It costs one wait for that micro-batch.
+        DDP replaces them before the next reduction. On a rank whose host runs ahead of its GPU, NCCL's process group
+        would still hold the old ones, as much memory as all gradients. Costs one host-device sync.
         """
         if not self._first_buckets_freed and getattr(model, "require_backward_grad_sync", False):
             distributed.drain_nccl_work()
             self._first_buckets_freed = True
 
-    def drain_step_losses(self) -> list[float]:
-        """Losses of the steps since the last call, in nats per label token, equal on all ranks; waits for the GPU."""
+    def take_step_losses(self) -> list[float]:
+        """This rank's share of the losses of the steps since the last call: their mean over ranks is the loss in nats
+        per supervised token. Synchronizes with the device."""
         if not self.step_losses:
             return []
         own = torch.stack(self.step_losses).double().tolist()
         self.step_losses.clear()
-        return [total / self.args.world_size for total in distributed.sum_over_ranks(own)]
+        return own
+
+    def take_token_statistics(self) -> tuple[float, float] | None:
+        """(supervised tokens whose label was the likeliest, summed entropy in nats) of this rank since the last call;
+        None if the loss does not yield them. Synchronizes with the device."""
+        sums, self._top1_and_entropy = self._top1_and_entropy, None
+        return None if sums is None else tuple(sums.tolist())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Counted from the plan at logging steps instead (see callbacks): transformers walks all modules each time."""
+        """0: callbacks count them from the plan when they log. transformers would walk all modules on every call."""
         return 0
 
     # --- evaluation -------------------------------------------------------------------------------------------------
@@ -334,9 +365,9 @@ class SFTTrainer(trl.SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss over the label tokens of the held-out rows, each row once.
+        """Mean loss in nats per supervised token of the held-out rows, each row once.
 
-        The same number at any world size and evaluation batch size: sums are taken over all ranks, then divided.
+        Independent of world size and evaluation batch size: sums are reduced over all ranks, then divided.
         """
         layout = self.eval_layout
         if layout is None:
@@ -344,20 +375,37 @@ class SFTTrainer(trl.SFTTrainer):
         was_training = self.model.training
         self.model.eval()
         total = 0.0
-        one = torch.ones((), dtype=torch.int64, device=self.args.device)  # ask for sums: divide by one label token
+        one = torch.ones((), dtype=torch.int64, device=self.args.device)  # dividing by 1 gives sums
         size = self.args.per_device_eval_batch_size
         order = layout.largest_first()[self.args.process_index :: self.args.world_size]
-        losses = []
+        losses, documents, tokens = [], [], []
         for start in range(0, len(order), size):
             batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
+            inputs, self._eval_tokens = self._prepare_inputs(batch), None
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=one)
+                loss = self.compute_loss(self.model, inputs, num_items_in_batch=one)
             losses.append(loss.double() / self.args.world_size)
+            if self._eval_tokens is not None:
+                documents.append(token_statistics.document_losses(self._eval_tokens, inputs))
+                tokens.append(torch.stack([self._eval_tokens.is_top1.sum(), self._eval_tokens.entropy.sum()]).double())
+                self._eval_tokens = None
         if losses:
             total = float(torch.stack(losses).sum())
-        summed, labels = distributed.sum_over_ranks([total, float(layout.label_tokens[order].sum())])
+        known = len(tokens) == len(losses)  # of all micro-batches, or the means would be of some
+        top1, entropy = torch.stack(tokens).sum(0).tolist() if known and tokens else (0.0, 0.0)
+        summed, labels, top1, entropy, unknown = distributed.sum_over_ranks(
+            [total, float(layout.label_tokens[order].sum()), top1, entropy, float(not known)]
+        )
         self.model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": summed / labels}
+        self.eval_document_losses = []
+        if not unknown:
+            metrics |= {
+                f"{metric_key_prefix}_token_accuracy": top1 / labels,
+                f"{metric_key_prefix}_entropy": entropy / labels,
+            }
+            own = torch.cat(documents).tolist() if documents else []
+            self.eval_document_losses = [loss for part in distributed.gather_objects(own) for loss in part]
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -366,7 +414,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     @interrupt.busy()
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write checkpoint-N under another name, and rename it when every rank's part is there and sealed."""
+        """Write checkpoint-N under a temporary name; rename it once all ranks' files and the manifest are there."""
         output_dir = Path(self.args.output_dir)
         target = output_dir / f"checkpoint-{self.state.global_step}"
         with (
@@ -379,15 +427,14 @@ class SFTTrainer(trl.SFTTrainer):
                 self._save_optimizer_and_scheduler(str(staging))
                 self._save_scaler(str(staging))
                 self._save_rng_state(str(staging))
-                if not self.args.should_save:  # the rank that writes syncs the rest, perhaps from another machine
+                if not self.args.should_save:  # the main rank, perhaps on another machine, syncs the rest
                     files.sync_file(staging / f"rng_state_{self.args.process_index}.pth")
             if self.args.should_save:
                 self._save_state(staging, output_dir)
             distributed.barrier()
             if self.args.should_save:
-                about = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
-                about |= self.manifest
-                checkpoints.seal(staging, about)
+                fields = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
+                checkpoints.seal(staging, fields | self.manifest)
         if self.args.should_save:
             best = Path(self.state.best_model_checkpoint or target).name
             checkpoints.rotate(output_dir, self.retention, target.name, best)
@@ -402,26 +449,26 @@ class SFTTrainer(trl.SFTTrainer):
         self.state.save_to_json(str(staging / "trainer_state.json"))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Weights, configuration and tokenizer; not the pickled arguments, which run.json says in plain text."""
+        """Weights, configuration and tokenizer. Not the pickled arguments: run.json has them as text."""
         folder = str(output_dir or self.args.output_dir)
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
         self.processing_class.save_pretrained(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read both on the host; the optimizer moves its state to where its parameters are.
+        """Load both on the host; the optimizer moves its state to the devices of its parameters.
 
         transformers maps the file to the device of `args`, which fails for ranks on a CPU ("tagged with cpu:0").
-        To rebuild them, the optimizer's state and the schedule's position are the checkpoint's, and everything else
-        (rates, betas, weight decay, the curve) is this configuration's.
+        With `rebuild`, the optimizer's state and the schedule's position come from the checkpoint, everything else
+        (learning rates, betas, weight decay, the schedule's shape) from this configuration.
         """
         if checkpoint is None:
             return
         optimizer, schedule = (read_state(Path(checkpoint, name)) for name in ("optimizer.pt", "scheduler.pt"))
-        with usable(Path(checkpoint, "optimizer.pt")):
-            self._take_optimizer_and_schedule(optimizer, schedule)
+        with loading(Path(checkpoint, "optimizer.pt")):
+            self._restore_optimizer_and_schedule(optimizer, schedule)
 
-    def _take_optimizer_and_schedule(self, optimizer: dict[str, Any], schedule: dict[str, Any]) -> None:
+    def _restore_optimizer_and_schedule(self, optimizer: dict[str, Any], schedule: dict[str, Any]) -> None:
         if not self._rebuilds:
             self.optimizer.load_state_dict(optimizer)
             self.lr_scheduler.load_state_dict(schedule)
@@ -435,16 +482,17 @@ class SFTTrainer(trl.SFTTrainer):
         move_schedule(self.lr_scheduler, int(schedule.get("last_epoch", self.resumed_step)))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with usable(Path(str(checkpoint), "the states of the random number generators")):
+        rng_file = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+        with loading(Path(str(checkpoint), rng_file)):
             super()._load_rng_state(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        with usable(Path(str(checkpoint), "scaler.pt")):
+        with loading(Path(str(checkpoint), "scaler.pt")):
             super()._load_scaler(checkpoint)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it, but how often to log, save and evaluate is what is asked for now, not what the
-        checkpoint's trainer_state.json says."""
+        """As in transformers, but the intervals for logging, saving and evaluation come from this configuration, not
+        from the checkpoint's trainer_state.json."""
         trained = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
         return trained
@@ -456,10 +504,10 @@ class SFTTrainer(trl.SFTTrainer):
         return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.plan.steps_per_epoch)
 
     def train(self, resume_from_checkpoint: str | None = None, *, rebuild: bool = False, **kwargs: Any) -> Any:
-        """Train to the end, from the beginning or from a whole checkpoint.
+        """Train to the end, from the beginning or from a complete checkpoint.
 
         Args:
-            rebuild: the settings of optimizer and schedule are those of this run, not those in the checkpoint.
+            rebuild: take the settings of optimizer and schedule from this run, not from the checkpoint.
         """
         self._rebuilds = rebuild
         if resume_from_checkpoint is None:
@@ -467,15 +515,15 @@ class SFTTrainer(trl.SFTTrainer):
             return super().train(**kwargs)
         self.resumed_step = checkpoints.manifest(Path(resume_from_checkpoint))["step"]
         state = Path(resume_from_checkpoint, "trainer_state.json")
-        with usable(state):
+        with loading(state):
             transformers.TrainerState.load_from_json(str(state))
         if self.resumed_step < self.total_steps:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        return self._train_no_step(resume_from_checkpoint)
+        return self._train_zero_steps(resume_from_checkpoint)
 
-    def _train_no_step(self, checkpoint: str) -> None:
-        """Take the weights and the state of a checkpoint that is at the end of the run. transformers would train a step
-        first, and only then ask whether it was the last."""
+    def _train_zero_steps(self, checkpoint: str) -> None:
+        """Load the weights and the state of a checkpoint at the end of the run. transformers would train one more step
+        before it checks for the end."""
         self._load_from_checkpoint(checkpoint)
         self.state = transformers.TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
         self.state.max_steps = self.total_steps
@@ -486,11 +534,12 @@ class SFTTrainer(trl.SFTTrainer):
 
 
 @contextlib.contextmanager
-def usable(path: Path) -> Iterator[None]:
-    """Raises RunError if a checkpoint's file, whole by its checksum, does not hold what it should."""
+def loading(path: Path) -> Iterator[None]:
+    """Turn an error while loading `path` into a RunError: the checksum of this file of a checkpoint is right, its
+    content is not."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError:  # of the GPU that the file's tensors go to
+    except torch.cuda.OutOfMemoryError:  # the GPU is full; the file may be fine
         raise
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
@@ -500,7 +549,7 @@ def usable(path: Path) -> Iterator[None]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A file of tensors and plain values, onto the host. No code in it runs.
+    """Load a file of tensors and plain values onto the host, without running any code in it.
 
     Raises:
         RunError: it holds something else.
@@ -509,14 +558,14 @@ def read_state(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise RunError(
-            f"{path} is not a file of tensors: {str(error).splitlines()[0][:200]} Resume from another checkpoint."
+            f"{path} is not a file of tensors ({str(error).splitlines()[0][:200]}). Resume from another checkpoint."
         ) from error
 
 
 def move_schedule(schedule: Any, step: int) -> None:
-    """Set a schedule that has just been made to optimizer step `step`, and the rates of its optimizer with it.
+    """Move a new schedule to optimizer step `step` and set its optimizer's learning rates to match.
 
-    Schedules that depend on measurements (reduce_lr_on_plateau, greedy) have no position; they start anew.
+    Schedules that depend on measurements (reduce_lr_on_plateau, greedy) have no position; they start over.
     """
     if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         return
@@ -529,16 +578,16 @@ def move_schedule(schedule: Any, step: int) -> None:
         group["lr"] = rate
 
 
-class _OnHost:
-    """A tensor of a forward's arguments that DDP leaves where it is: it moves all that it knows for tensors."""
+class _HostTensor:
+    """Wraps a tensor among a forward's arguments to keep it on the host: DDP moves every tensor it recognizes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def _from_host(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward hook of the model inside DDP: the tensors themselves."""
-    return args, {name: value.tensor if isinstance(value, _OnHost) else value for name, value in kwargs.items()}
+def _unwrap_host_tensors(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the model inside DDP: unwraps the tensors."""
+    return args, {name: value.tensor if isinstance(value, _HostTensor) else value for name, value in kwargs.items()}
 
 
 class _PlanLoader(DataLoader):

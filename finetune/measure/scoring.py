@@ -11,6 +11,7 @@ from finetune.measure import measurements
 from finetune.measure.measurements import slowest_rank_seconds
 from finetune.measure.predict import Curve, Prediction, predict
 from finetune.runtime import distributed
+from finetune.runtime.tags import tag
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
@@ -82,15 +83,15 @@ def write(writer: Any, prediction: dict[str, Any], step: int) -> None:
     if writer is None:
         return
     if prediction["reason"]:
-        writer.add_text("prediction", f"not scored: {prediction['reason']}", step)
+        writer.add_text("6 prediction", f"not scored: {prediction['reason']}", step)
         return
     lines = ["| | predicted | measured | error |", "|---|---|---|---|"]
     for name in FIELDS:
         one = prediction[name]
         if one["error"] is not None:
-            writer.add_scalar(f"prediction/error of {name} (fraction)", one["error"], step)
+            writer.add_scalar(tag(f"prediction_error_{name}"), one["error"], step)
             lines.append(f"| {name} | {one['predicted']:.4g} | {one['measured']:.4g} | {one['error']:+.1%} |")
-    writer.add_text("prediction", "\n".join([*lines, "", f"from {prediction['source']}"]), step)
+    writer.add_text("6 prediction", "\n".join([*lines, "", f"from {prediction['source']}"]), step)
 
 
 def sentence(prediction: dict[str, Any]) -> str:

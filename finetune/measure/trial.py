@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.engine import memory as process_memory
 from finetune.engine.job import Job
 from finetune.engine.phases import PhaseTimer
 from finetune.engine.session import build_trainer
@@ -27,7 +28,7 @@ from finetune.measure.measurements import Measurement, micro_batch_tokens, slowe
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
 from finetune.measure.rules import MEMORY_MARGIN
-from finetune.runtime.hardware import held_outside
+from finetune.runtime.hardware import memory_outside_torch
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows of typical lengths
@@ -119,14 +120,14 @@ class CudaMemory:
     """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
 
     def __init__(self) -> None:
-        self.outside_bytes, self.total_bytes = held_outside()
+        self.outside_bytes, self.total_bytes = memory_outside_torch()
         self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        process_memory.reset()
 
     def peak_bytes(self) -> float:
-        return float(torch.cuda.max_memory_allocated())
+        return process_memory.peak_gib() * 2**30
 
 
 class HostMemory:
@@ -137,9 +138,7 @@ class HostMemory:
     def reset(self) -> None: ...
 
     def peak_bytes(self) -> float:
-        from finetune.engine.callbacks import peak_memory_gib
-
-        return peak_memory_gib() * 2**30
+        return process_memory.peak_gib() * 2**30
 
 
 def memory_of(device: str) -> Memory:

@@ -1,3 +1,3 @@
-"""`python -m finetune.parity`: the same steps at several world sizes, compared."""
+"""`python -m finetune.parity`: compare the same steps on several world sizes."""
 
 from finetune.parity.command import main as main

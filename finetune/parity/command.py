@@ -1,8 +1,8 @@
-"""`finetune parity`: does the number of ranks change the result? Compares the same steps on several world sizes.
+"""`finetune parity`: does the world size change the result? Runs the same steps on several world sizes and compares.
 
-Runs the first optimizer steps of the user's configuration on one rank (which accumulates what several ranks share) and
-on each requested world size, in separate processes, and compares the first gradient, the losses, the held-out loss
-and the trained weights. Clipping and the learning-rate schedule are off: clipping would hide a gradient that is off
+Runs the first optimizer steps of the user's configuration on each world size, by default one rank (which accumulates
+what two ranks share) and two, in separate processes. Compares the first gradient, the losses, the held-out loss and the
+trained weights. Gradient clipping and the learning-rate schedule are off: clipping would hide a gradient that is wrong
 by a factor.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from finetune.config import load, resolve_batch
@@ -29,31 +30,31 @@ PURPOSE = (
     "Check that training your configuration gives the same result on any number of GPUs: run its first optimizer steps"
     " on each world size and compare gradients, losses and weights."
 )
-NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: bad input."
+NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: invalid input."
 
 
 def own_options() -> Options:
     """The options of this command."""
     found = Options("parity", PURPOSE, notes=NOTES)
-    ranks = "numbers of ranks to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
+    ranks = "world sizes to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
-    found.add("--steps", count, "N", "optimizer steps of each run (default: %(default)s)", 4)
-    found.add("--without", str, "NAME,...", "patches to leave out, or `all`: shows the effect of each", "")
+    found.add("--steps", count, "N", "optimizer steps per run (default: %(default)s)", 4)
+    found.add("--without", str, "NAME,...", "patches to skip, or `all`, to see their effect", "")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a run may be from the reference. Sums taken in a different order differ by the rounding of their
-    type: 2^-24 for float32, 2^-9 for bfloat16, times the square root of some thousands of terms."""
+    """How far a run may be from the reference. Sums in a different order differ by the rounding of their type, 2^-24
+    for float32 and 2^-9 for bfloat16, times the square root of several thousand terms."""
 
-    ratio: float  # of the first gradient's norm, and of every step's, from 1
-    cosine: float  # of the gradient, at least
-    loss: float  # relative, per step and held out
+    ratio: float  # distance from 1 of the ratio of gradient norms, in the first and in every step
+    cosine: float  # of the first gradients, at least
+    loss: float  # relative difference, per step and held-out
     weights: float  # norm of the difference over norm
 
 
-WORST_SHOWN = 3  # tensors named if a gradient differs
+WORST_SHOWN = 3  # tensors printed if a comparison fails
 PIECE = 2**24  # elements compared at a time: 128 MiB in float64
 
 TOLERANCES = {
@@ -74,12 +75,12 @@ class Comparison:
     loss: float
     eval_loss: float | None
     weights: float
-    tensors: tuple[tuple[str, float, float], ...]  # each one's gradient, the worst first: name, ratio, cosine
-    failures: tuple[str, ...]  # descriptions of what is out of tolerance
+    tensors: tuple[tuple[str, float, float], ...]  # gradient per tensor, worst first: name, ratio, cosine
+    failures: tuple[str, ...]  # one message per figure out of tolerance
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare world sizes on a configuration. Returns the exit code."""
+    """Entry point of the command. Returns the exit code."""
     return run_with_options(own_options().format_help(), argv, run)
 
 
@@ -87,65 +88,65 @@ def run(argv: list[str]) -> int:
     """Run all world sizes and compare them.
 
     Raises:
-        UserError: bad options, configuration or data.
+        UserError: invalid options, configuration or data.
         RunError: one of the runs failed.
     """
     options, rest = own_options().split(argv)
-    config = load(rest, verb="parity")
-    worlds, steps = options.world_sizes, options.steps
-    if len(worlds) < 2:
-        raise UserError(
-            f"--world-sizes: expected two or more to compare, got {worlds[0]}. Add one, such as 1,{worlds[0]}."
-        )
-    for world in worlds:
+    config = load(rest, command="parity")
+    world_sizes, steps = options.world_sizes, options.steps
+    first = world_sizes[0]
+    if len(world_sizes) < 2:
+        raise UserError(f"--world-sizes: expected two or more to compare, got {first}. Add one, such as 1,{first}.")
+    for world_size in world_sizes:
         if not config.demo:
-            resolve_batch(config.training, world, config.data)
+            resolve_batch(config.training, world_size, config.data)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        runs = {world: start(world, Path(folder) / str(world), steps, options.without, rest) for world in worlds}
-        found = [compare(Path(folder) / str(worlds[0]), Path(folder) / str(world), world) for world in worlds[1:]]
-    print_comparison(runs[worlds[0]], found)
+        folders = {world_size: Path(folder) / str(world_size) for world_size in world_sizes}
+        runs = {size: start(size, out, steps, options.without, rest) for size, out in folders.items()}
+        found = [compare(folders[first], folders[world_size], world_size) for world_size in world_sizes[1:]]
+    print_comparison(runs[first], found)
     proven = not any(one.failures for one in found)
     if options.json:
         from finetune.runtime.files import write_json
 
-        stack = {name: runs[worlds[0]][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
-        verdict = {"proven": proven, "reference": worlds[0], "steps": steps, "found": [vars(one) for one in found]}
+        stack = {name: runs[first][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
+        verdict = {"proven": proven, "reference": first, "steps": steps, "found": [vars(one) for one in found]}
         write_json(options.json, verdict | stack)
     return DONE if proven else FAILED
 
 
-def start(world: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
-    """Run one world size to its end and return its run.json.
+def start(world_size: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
+    """Train on one world size and return the content of its run.json.
 
     Raises:
         UserError, RunError: the error of the run that failed.
     """
     out.mkdir(parents=True)
-    command = [*launch_lines.ranks(world), "-m", "finetune.parity.run", str(out), str(steps), without, *arguments]
+    command = [*launch_lines.ranks(world_size), "-m", "finetune.parity.run", str(out), str(steps), without, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with console().status(f"{steps} steps on {world} rank{'s' if world > 1 else ''}"):
+    with console().status(f"{steps} steps on {world_size} rank{'s' if world_size > 1 else ''}"):
         done = subprocesses.run(command, env=env)
     if done.returncode:
-        message = subprocesses.error_of(done.stderr + done.stdout)
+        message = subprocesses.first_error(done.stderr + done.stdout)
         kind = UserError if done.returncode == 2 or message else RunError
-        raise kind(f"the run on {world} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
+        raise kind(f"The run on {world_size} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Inner products of two runs' tensors: first * first, second * second, first * second, and |first - second|^2."""
+    """Inner products of two runs' tensors; `apart` is the squared norm of their difference."""
 
     first: float = 0.0
     second: float = 0.0
     both: float = 0.0
     apart: float = 0.0
-    dtype: str = ""  # of the first, as torch names it
+    dtype: str = ""  # of the first run's tensor, such as "float32"
 
     @property
     def ratio(self) -> float:
-        """Norm of the second over that of the first; 1 if both are zero, like the A matrix of an adapter in the
-        first step."""
+        """Norm of the second over norm of the first; 1 if both are zero, as for the A matrix of an adapter in the first
+        step."""
         if self.first == 0:
             return 1.0 if self.second == 0 else math.inf
         return math.sqrt(self.second / self.first)
@@ -165,7 +166,7 @@ class Products:
 
     @classmethod
     def of(cls, a: Any, b: Any) -> Products:
-        """Of two vectors."""
+        """Products of two vectors."""
         apart = a - b
         return cls(first=float(a @ a), second=float(b @ b), both=float(a @ b), apart=float(apart @ apart))
 
@@ -182,10 +183,11 @@ class Products:
 
 
 def products(reference: Path, other: Path) -> dict[str, Products]:
-    """Per tensor, in float64, one piece at a time: a host may not hold all weights of a large model in float64.
+    """Inner products per tensor of two safetensors files, in float64. Computed piece by piece: the host may lack the
+    memory for all weights of a large model in float64.
 
     Raises:
-        RunError: the two files hold different tensors.
+        RunError: the files hold different tensors.
     """
     from safetensors import safe_open
 
@@ -193,7 +195,7 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
     with safe_open(reference, "pt") as first, safe_open(other, "pt") as second:
         if set(first.keys()) != set(second.keys()):
             names = sorted(set(first.keys()) ^ set(second.keys()))[:5]
-            raise RunError(f"the runs trained different tensors and cannot be compared: {', '.join(names)}")
+            raise RunError(f"The runs trained different tensors and cannot be compared: {', '.join(names)}.")
         for name in sorted(first.keys()):
             one, two = first.get_tensor(name).flatten(), second.get_tensor(name).flatten()
             pieces = [
@@ -203,8 +205,8 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
     return found
 
 
-def compare(reference: Path, other: Path, world: int) -> Comparison:
-    """Compare two runs by the files that they wrote."""
+def compare(reference: Path, other: Path, world_size: int) -> Comparison:
+    """Compare two runs by the files in their output folders."""
     import numpy as np
     from safetensors.torch import load_file
 
@@ -214,14 +216,14 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
         products(reference / f"{name}.safetensors", other / f"{name}.safetensors") for name in ("gradient", "weights")
     )
     norms = [load_file(folder / "norms.safetensors")["norms"].double() for folder in folders]
-    # The coarsest type in which sums are taken: that of autocast, which only GPUs use, and that of the gradients.
+    # Tolerances of the coarsest type that sums are taken in: the gradients', and autocast's, which only GPUs use.
     types = {product.dtype for product in gradients.values()}
     types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
     allowed = max((TOLERANCES[name] for name in types if name in TOLERANCES), key=lambda tolerance: tolerance.ratio)
 
-    whole = Products.sum(gradients.values())
-    ratio, cosine = whole.ratio, whole.cosine
-    floor = 1e-12 * whole.first  # negligible gradients (norm below 1e-6 of the total) are not compared
+    total = Products.sum(gradients.values())
+    ratio, cosine = total.ratio, total.cosine
+    floor = 1e-12 * total.first  # negligible gradients (norm below 1e-6 of the total) are not compared
     each = [(key, found.ratio, found.cosine) for key, found in gradients.items() if found.first > floor]
     tensors = sorted(each, key=lambda item: min(item[2], 1 - abs(item[1] - 1)))
     norm = float(((norms[1] - norms[0]).abs() / norms[0]).max())
@@ -245,7 +247,7 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
     if not weights_apart <= allowed.weights:
         failures.append(f"the trained weights differ by {weights_apart:.1e} (allowed {allowed.weights:g})")
     return Comparison(
-        world_size=world,
+        world_size=world_size,
         ratio=ratio,
         cosine=cosine,
         norm=norm,
@@ -258,16 +260,19 @@ def compare(reference: Path, other: Path, world: int) -> Comparison:
 
 
 def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
-    """Print a table, and what is out of tolerance."""
-    shown = Table(title=f"Against {reference['world_size']} rank(s), {reference['steps']} steps", title_justify="left")
-    for column in ("ranks", "gradient ratio - 1", "1 - cosine", "norm", "loss", "held-out loss", "weights", ""):
-        shown.add_column(column, justify="right")
+    """Print a table of all comparisons, then every failure with the tensors that differ most."""
+    title = f"Compared with {reference['world_size']} rank(s) after {reference['steps']} steps"
+    # Fits 80 columns with exponents of three digits: rich would cut figures that do not fit.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    columns = ("ranks", "gradient\nratio - 1", "1 - cosine", "norm", "loss", "held-out\nloss", "weights", "result")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for one in found:
         held_out = "-" if one.eval_loss is None else f"{one.eval_loss:.1e}"
-        verdict = "not proven" if one.failures else "equal"
+        verdict = "not equal" if one.failures else "equal"
         gradient = (f"{one.ratio - 1:+.1e}", f"{max(1 - one.cosine, 0.0):.1e}", f"{one.norm:.1e}")
-        shown.add_row(str(one.world_size), *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
-    console().print(shown)
+        table.add_row(str(one.world_size), *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
+    console().print(table)
     for one in found:
         for failure in one.failures:
             print_line(f"{one.world_size} ranks: {failure}", style="red")

@@ -1,7 +1,7 @@
-"""One of the runs that `finetune parity` compares: a short training that also writes its gradients and weights.
+"""One of the runs that `finetune parity` compares: a short training run that also writes gradients and weights.
 
-Started by `finetune.parity` on as many ranks as it compares; OUT/ gets run.json, gradient.safetensors (of the first
-step, summed over ranks, before clipping) and weights.safetensors (after the last).
+Started by `finetune.parity` on each world size. Writes run.json, gradient.safetensors (first step, summed over ranks,
+before clipping) and weights.safetensors (after the last step) to OUT/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(hooks: Hooks = NO_HOOKS) -> int:
 
 
 def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:
-    """Train `steps` optimizer steps without clipping or a schedule, which would hide a wrong gradient."""
+    """Train `steps` optimizer steps without gradient clipping or a learning-rate schedule."""
     from finetune import train
 
     training = replace(
@@ -35,7 +35,7 @@ def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks 
         resume_from_checkpoint=False,
         strategy=None,  # the ranks are already launched
         overwrite_output_dir=False,
-        max_grad_norm=0.0,  # clipping would hide the size of the gradient
+        max_grad_norm=0.0,  # clipping would hide a gradient that is wrong by a factor
         warmup_steps=0.0,
         lr_scheduler_type="constant",
     )

@@ -1,1 +1,1 @@
-"""What every part of a run stands on: ranks, devices, files, processes, signals."""
+"""The base layer of a run: ranks, devices, files, processes and signals."""

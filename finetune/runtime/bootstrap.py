@@ -1,7 +1,7 @@
-"""Device, early patches, `import unsloth`, late patches: the one place where the order of imports matters.
+"""Selects the device, applies early patches, imports Unsloth and applies late patches, in that order.
 
-Unsloth rewrites classes of transformers, trl and peft when it is imported, so it comes before them; the device of this
-rank is chosen before Unsloth looks at the machine.
+This is the only module in which import order matters. Unsloth rewrites classes of transformers, trl and peft when it is
+imported, so it must be imported before them. It also inspects the GPUs, so this rank's device is selected first.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from finetune.errors import UserError
 from finetune.runtime import distributed
 from patches import core
 
-# Unsloth removes these when it is imported (unsloth_zoo/patching_utils.py); what the user has set is put back.
-KEPT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_LOGS")
+# Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.
+RESTORED = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCH_LOGS")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo", "bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What this rank runs on."""
+    """The backend and the device of this rank."""
 
     backend: str  # "unsloth" or "transformers"
-    reason: str  # why that one
+    reason: str  # why this backend was chosen
     device: str  # "cuda" or "cpu"
     local_rank: int
     patches: tuple[core.Verdict, ...]
 
     @property
     def device_map(self) -> dict[str, int | str]:
-        """The whole model on this rank's device."""
+        """Places the whole model on this rank's device."""
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
 def start(backend: str = "auto", log_level: str = "warning", without: Collection[str] = ()) -> Stack:
-    """Choose this rank's device and import the backend.
+    """Select this rank's device and import the backend.
 
     Args:
-        backend: "auto" (Unsloth where it imports and supports the device, else transformers), "unsloth" or
+        backend: "auto" (Unsloth if it imports and supports the device, else transformers), "unsloth" or
             "transformers".
-        log_level: of the libraries' own messages on rank 0; the other ranks tell errors alone.
-        without: names of patches to leave out, to see what they are worth.
+        log_level: log level of the libraries on rank 0; other ranks log errors only.
+        without: names of patches to skip, to measure their effect.
 
     Raises:
-        UserError: `backend="unsloth"` where it cannot run, or more ranks than devices.
+        UserError: Unsloth was requested but cannot run here, or there are more ranks than devices.
     """
     _set_environment()
     me = distributed.ranks()
@@ -63,9 +63,9 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
     if torch.cuda.is_available():
         if me.local_world_size > torch.cuda.device_count():
             raise UserError(
-                f"{me.local_world_size} processes were launched on this machine and {torch.cuda.device_count()} GPUs "
-                f"are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). One process "
-                f"needs one GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
+                f"{me.local_world_size} processes were launched on this machine, but {torch.cuda.device_count()} GPUs "
+                f"are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Each process "
+                f"needs its own GPU: launch with --num_processes {torch.cuda.device_count()} or make more GPUs visible."
             )
         torch.cuda.set_device(me.local_rank)
         device = "cuda"
@@ -73,18 +73,18 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
         device = "cpu"
     too_late = "trl" in sys.modules and "unsloth" not in sys.modules
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
-        raise RuntimeError("trl was imported before the backend was chosen: Unsloth must be imported first.")
+        raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
 
     verdicts = core.run(patches.EARLY, without) if backend != "transformers" else []
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
-            f"model.backend is `unsloth` and Unsloth cannot run here: {refusal}. Install it with "
+            f"model.backend is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
             "`pip install 'finetune[unsloth]'` on a host with a supported GPU, or set model.backend to `auto` or "
             "`transformers`."
         )
     if backend == "transformers":
-        name, reason = "transformers", "model.backend asks for it"
+        name, reason = "transformers", "set by model.backend"
     elif refusal:
         name, reason = "transformers", f"Unsloth cannot run here: {refusal}"
     else:
@@ -96,7 +96,7 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
 
 
 def quiet_libraries(level: str) -> None:
-    """Let the libraries tell what is at least of this severity, on rank 0; the other ranks tell errors alone."""
+    """Set the libraries' log level: `level` on rank 0, "error" on others. Above "info", hide their progress bars."""
     import datasets
     import transformers
 
@@ -105,14 +105,14 @@ def quiet_libraries(level: str) -> None:
     logging.getLogger().setLevel(number)
     transformers.utils.logging.set_verbosity(number)
     datasets.utils.logging.set_verbosity(number)
-    if number >= logging.WARNING:  # their bars come from every rank, and between our own lines
+    if number >= logging.WARNING:  # every rank would draw them, in the middle of our own output
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
 
 
 @contextlib.contextmanager
 def errors_only() -> Iterator[None]:
-    """Inside, transformers logs errors only."""
+    """Context in which transformers logs errors only."""
     import transformers
 
     level = transformers.utils.logging.get_verbosity()
@@ -124,60 +124,60 @@ def errors_only() -> Iterator[None]:
 
 
 def _set_environment() -> None:
-    """Variables that the libraries read while they are imported. A value that the user has set stays."""
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth's download that counts environments
+    """Set variables that libraries read when they are imported, unless the user has set them."""
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth counts installations through a hub download
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Unsloth writes the classes it generates into the working directory by default.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth_compiled"))
     if not Path("/dev/nvidiactl").exists():
-        # CPU runs: threads that spin while they wait for each other stall when anything else wants a core (on 2 cores
-        # with one more busy process: 20 steps of the demo in 51 s, and in 4.8 s with this).
+        # CPU runs: spinning OpenMP threads slow down badly when another process needs a core (20 steps of the demo on
+        # 2 cores next to one busy process: 51 s, or 4.8 s with this setting).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if _has_expandable_segments() and not any(name in os.environ for name in ALLOCATOR):
-        # Unsloth sets the same when it is imported. That is too late here: torch reads it when CUDA starts, and
-        # set_device starts it. It keeps batches of ever other sizes from leaving memory in fragments.
+        # Reduces fragmentation when batch sizes vary. Unsloth sets this on import, but by then set_device has
+        # initialized CUDA and torch has already read the variable.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     me = distributed.ranks()
     if distributed.wants_cpu():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif me.world_size == 1:
-        # One process uses one GPU: with more in sight, transformers would wrap the model in DataParallel.
+        # If one process sees several GPUs, transformers wraps the model in DataParallel.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
 def _has_expandable_segments() -> bool:
-    """Whether the driver has the memory mapping that they need: not under WSL (unsloth issue 3511), nor on an NVIDIA
-    Tegra board (unsloth issue 2401)."""
+    """Whether the driver supports the virtual memory mapping that they need. WSL (unsloth issue 3511) and NVIDIA Tegra
+    boards (unsloth issue 2401) do not."""
     if sys.platform != "linux" or "microsoft" in os.uname().release.lower():
         return False
     return not Path("/etc/nv_tegra_release").exists()
 
 
 def cache_folder() -> Path:
-    """Where this program keeps what it can make again: $FINETUNE_CACHE, else ~/.cache/finetune."""
+    """Folder for files that can be regenerated: $FINETUNE_CACHE, else ~/.cache/finetune."""
     return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
 
 
 def _import_unsloth() -> str | None:
-    """Import Unsloth; return why that is not possible here, or None."""
+    """Import Unsloth. Returns None, or the reason if it cannot be imported."""
     if importlib.util.find_spec("unsloth") is None:
         return "it is not installed"
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    restored = {name: os.environ[name] for name in RESTORED if name in os.environ}
     try:
         with quiet_ranks():
             import unsloth  # noqa: F401
     except (ImportError, NotImplementedError, RuntimeError) as error:
         return " ".join(str(error).split())[:300] or type(error).__name__
     finally:
-        os.environ |= kept
+        os.environ |= restored
     return None
 
 
 @contextlib.contextmanager
 def quiet_ranks():
-    """Let one rank speak: what libraries print on the others is dropped."""
+    """Context in which library output to stdout is dropped on all ranks but rank 0."""
     if distributed.ranks().is_main:
         yield
     else:
@@ -186,7 +186,7 @@ def quiet_ranks():
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of the libraries that decide what a run computes; None where one is not installed."""
+    """Installed versions of the libraries that affect a run's results; None if a library is not installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""What every command shares: it runs, and each way of ending becomes a message and an exit code."""
+"""Runs a command, and turns every way it can end into a message and an exit code. Shared by all commands."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run_command(verb: str, argv: list[str] | None, run: Callable[[Config], int], purpose: str = "") -> int:
+def run_command(command: str, argv: list[str] | None, run: Callable[[Config], int], purpose: str = "") -> int:
     """Load the configuration and run a command with it. Returns the exit code.
 
     Args:
-        purpose: what it does, first in its help; `train` has a help text that lists all keys.
+        purpose: first line of the command's help; unused for `train`, whose help lists all keys.
     """
     from finetune.config import help_text, load
     from finetune.runtime.options import Options
 
-    text = help_text() if verb == "train" else Options(verb, purpose, usage="[--json PATH]").format_help()
-    return run_with_options(text, argv, lambda arguments: run(load(arguments, verb=verb)))
+    text = help_text() if command == "train" else Options(command, purpose, usage="[--json PATH]").format_help()
+    return run_with_options(text, argv, lambda arguments: run(load(arguments, command=command)))
 
 
 def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
-    """Run a command with its arguments, or print its help if they ask for it. Returns the exit code."""
+    """Run a command with its arguments, or print `help_text` if they contain `--help`. Returns the exit code."""
     from finetune.runtime.options import help_asked
 
     argv = sys.argv[1:] if argv is None else argv
@@ -44,9 +44,9 @@ def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Run to the end, or to an error: 2 for bad input, 1 for a failure, 130 for an interruption.
+    """Call `run` and return its exit code, or 2 for bad input, 1 for a failure, 130 for an interruption.
 
-    Of all ranks the one that failed first shows its error; the others end quietly with it.
+    Only the rank that failed first prints its error; the others exit quietly.
     """
     from finetune.runtime import disk, distributed, interrupt
 
@@ -61,14 +61,14 @@ def guarded(run: Callable[[], int]) -> int:
         _report(error, f"error: {_rank_name()}{error}\n")
         return error.exit_code
     except Exception as error:
-        known = disk.failure(error)  # a disk that is full or gone, wherever it happened
+        known = disk.failure(error)  # a full or missing disk, wherever the error occurred
         text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
         _report(known or error, text)
         return FAILED
 
 
 def _report(error: Exception, text: str) -> None:
-    """Write the error, on the one rank that is to show it."""
+    """Write the error to stderr on the one rank that reports it."""
     from finetune.runtime import distributed
 
     try:
@@ -91,13 +91,13 @@ def _rank_name() -> str:
 
 
 def print_line(text: RenderableType, style: str | None = None) -> None:
-    """Print a sentence, or a rich object, on rank 0: no markup, no highlighting, wrapped by the terminal alone."""
+    """Print text or a rich object on rank 0, without markup, highlighting or line wrapping."""
     console().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
 @functools.cache
 def console() -> Console:
-    """The console of rank 0; quiet on the other ranks."""
+    """A console that prints on rank 0 and is quiet on the other ranks."""
     from rich.console import Console
 
     from finetune.runtime import distributed

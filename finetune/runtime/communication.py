@@ -1,20 +1,20 @@
-"""How long gradients travel, how much of it hidden behind computation: by DDP's own account, and by traces."""
+"""Exposed and overlapped gradient communication, from DDP's own logging and from profiler traces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-DDP_SAMPLES, DDP_INTERVAL = 10, 100  # DDP accounts by itself for its first ten steps, and then for one of a hundred
+DDP_SAMPLES, DDP_INTERVAL = 10, 100  # DDP collects statistics in its first 10 steps, then in every 100th step
 
 
 def exposed_and_hidden(model: Any) -> tuple[float, float] | None:
-    """Seconds of the last step that DDP has accounted for in which gradients were reduced: after this rank's backward
-    computation had ended, and while it went on. None where there is no account: one rank, or no step yet.
+    """Exposed and overlapped communication time of the last step that DDP logged, in seconds: the time gradients were
+    reduced after this rank's backward pass had ended, and during it. None with one rank or before the first step.
 
-    DDP's communication begins when the first bucket is full and ends when the last one has been reduced on all ranks:
-    waiting for a slower rank is in it. An account becomes available when the next step's forward pass begins. Reading
-    it waits for nothing; `torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data` gives nanoseconds.
+    DDP counts communication from the first full bucket until the last one has been reduced on all ranks, so waiting for
+    a straggler is included. A step's statistics become available when the next forward pass begins; reading them does
+    not block (`torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data`, in nanoseconds).
     """
     if not hasattr(model, "_get_ddp_logging_data"):
         return None
@@ -26,7 +26,7 @@ def exposed_and_hidden(model: Any) -> tuple[float, float] | None:
 
 
 def split_of_kernels(events: Sequence[Any], steps: int) -> dict[str, float] | None:
-    """Seconds a step in which kernels of NCCL ran: in all, and while no other kernel did. None without any.
+    """Seconds per step in which NCCL kernels ran, in total and while no other kernel ran; None without NCCL kernels.
 
     Args:
         events: `torch.profiler.profile.events()` of `steps` steps.

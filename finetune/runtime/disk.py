@@ -1,4 +1,4 @@
-"""Files that cannot be written: the operating system's reason as one sentence."""
+"""Turns errors about unreadable or unwritable files into one-sentence messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DISK = {
 }
 if hasattr(errno, "EDQUOT"):  # not on Windows
     _DISK[errno.EDQUOT] = "The disk quota of this user is used up"
-# These mean a file only if the error names one: sockets and processes fail with them too.
+# Sockets and processes raise these as well: they concern a file only if the error names one.
 _PATH = {
     errno.EACCES: "Permission denied",
     errno.EPERM: "Permission denied",
@@ -39,8 +39,8 @@ def reason(error: BaseException) -> str | None:
 
 
 def reason_in_text(error: BaseException) -> str | None:
-    """Why a file could not be written, from an error that a library made of the system's: safetensors and torch keep
-    its text or number only, and torch not always that. None if it does not say so."""
+    """Why a file could not be written, from a library's error: safetensors and torch keep only the text or number of
+    the system's error, and torch sometimes neither. None if the error is not about writing a file."""
     text = str(error)
     if number := re.search(r"\(os error (\d+)\)", text):  # as Rust writes it
         return _DISK.get(int(number[1]))
@@ -52,7 +52,7 @@ def reason_in_text(error: BaseException) -> str | None:
 
 
 def failure(error: BaseException) -> RunError | None:
-    """The sentence for a file that could not be read or written; None if `error` is not about a file or a disk."""
+    """The error to report for a file that could not be read or written; None if `error` is not about a file or disk."""
     why = reason(error)
     if why is None:
         return None
@@ -64,22 +64,22 @@ def failure(error: BaseException) -> RunError | None:
 
 @contextlib.contextmanager
 def no_space(folder: Path, what: str, newest: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Turn the many ways in which libraries report a full or failing disk into one message.
+    """Report a full or failing disk as a RunError, whichever way a library raised it.
 
     Args:
         what: what is being written.
-        newest: called for the name of the checkpoint to resume from.
+        newest: returns the name of the checkpoint to resume from, if there is one.
 
     Raises:
-        RunError: the disk filled up, or a library could not write, while `what` was being written.
+        RunError: the disk is full, or a library could not write `what`.
     """
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save wrap the operating system's error in their own; its text is what remains.
+        # safetensors and torch.save wrap the operating system's error in their own and keep only its text.
         why = reason(error) or reason_in_text(error)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
-        if isinstance(error, OSError) and not full:  # of a file that has a name: the command reports it
+        if isinstance(error, OSError) and not full:  # it names its file; `command.guarded` reports it
             why = None
         if shutil.disk_usage(folder).free < 2**20:
             why = "No space left on the disk"
@@ -87,6 +87,6 @@ def no_space(folder: Path, what: str, newest: Callable[[], str | None] = lambda:
             raise
         remedy = "free some space" if "space" in why or "quota" in why else "check the disk"
         checkpoint = newest()
-        after = f"The newest whole checkpoint is {checkpoint}: {remedy}" if checkpoint else remedy.capitalize()
+        after = f"The newest complete checkpoint is {checkpoint}: {remedy}" if checkpoint else remedy.capitalize()
         then = "set training.resume_from_checkpoint: true" if checkpoint else "run again"
         raise RunError(f"{why}: {what} in {folder} was not written. {after} and {then}.") from error

@@ -1,6 +1,6 @@
-"""Ranks, and what they do together. The only reader of RANK, LOCAL_RANK and WORLD_SIZE; the only caller of collectives.
+"""Ranks, the process group and collectives. No other module reads RANK, LOCAL_RANK or WORLD_SIZE.
 
-Importing this file does not import torch: the configuration is checked before anything heavy is loaded.
+Importing this module does not import torch: the configuration is checked before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.runtime import interrupt, launcher
 
-FAILURE_POLL_SECONDS = 1.0  # how soon a rank that waits in a collective learns that another one has failed
-# A launcher ends all ranks as soon as one has failed, so a rank with nothing to say must not be the first to go.
+FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
+# A launcher ends all ranks as soon as one exits with an error, so a rank that reports nothing must not exit first.
 QUIET_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Where this process stands in the launch."""
+    """This process's rank, and the number of ranks."""
 
     rank: int
     local_rank: int
@@ -37,21 +37,21 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """One process of the whole run: it writes files and speaks to the user."""
+        """The one process of a run that writes files and prints to the terminal."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """One process of each machine: it prepares the data there."""
+        """The one process of each machine that prepares the data there."""
         return self.local_rank == 0
 
 
 @functools.cache
 def ranks() -> Ranks:
-    """Read the launcher's environment; one rank where there is no launcher.
+    """The ranks in the launcher's environment; a single rank without a launcher.
 
     Raises:
-        UserError: the variables contradict each other, or the launcher was asked for more processes than it started.
+        UserError: the variables are inconsistent, or the launcher started fewer processes than it was asked for.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: os.environ.get(name) for name in names}
@@ -59,9 +59,9 @@ def ranks() -> Ranks:
         asked = _launcher_profile().get("num_processes", 1)
         if asked > 1:
             raise UserError(
-                f"accelerate launch was asked for {asked} processes and started one. `distributed_type: MULTI_CPU` "
-                "does that silently. Use one of accelerate_configs/ (cpu_2.yaml for two CPU ranks), or "
-                "`distributed_type: MULTI_GPU` with `use_cpu: true`."
+                f"accelerate launch was asked for {asked} processes but started one, as it does with "
+                "`distributed_type: MULTI_CPU`. Use a profile from accelerate_configs/ (cpu_2.yaml for two CPU ranks), "
+                "or `distributed_type: MULTI_GPU` with `use_cpu: true`."
             )
         return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
@@ -69,12 +69,13 @@ def ranks() -> Ranks:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError:
         raise UserError(
-            f"The launcher's variables are incomplete: {given}. All three must be whole numbers; start the run with "
+            f"The launcher's variables are incomplete: {given}. All three must be integers; start the run with "
             "`accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
         ) from None
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise UserError(
-            f"The launcher's variables contradict each other: {given}, LOCAL_WORLD_SIZE={local_world_size}."
+            f"The launcher's variables are inconsistent: {given}, LOCAL_WORLD_SIZE={local_world_size}. Start the run "
+            "with `accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
         )
     return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
 
@@ -83,15 +84,15 @@ def ranks() -> Ranks:
 def _launcher_profile() -> dict[str, Any]:
     """num_processes and use_cpu of the `accelerate launch` that started this process; empty for other launchers.
 
-    accelerate does not tell its children how many processes it was asked for, nor, in a distributed launch, that they
-    are to stay on the CPU. So the question goes to the parent's command line and the profile named there.
+    accelerate does not pass on the requested number of processes, nor, in a distributed launch, the choice of the CPU.
+    Both are read from the parent's command line and the profile it names.
     """
     argv = launcher.accelerate_arguments()
     if argv is None:
         return {}
     import yaml
 
-    own = argv[: argv.index("-m")] if "-m" in argv else argv  # what follows -m belongs to the script
+    own = argv[: argv.index("-m")] if "-m" in argv else argv  # arguments after -m belong to the script
     options = dict(zip(own, own[1:], strict=False))
     options |= dict(arg.split("=", 1) for arg in own if arg.startswith("--") and "=" in arg)
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
@@ -100,11 +101,11 @@ def _launcher_profile() -> dict[str, Any]:
         profile = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())[:200]
-        raise UserError(f"accelerate's profile {file} is not valid YAML: {why}. Repair it or give another.") from None
+        raise UserError(f"accelerate's profile {file} is not valid YAML: {why}. Fix it or use another.") from None
     if not isinstance(profile, dict):
-        raise UserError(f"accelerate's profile {file} must be a mapping of settings. Repair it or give another.")
+        raise UserError(f"accelerate's profile {file} must be a mapping of settings. Fix it or use another.")
     asked = options.get("--num_processes", profile.get("num_processes"))
-    if asked in (None, -1):  # as accelerate writes what its command line is to say
+    if asked in (None, -1):  # accelerate's placeholders for "see the command line"
         asked = 1
     if not str(asked).isdecimal() or int(asked) < 1:
         raise UserError(f"accelerate's num_processes must be at least 1: {asked}. Give the number of ranks to start.")
@@ -125,12 +126,12 @@ _host_group: Any = None  # gloo: for objects and flags, so that neither touches 
 
 
 def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] | None = None) -> None:
-    """Create the process group with the configured timeout, before anything else can create one with another.
+    """Create the process group with the configured timeout, before a library creates one with its default.
 
-    `on_failure(message)` is called on this rank when another rank has failed, just before this process exits.
+    `on_failure(message)` is called on this rank if another rank fails, just before this process exits.
 
     Raises:
-        UserError: the group that exists is not the one the launcher asked for.
+        UserError: a process group of another size exists already.
     """
     global _host_group
     me = ranks()
@@ -143,8 +144,8 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
     if state.num_processes != me.world_size:
         raise UserError(
-            f"The launcher asked for {me.world_size} processes and the process group has {state.num_processes}. "
-            "Something replaced accelerate's set-up before this program could start; launch it with one of "
+            f"The launcher started {me.world_size} processes, but the process group has {state.num_processes}. "
+            "Something initialized accelerate before this program did; launch it with a profile from "
             "accelerate_configs/."
         )
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -154,10 +155,10 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` when a launcher has started its ranks again; else none.
+    """Arguments of `init_process_group` after a launcher has restarted its ranks; else none.
 
-    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store over a restart, and in it the
-    addresses of ranks that have ended, to which the new ones would try to connect.
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, including the
+    addresses of the ended ranks, to which the new ones would try to connect. A prefix separates them.
     """
     if not launcher.restarts() or not _launcher_hosts_store():
         return {}
@@ -170,12 +171,12 @@ def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
 
 
 def _launcher_hosts_store() -> bool:
-    """Whether the store of the process group lives in torch's launcher, and not in rank 0."""
+    """Whether torch's launcher hosts the process group's store, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def group_timeout_seconds() -> float | None:
-    """How long collectives of the default process group wait for the other ranks; None for one rank."""
+    """Timeout of the default process group's collectives; None with one rank."""
     if _host_group is None:
         return None
     import torch
@@ -187,22 +188,22 @@ def group_timeout_seconds() -> float | None:
 
 
 def finish() -> None:
-    """Leave the process group. All ranks call it, once, at the end of a run that succeeded."""
+    """Leave the process group. Every rank calls it once, at the end of a successful run."""
     global _host_group
     if _host_group is not None:
         import torch.distributed as dist
 
         barrier()
-        _watching.set()
+        _stop_watching.set()
         dist.destroy_process_group()
         _host_group = None
 
 
-# --- collectives, by name; each does nothing but return its argument where there is one rank ------------------------
+# --- collectives; with one rank each of them just returns its argument -----------------------------------------------
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if _host_group is not None:
         import torch.distributed as dist
 
@@ -210,22 +211,22 @@ def barrier() -> None:
 
 
 def drain_nccl_work() -> None:
-    """Wait until NCCL's process group has seen the end of all collectives so far; what they held is free at the next.
+    """Block until NCCL's watchdog has retired all outstanding collectives, so that the next one releases their tensors.
 
-    Its watchdog looks ten times a second. Of a collective whose work nobody waits for, as DDP's, it hands the tensors
-    over, and the next collective lets go of them (torch's ProcessGroupNCCL.cpp, `shelvesToUnstash_`). On other backends
-    there is nothing to wait for.
+    The watchdog polls ten times a second. For collectives whose work object nobody waits on, such as DDP's, it queues
+    the tensors, and the next collective releases them (torch's ProcessGroupNCCL.cpp, `shelvesToUnstash_`). Does nothing
+    on other backends.
     """
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_backend() == "nccl":
         group = dist.distributed_c10d._get_default_group()
-        if hasattr(group, "_wait_for_pending_works"):  # private: a release without it needs more memory, no more
+        if hasattr(group, "_wait_for_pending_works"):  # private: without it, a run only needs more memory
             group._wait_for_pending_works()
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank. On the host: no GPU synchronization."""
+    """Every rank's `value`, in rank order, on every rank. Runs on the host, without a GPU synchronization."""
     if _host_group is None:
         return [value]
     import torch.distributed as dist
@@ -247,18 +248,31 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
-class DelayedFlag:
-    """ "Has any rank raised its flag?", asked every step and answered one step later, so that no step waits.
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's float64 `values`, in rank order, on every rank; of the same length on all. On the host."""
+    if _host_group is None:
+        return [list(values)]
+    import torch
+    import torch.distributed as dist
 
-    All ranks get the same answer at the same step: `ask(flag)` starts the reduction of this step's flags on the host
-    and returns the result of the previous one.
+    own = torch.tensor(values, dtype=torch.float64)
+    parts = [torch.empty_like(own) for _ in range(ranks().world_size)]
+    dist.all_gather(parts, own, group=_host_group)
+    return [part.tolist() for part in parts]
+
+
+class DelayedFlag:
+    """Whether any rank has raised its flag, checked every step and known one step later, so that no step waits.
+
+    All ranks get the same answer at the same step: `ask(flag)` starts a reduction of this step's flags on the host and
+    returns the result of the previous one.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[Any, Any] | None = None
 
     def ask(self, flag: bool) -> bool:
-        """True on all ranks at the first step after one where any rank's `flag` was true."""
+        """True on all ranks at the step after one in which any rank's `flag` was true."""
         if _host_group is None:
             return flag
         import torch
@@ -270,7 +284,7 @@ class DelayedFlag:
         return answer
 
     def settle(self) -> bool:
-        """Wait for the reduction under way, if any, and return its answer."""
+        """Wait for the pending reduction, if any, and return its result."""
         if self._pending is None:
             return False
         work, tensor = self._pending
@@ -282,27 +296,27 @@ class DelayedFlag:
 # --- stopping together ----------------------------------------------------------------------------------------------
 
 _FAILURE = "finetune/failure"
-_watching = threading.Event()  # set = no longer
+_stop_watching = threading.Event()
 
 
 def claim_failure(message: str) -> bool:
-    """Tell the other ranks that this one has failed. True when it is the first to say so: its error is the one to show.
+    """Announce to the other ranks that this one has failed. True if it is the first: its error is the one to report.
 
-    Without a process group there is nobody to tell; each machine's first rank speaks for it, as all of them read the
-    same configuration and the same files.
+    Without a process group ranks cannot agree, so the first rank of each machine reports: all of them read the same
+    configuration and the same files.
     """
-    _watching.set()
+    _stop_watching.set()
     if _host_group is None:
         return ranks().is_local_main
     return first_failure(message) == message
 
 
 def wait_for_launcher() -> bool:
-    """Wait for the launcher to end this process, as it does once the rank whose error is shown has ended.
+    """Wait for the launcher to end this process, as it does once the rank that reports its error has exited.
 
     Returns:
-        Whether nobody else can be expected to have spoken: there was no process group to agree in, and nothing ended
-        this process. Then the error belongs to this rank alone.
+        True if this rank has to report its own error after all: there was no process group to agree in, and nothing has
+        ended this process.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Event().wait(QUIET_SECONDS)
@@ -310,15 +324,15 @@ def wait_for_launcher() -> bool:
 
 
 def first_failure(message: str) -> str:
-    """`message`, or that of the rank that failed before this one: it says why all ranks end."""
-    _watching.set()
+    """The message of the rank that failed first, which is the reason why all ranks end; `message` if it is this one."""
+    _stop_watching.set()
     if _host_group is None:
         return message
     own = json.dumps([ranks().rank, message])
     try:
         found = _store().compare_set(_FAILURE, "", own).decode()
-    except Exception:  # the store went away with the rank that hosted it: that rank failed first
-        return "rank 0: it has gone, and the store with it"
+    except Exception:  # the rank that hosts the store has ended: it failed first
+        return "rank 0: it ended, and the process group's store with it"
     rank, first = json.loads(found)
     return message if found == own else f"rank {rank}: {first}"
 
@@ -330,50 +344,50 @@ def _store() -> Any:
 
 
 def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping[int, int]) -> None:
-    """End this process soon after another rank has failed, whatever collective the main thread is waiting in.
+    """End this process soon after another rank has failed, even if the main thread is blocked in a collective.
 
     Args:
-        on_failure: called with a message just before.
-        peers: process ids of the other ranks of this machine, by rank.
+        on_failure: called with a message just before this process exits.
+        peers: process ids of the other ranks on this machine, by rank.
     """
     store = _store()
-    while not _watching.wait(FAILURE_POLL_SECONDS):
+    while not _stop_watching.wait(FAILURE_POLL_SECONDS):
         try:
             if not store.check([_FAILURE]):
                 continue
             rank, message = json.loads(store.get(_FAILURE))
         except Exception:
-            if _watching.is_set():
+            if _stop_watching.is_set():
                 return
             if _launcher_hosts_store():
                 interrupt.request("the end of the launcher that hosts the ranks' store")
-                rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had"
+                rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had ended"
             else:
-                rank, message = 0, "the rank that hosts the store has gone"
-            if _watching.is_set():
+                rank, message = 0, "the rank that hosts the process group's store has ended"
+            if _stop_watching.is_set():
                 return
         if on_failure is not None:
             on_failure(f"rank {rank}: {message}")
-        threading.Event().wait(FAILURE_POLL_SECONDS)  # the rank that failed is writing its error
+        threading.Event().wait(FAILURE_POLL_SECONDS)  # let the failed rank print its error first
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
 
 
 def _wait_for_lost_peer(peers: Mapping[int, int]) -> int:
-    """Wait until the main thread ends the run, or until a rank of this machine has ended before it could: its number.
+    """Wait until the main thread has ended the run, or another rank on this machine has ended first. Returns that rank.
 
-    Ranks are connected to each other without the store, so they can still save a checkpoint together.
+    Ranks can still save a checkpoint together, because their connections do not depend on the store.
     """
     import psutil
 
     def ended(pid: int) -> bool:
-        try:  # nobody may be left to collect a process that has ended
+        try:  # an ended process stays a zombie if its parent has ended as well
             return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     while True:
         lost = [rank for rank, pid in peers.items() if ended(pid)]
-        if _watching.wait(FAILURE_POLL_SECONDS) or lost:  # the wait: a rank that ends with the run ends first
+        if _stop_watching.wait(FAILURE_POLL_SECONDS) or lost:  # waits first: ranks may just end with the run
             return lost[0] if lost else ranks().rank

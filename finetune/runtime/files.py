@@ -1,4 +1,4 @@
-"""Files that appear whole: written under another name, synced to the disk, renamed; and checksums to prove it later."""
+"""Atomic file and folder writes (temporary name, fsync, rename), and checksums to verify files later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES = 1 << 22  # of one read while a file is summed
-READERS = 8  # files that are summed at the same time; xxhash and reads release the GIL
+BLOCK_BYTES = 1 << 22  # read at a time for a checksum
+READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to a temporary file beside `path`, then rename: a reader sees the old file or the new one.
+    """Write `content` to `path` as JSON, atomically: a reader sees either the old file or the new one.
 
-    Numbers that JSON has no word for (NaN, infinity) become null.
+    NaN and infinity, which JSON cannot represent, become null.
 
     Raises:
-        OSError: the disk cannot take it; `filename` is `path`.
+        OSError: the file cannot be written; the error's `filename` is `path`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -34,7 +34,7 @@ def write_json(path: Path, content: Any) -> None:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        error.filename = str(path)  # the file that was asked for; a failed write names none
+        error.filename = str(path)  # a failed write names no file, and the temporary name means nothing to the user
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` made of what JSON knows: tuples become lists, NaN and infinity null, other objects their text."""
+    """`value` as JSON types: tuples become lists, NaN and infinity become null, other objects become strings."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -64,12 +64,12 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-# --- on the disk, not only in the page cache ------------------------------------------------------------------------
+# --- flushed to the disk --------------------------------------------------------------------------------------------
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file's content is on the disk."""
-    descriptor = os.open(path, os.O_RDWR)  # Windows flushes what is open for writing only
+    """Flush a file's content to the disk."""
+    descriptor = os.open(path, os.O_RDWR)  # Windows only flushes files that are open for writing
     try:
         os.fsync(descriptor)
     finally:
@@ -77,8 +77,8 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the folder's list of names is on the disk, on systems that can open a folder."""
-    with contextlib.suppress(OSError):  # Windows cannot open one, and some network file systems cannot sync one
+    """Flush a folder's list of names to the disk, on systems that support it."""
+    with contextlib.suppress(OSError):  # Windows cannot open a folder, and some network file systems cannot sync one
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -87,7 +87,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until all files and folders below `folder`, itself included, are on the disk."""
+    """Flush `folder` and all files and folders below it to the disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync_file(Path(parent, name))
@@ -96,11 +96,11 @@ def sync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staging(target: Path, *, main: bool = True) -> Iterator[Path]:
-    """A folder beside `target` to write into. If the block ends well, the folder is synced to the disk and takes the
-    name of `target`, replacing whatever had it (a symbolic link itself, not what it points to). Otherwise it vanishes.
+    """A temporary folder next to `target`. If the block succeeds, the folder is flushed to the disk and renamed to
+    `target`, replacing what was there (a symbolic link is replaced, not followed). Otherwise it is removed.
 
     Args:
-        main: False on ranks that add their files to the folder of another one: they neither make nor rename it.
+        main: False on ranks that only add files to the folder: they neither create nor rename it.
     """
     folder = target.with_name(f".{target.name}.partial")
     if not main:
@@ -123,9 +123,9 @@ def staging(target: Path, *, main: bool = True) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with everything in it, or a symbolic link (never what it points to), if it is there.
+    """Remove a file, a folder with its contents, or a symbolic link (not its target), if it exists.
 
-    What cannot be removed stays; nobody is served by a run that dies while it cleans up.
+    What cannot be removed is left in place: failing to clean up must not end a run.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -134,8 +134,8 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_whole(path: Path) -> None:
-    """`remove`, of which no half is ever seen under the path's own name, however it is interrupted."""
+def remove_atomically(path: Path) -> None:
+    """Like `remove`, but a partly removed folder is never visible under its own name, even after an interruption."""
     aside = path.with_name(f".{path.name}.removed.partial")
     remove(aside)
     with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def remove_whole(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """xxh3 checksum of a file's content, 128 bits in hexadecimal."""
+    """128-bit xxh3 checksum of a file's content, in hexadecimal."""
     import xxhash
 
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
@@ -158,13 +158,13 @@ def checksum(path: Path) -> str:
 
 
 def checksums(paths: Iterable[Path]) -> list[str]:
-    """`checksum` of each file, in the same order, of several at the same time."""
+    """`checksum` of each file, computed in parallel, in the same order."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(checksum, paths))
 
 
 def checksum_of_json(content: Any) -> str:
-    """xxh3 checksum of `content` as canonical JSON, 128 bits in hexadecimal."""
+    """128-bit xxh3 checksum of `content` as canonical JSON, in hexadecimal."""
     import xxhash
 
     text = json.dumps(plain(content), sort_keys=True, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""What this machine has. What cannot be found out stays None, with the reason.
+"""Describes this machine's hardware. What cannot be determined is None, with the reason.
 
-`probe()` is cheap and looks at this rank's device alone: every rank calls it when it starts. `survey()` looks at the
-whole machine, through torch and NVML (`nvidia-ml-py`): all GPUs and the links between them.
+`probe()` is cheap and only looks at this rank's device: every rank calls it at startup. `survey()` looks at the whole
+machine, all GPUs and the links between them, through torch and NVML (`nvidia-ml-py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from finetune.errors import describe
 
-# Dense bf16 matrix rate without sparsity, TFLOP/s, by the name CUDA reports. From NVIDIA's data sheets of each card
-# (A100, H100/H200 SXM "with sparsity" halved, L4, L40S, RTX 4090 and 5090: tensor-core rate with fp32 accumulation).
+# Dense bf16 matrix throughput (no sparsity) in TFLOP/s, by the name that CUDA reports. From NVIDIA's data sheets (A100,
+# H100 and H200 SXM: "with sparsity" halved; L4, L40S, RTX 4090 and 5090: tensor-core rate with fp32 accumulation).
 PEAK_BF16_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -28,16 +28,17 @@ PEAK_BF16_TFLOPS = {
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,
 }
-OUTSIDE_NOTED = 2.0 * 2**30  # bytes held outside torch's allocator; a CUDA context takes less than one GiB
-# How two GPUs reach each other without NVLink, by NVML's common ancestor; the names are those of `nvidia-smi topo -m`.
+# Memory held outside torch's allocator is reported above this many bytes; a CUDA context takes less than 1 GiB.
+NOTABLE_OUTSIDE_BYTES = 2.0 * 2**30
+# PCI topology levels by NVML's number, named as in `nvidia-smi topo -m`.
 PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU that this process can see. Clocks, power and temperature are those of the moment."""
+    """One GPU visible to this process. Clocks, power and temperature are momentary values."""
 
-    index: int  # torch's
+    index: int  # in torch's numbering
     name: str
     compute_capability: str  # such as "9.0"
     multiprocessors: int
@@ -50,13 +51,13 @@ class Gpu:
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: int | None = None
-    temperature_limit_c: int | None = None  # above it the GPU slows itself down
-    pcie_generation: int | None = None  # an idle GPU may have lowered it
-    pcie_generation_max: int | None = None  # that the card and the machine can both do
+    temperature_limit_c: int | None = None  # the GPU throttles above it
+    pcie_generation: int | None = None  # lower than the maximum while the GPU is idle
+    pcie_generation_max: int | None = None  # highest that card and machine both support
     pcie_width: int | None = None  # lanes
     pcie_width_max: int | None = None
     numa_node: int | None = None
-    other_processes: tuple[int, ...] | None = None  # ids of those that compute on it, this one left out
+    other_processes: tuple[int, ...] | None = None  # ids of the other processes that compute on it
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,12 +66,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How two GPUs reach each other."""
+    """The connection between two GPUs."""
 
     gpus: tuple[int, int]  # torch's indices, the smaller first
     kind: str | None  # "NV18" = 18 NVLinks; else the PCI level: PIX, PXB, PHB, NODE or SYS
-    nvlinks: int | None  # 0 where the pair has none
-    gb_per_s: float | None  # of all its NVLinks together, one direction, as the driver states their rate
+    nvlinks: int | None  # 0 if they are connected through PCI only
+    gb_per_s: float | None  # total of its NVLinks in one direction, at the rate the driver reports
     peer_access: bool | None  # whether one can read the other's memory
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,24 +85,24 @@ class Hardware:
 
     device: str  # "cuda" or "cpu"
     name: str  # of the GPU, or of the processor
-    count: int  # GPUs that this process can see; 0 on a CPU
+    count: int  # GPUs visible to this process; 0 on a CPU
     memory_gib: float | None  # of one GPU
     peak_bf16_tflops: float | None
-    peak_reason: str  # where the peak comes from, or why it is not known
+    peak_reason: str  # source of the peak, or why it is unknown
     cpu_cores: int
     ram_gib: float
     nccl_version: str | None = None
     driver_version: str | None = None
-    driver_gpus: int | None = None  # that the driver has, those hidden from this process included
-    gpus: tuple[Gpu, ...] | None = None  # None: not looked at (`probe`)
-    links: tuple[Link, ...] | None = None  # one for each pair
-    unknown: Mapping[str, str] = field(default_factory=dict)  # what is None above, and why
+    driver_gpus: int | None = None  # GPUs that the driver has, including those hidden from this process
+    gpus: tuple[Gpu, ...] | None = None  # None if not surveyed (`probe`)
+    links: tuple[Link, ...] | None = None  # one per pair
+    unknown: Mapping[str, str] = field(default_factory=dict)  # reasons for values that are None
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What the GPUs differ in, with each one's value; empty where they are alike or fewer than two."""
+        """Properties in which the GPUs differ, with the value of each GPU; empty for identical GPUs."""
         found = []
-        for name in _SAME if self.gpus else ():
+        for name in _SPEED_PROPERTIES if self.gpus else ():
             values = [getattr(gpu, name) for gpu in self.gpus or ()]
             if len(set(values)) > 1:
                 found.append(f"{name}: {', '.join(map(str, values))}")
@@ -109,11 +110,11 @@ class Hardware:
 
     @property
     def identical(self) -> bool | None:
-        """Whether all GPUs are alike in what bounds their speed; None where there is none, or none was looked at."""
+        """Whether all GPUs agree in the properties that limit their speed; None without GPUs or a survey."""
         return not self.differences if self.gpus else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; GPUs and links only where they have been looked at."""
+        """For JSON; GPUs and links only after a survey."""
         own = asdict(self) | {"unknown": dict(self.unknown)}
         if self.gpus is None:
             for name in ("gpus", "links", "driver_version", "driver_gpus"):
@@ -122,15 +123,15 @@ class Hardware:
         return own | {"identical": self.identical, "differences": list(self.differences)}
 
 
-# Of a pair that differs in one of these, one is slower, and the other waits for it at every step.
-_SAME = (
+# If GPUs differ in one of these, the faster ones wait for the slowest at every step.
+_SPEED_PROPERTIES = (
     *("name", "memory_gib", "multiprocessors", "sm_clock_max_mhz", "memory_clock_max_mhz", "power_limit_w"),
     *("pcie_generation_max", "pcie_width"),
 )
 
 
 def probe() -> Hardware:
-    """Look at this rank's device through torch. Asks nothing of the other GPUs."""
+    """Describe this rank's device through torch, without touching the other GPUs."""
     import torch
 
     unknown: dict[str, str] = {}
@@ -140,39 +141,40 @@ def probe() -> Hardware:
     return Hardware(**_device(gpu, count), nccl_version=nccl, unknown=unknown)
 
 
-def held_outside() -> tuple[float, float]:
-    """Bytes of this rank's GPU that torch's allocator does not hold and that are not free (the CUDA context, NCCL,
-    other processes), and all that it has."""
+def memory_outside_torch() -> tuple[float, float]:
+    """Memory of this rank's GPU in bytes: in use outside torch's allocator (CUDA context, NCCL, other processes), and
+    in total."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
     return float(max(total - free - torch.cuda.memory_reserved(), 0)), float(total)
 
 
-def when_full(error: BaseException) -> str:
-    """torch's figures of a GPU that was full, without its hints; before them who else has its memory.
+def out_of_memory_details(error: BaseException) -> str:
+    """The figures of torch's out-of-memory error without its hints, preceded by the memory that other processes use.
 
-    torch names every other process, and inside a container perhaps this one: it counts where the bytes agree.
+    torch lists all processes on the GPU, in a container possibly including this one. They are only reported if a
+    notable amount of memory is in use outside torch's allocator.
     """
     import torch
 
-    said = str(error).splitlines()[0].split(" Of the allocated memory")[0]
-    if "Process " in said and torch.cuda.is_available():
-        outside, total = held_outside()
-        if outside > OUTSIDE_NOTED:
-            said = (
-                f"Other processes hold {outside / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: end them "
-                f"(nvidia-smi lists them), or take another GPU with CUDA_VISIBLE_DEVICES. {said}"
+    details = str(error).splitlines()[0].split(" Of the allocated memory")[0]
+    if "Process " in details and torch.cuda.is_available():
+        outside, total = memory_outside_torch()
+        if outside > NOTABLE_OUTSIDE_BYTES:
+            details = (
+                f"Other processes use {outside / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: end them "
+                f"(nvidia-smi lists them), or select another GPU with CUDA_VISIBLE_DEVICES. {details}"
             )
-    return said
+    return details
 
 
 def _device(gpu: Any, count: int) -> dict[str, Any]:
-    """The first fields of `Hardware`, from torch's properties of a GPU; None for a CPU."""
+    """The first fields of `Hardware`, from torch's properties of a GPU (None for a CPU)."""
     import psutil
 
     peak = PEAK_BF16_TFLOPS.get(gpu.name) if gpu else None
-    reason = "NVIDIA data sheet, dense bf16" if peak else f"no data sheet figure on file for {gpu.name if gpu else ''}"
+    reason = "NVIDIA data sheet, dense bf16" if peak else f"no data sheet figure for {gpu.name if gpu else ''}"
     return {
         "device": "cuda" if gpu else "cpu",
         "name": gpu.name if gpu else platform.processor() or platform.machine(),
@@ -189,16 +191,16 @@ def _device(gpu: Any, count: int) -> dict[str, Any]:
 
 
 def survey() -> Hardware:
-    """All GPUs that this process can see, and the links between them.
+    """Describe all GPUs visible to this process, and the links between them.
 
-    Takes no memory on a GPU. Call it before this process computes on one: inside a container the driver counts
-    processes by the host's numbers, and this one's own work would pass for another's.
+    Uses no GPU memory. Call it before this process computes on a GPU: in a container the driver reports the host's
+    process ids, so this process would be listed among the others.
     """
     unknown: dict[str, str] = {}
     read = _reader(unknown)
     nvml = read("NVML", _nvml)
     if nvml is None:
-        unknown["driver"] = "it is read through NVML"
+        unknown["driver"] = "NVML is not available"
     gpus, links, first = _gpus_and_links(nvml, read, unknown)
     return Hardware(
         **_device(first, len(gpus)),
@@ -211,16 +213,16 @@ def survey() -> Hardware:
     )
 
 
-Read = Callable[..., Any]  # (name, call, *arguments) -> the answer, or None
+Read = Callable[..., Any]  # (name, call, *arguments) -> result or None
 
 
 def _reader(unknown: dict[str, str]) -> Read:
-    """Asks one question; where there is no answer, notes the reason under the question's name."""
+    """A function that calls another one; if that fails, it stores the reason in `unknown` by name and returns None."""
 
     def read(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except Exception as error:  # a driver may refuse any single question, and the next one still has an answer
+        except Exception as error:  # a driver may reject any query and still answer the next one
             unknown[name] = describe(error)
             return None
 
@@ -240,7 +242,7 @@ def _gpus_and_links(nvml: Any, read: Read, unknown: dict[str, str]) -> tuple[tup
     gpus, handles = [], []
     known = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for index, properties in enumerate(known):
-        # Not by index: CUDA_VISIBLE_DEVICES and the order of the bus make NVML's another one.
+        # By UUID: NVML ignores CUDA_VISIBLE_DEVICES and may number the GPUs in another order.
         uuid = f"GPU-{getattr(properties, 'uuid', None)}"
         handle = read(f"NVML of GPU {index}", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
         handles.append(handle)
@@ -251,10 +253,10 @@ def _gpus_and_links(nvml: Any, read: Read, unknown: dict[str, str]) -> tuple[tup
                 compute_capability=f"{properties.major}.{properties.minor}",
                 multiprocessors=properties.multi_processor_count,
                 memory_gib=properties.total_memory / 2**30,
-                **_ask_all(_FACTS, nvml, handle, read, f" of GPU {index}"),
+                **_query_all(_GPU_QUERIES, nvml, handle, read, f" of GPU {index}"),
             )
         )
-    # Once a GPU, not once a pair: eight GPUs are 28 pairs, and each GPU has dozens of links to ask for.
+    # Once per GPU, not per pair: eight GPUs form 28 pairs, and each GPU has dozens of links to query.
     ends = [read(f"NVLinks of GPU {index}", nvlink_ends, nvml, handle) for index, handle in enumerate(handles)]
     pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
     links = [_link(nvml, handles, ends, *pair, read) for pair in pairs]
@@ -299,15 +301,15 @@ def _nccl_version(read: Read, unknown: dict[str, str]) -> str | None:
 
 # --- one GPU, through NVML ------------------------------------------------------------------------------------------
 
-# What changes while a GPU works; the units are those of `Gpu`.
-_STATE: dict[str, Callable[[Any, Any], Any]] = {
+# Values that change while a GPU works, in the units of `Gpu`.
+_STATE_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
     "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
     "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
 }
-_FACTS: dict[str, Callable[[Any, Any], Any]] = {
+_GPU_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
     "free_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**30,
     "sm_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "memory_clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
@@ -321,21 +323,22 @@ _FACTS: dict[str, Callable[[Any, Any], Any]] = {
     "pcie_width_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
     "numa_node": lambda nvml, gpu: _numa_node(nvml, gpu),
     "other_processes": lambda nvml, gpu: _other_processes(nvml, gpu),
-    **{name: ask for name, ask in _STATE.items() if name != "utilisation"},
+    **{name: query for name, query in _STATE_QUERIES.items() if name != "utilization"},
 }
 
 
-def _ask_all(asked: Mapping[str, Any], nvml: Any, handle: Any, read: Read, of: str = "") -> dict[str, Any]:
-    """The answers of NVML by the names of `Gpu`; None for each where it does not know the GPU."""
-    return {name: read(name + of, ask, nvml, handle) if handle is not None else None for name, ask in asked.items()}
+def _query_all(queries: Mapping[str, Any], nvml: Any, handle: Any, read: Read, of: str = "") -> dict[str, Any]:
+    """The results of NVML by the names of `Gpu`; all None if NVML does not know the GPU."""
+    known = handle is not None
+    return {name: read(name + of, query, nvml, handle) if known else None for name, query in queries.items()}
 
 
 def _numa_node(nvml: Any, handle: Any) -> int:
-    """The first node of the machine's memory that the GPU is near to."""
+    """The first NUMA node that is local to the GPU."""
     words = nvml.nvmlDeviceGetMemoryAffinity(handle, 8, nvml.NVML_AFFINITY_SCOPE_NODE)  # 64 nodes in each word
     nodes = [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
     if not nodes:
-        raise RuntimeError("NVML names no node")
+        raise RuntimeError("NVML reports no NUMA node")
     return nodes[0]
 
 
@@ -345,10 +348,10 @@ def _other_processes(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 
 def gpu_state() -> dict[str, Any] | None:
-    """Of this rank's GPU now: `gpu` (its index), clocks, power and temperature by the names of `Gpu`, and
-    `utilisation`, the share (0 to 1) of the driver's last sampling period, up to a second, in which a kernel ran.
+    """Current state of this rank's GPU: `gpu` (its index), clocks, power and temperature by the names of `Gpu`, and
+    `utilization`, the fraction (0 to 1) of the driver's last sampling period, up to 1 s, in which a kernel ran.
 
-    None without a GPU; what NVML does not tell is None.
+    None without a GPU; values that NVML does not report are None.
     """
     import torch
 
@@ -359,28 +362,28 @@ def gpu_state() -> dict[str, Any] | None:
     nvml = read("NVML", _nvml)
     uuid = f"GPU-{getattr(torch.cuda.get_device_properties(index), 'uuid', None)}"
     handle = read("handle", nvml.nvmlDeviceGetHandleByUUID, uuid) if nvml else None
-    return {"gpu": index, **_ask_all(_STATE, nvml, handle, read)}
+    return {"gpu": index, **_query_all(_STATE_QUERIES, nvml, handle, read)}
 
 
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
 def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_of_other: list[Any]) -> str:
-    """NV and the number of NVLinks, or the PCI level that two GPUs meet at, as `nvidia-smi topo -m` has them.
+    """The connection of two GPUs as `nvidia-smi topo -m` prints it: NV and the number of NVLinks, or the PCI level.
 
     Args:
-        nvml: the module pynvml, initialized.
-        one, other: NVML handles; None of a GPU that NVML does not know.
+        nvml: the initialized pynvml module.
+        one, other: NVML handles; None for a GPU that NVML does not know.
         ends_of_one, ends_of_other: `nvlink_ends` of each.
 
     Raises:
         RuntimeError: one of them is None.
     """
     if one is None or other is None:
-        raise RuntimeError("NVML does not know both")
+        raise RuntimeError("NVML does not know both GPUs")
     try:
         linked = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
-    except nvml.NVMLError:  # cards without NVLink do not know the question
+    except nvml.NVMLError:  # cards without NVLink reject the query
         linked = False
     if linked:
         return f"NV{min(_count(nvml, ends_of_one, other), _count(nvml, ends_of_other, one))}"
@@ -389,13 +392,13 @@ def link_between(nvml: Any, one: Any, other: Any, ends_of_one: list[Any], ends_o
 
 
 def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
-    """Where each active NVLink of a GPU ends: the PCI address of a GPU or of a switch; None if it is unknown."""
+    """The remote end of each active NVLink of a GPU: the PCI address of a GPU or switch; None if unknown."""
     found: list[Any] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS if handle is not None else 0):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
-        except nvml.NVMLError:  # a number that this card has no link of
+        except nvml.NVMLError:  # this card has fewer links
             continue
         try:
             found.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
@@ -405,21 +408,21 @@ def nvlink_ends(nvml: Any, handle: Any) -> list[Any]:
 
 
 def _count(nvml: Any, ends: list[Any], to: Any) -> int:
-    """NVLinks that lead to a GPU: those that end there, or all where they end in a switch."""
+    """Number of NVLinks that lead to a GPU: those that end there, or all if they end in a switch."""
     return ends.count(nvml.nvmlDeviceGetPciInfo(to).busId) or len(ends)
 
 
 def nvlink_gb_per_s(nvml: Any, handle: Any) -> float:
-    """The rate of one NVLink, GB/s in one direction, as `nvidia-smi nvlink -s` shows it (26.6 on an H200).
+    """Bandwidth of one NVLink in one direction, in GB/s, as `nvidia-smi nvlink -s` shows it (26.6 on an H200).
 
     Raises:
-        RuntimeError: NVML does not tell.
+        RuntimeError: NVML does not report it.
     """
     for link_field in ("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", "NVML_FI_DEV_NVLINK_GET_SPEED"):
         value = nvml.nvmlDeviceGetFieldValues(handle, [getattr(nvml, link_field)])[0]
         if value.nvmlReturn == nvml.NVML_SUCCESS and value.value.uiVal:
             return value.value.uiVal / 1000  # MB/s
-    raise RuntimeError("NVML states no rate of this card's NVLinks")
+    raise RuntimeError("NVML does not report the rate of this card's NVLinks")
 
 
 def topology_line(hardware: Hardware) -> str:
@@ -429,7 +432,7 @@ def topology_line(hardware: Hardware) -> str:
         why = hardware.unknown.get("devices")
         return f"no GPU, {hardware.cpu_cores} CPU cores" + (f" ({why})" if why else "")
     if gpus is None:
-        return f"{hardware.count} x {hardware.name}, links not looked at"
+        return f"{hardware.count} x {hardware.name}, links not surveyed"
     names = [gpu.name for gpu in gpus]
     line = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if not links:

@@ -1,4 +1,4 @@
-"""The functions of a user's script that a run calls, and how an error in them is reported."""
+"""The functions of a user's script that a run calls, and the report of errors in them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from finetune.errors import RunError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a script brings of its own; without any, nothing happens.
+    """The functions that a script provides, all optional.
 
-    tokenizer(tokenizer) -> tokenizer or None: after it is loaded, on every rank
-    dataset(tokenizer) -> rows, or (training rows, held-out rows): once per machine, before the ranks meet
-    model(model, tokenizer) -> model or None: after it has its adapter, on every rank
-    trainer(trainer): after it is built, on every rank
-    save(model, tokenizer): after the final model is saved, on the main rank alone, when the other ranks have gone
+    tokenizer(tokenizer) -> tokenizer or None: after the tokenizer is loaded, on every rank
+    dataset(tokenizer) -> rows, or (training rows, held-out rows): once per machine, before the ranks connect
+    model(model, tokenizer) -> model or None: after the adapter is added, on every rank
+    trainer(trainer): after the trainer is built, on every rank
+    save(model, tokenizer): after the final model is saved, on the main rank only, once the other ranks have exited
     """
 
     script: Path | None = None
@@ -35,10 +35,10 @@ class Hooks:
     save: Callable[[Any, Any], Any] | None = None
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the function of this name returns; None where there is none.
+        """The result of the function `name`; None if the script does not provide it.
 
         Raises:
-            RunError: it failed. Says where in the script.
+            RunError: it failed; the message names the line of the script.
         """
         function = getattr(self, name)
         if function is None:
@@ -47,21 +47,21 @@ class Hooks:
             return function(*arguments)
 
     def replace(self, name: str, value: Any, *others: Any) -> Any:
-        """What the function of this name makes of `value`; `value` itself where it returns nothing or is none."""
-        made = self.call(name, value, *others)
-        return value if made is None else made
+        """The result of the function `name` for `value`; `value` itself if it returns None or is not provided."""
+        result = self.call(name, value, *others)
+        return value if result is None else result
 
     @contextlib.contextmanager
     def user_errors(self, name: str) -> Iterator[None]:
-        """Tell an error of the script's function in the script's own lines, without those of libraries."""
+        """Report an error in the script's function with the script's own stack frames, without those of libraries."""
         try:
             yield
         except UserError:
             raise
-        except (Exception, SystemExit) as error:  # one rank that leaves by sys.exit() would let the others wait
-            raise RunError(self._story(name, error)) from error
+        except (Exception, SystemExit) as error:  # after sys.exit() on one rank, the others would wait for it
+            raise RunError(self._message(name, error)) from error
 
-    def _story(self, name: str, error: BaseException) -> str:
+    def _message(self, name: str, error: BaseException) -> str:
         function = getattr(self, name)
         called = getattr(function, "__name__", repr(function))
         frames = [(frame.lineno or 0, frame.name, frame.line or "") for frame in self._own_frames(error)]
@@ -78,21 +78,21 @@ class Hooks:
         return [frame for frame in found if self.script and Path(frame.filename).resolve() == self.script]
 
     def _frames_of_workers(self, error: BaseException) -> list[tuple[int, str, str]]:
-        """The script's lines in the traceback that a worker process (`num_proc` of datasets) sent as a text."""
+        """The script's frames in the traceback that a worker process (`num_proc` of datasets) sent as text."""
         text = str(error.__cause__) if type(error.__cause__).__name__ == "RemoteTraceback" else ""
         pattern = rf'File "{re.escape(str(self.script))}", line (\d+), in (\S+)\n +(.*)'
         return [(int(line), within, code) for line, within, code in re.findall(pattern, text)]
 
     def identity(self) -> str:
-        """Digest of the bytes of the script and of the files that its functions for the data stand in."""
+        """Digest of the script and of the files that define its `dataset` and `tokenizer` functions."""
         digest = hashlib.blake2b(digest_size=16)
         for source in self._sources():
             digest.update(b"%d " % len(source) + source)
         return digest.hexdigest()
 
     def inputs(self) -> str:
-        """Digest of the data files whose names stand in the script, as they are now. What a function fetches from
-        elsewhere is not in it."""
+        """Digest of the current data files whose paths appear in the script. Other sources, such as downloads, are not
+        covered."""
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted({file for source in self._sources() for file in _data_files_named_in(source)}):
             with file.open("rb") as content:
@@ -112,12 +112,12 @@ _DATA = {".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz",
 
 
 def _data_files_named_in(source: bytes) -> list[Path]:
-    """Data files that exist and whose whole path is a text in a Python source."""
+    """Existing data files whose full path is a string literal in a Python source."""
     texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     paths = [Path(text) for text in texts if isinstance(text, str) and len(text) < 1024 and text.isprintable()]
     found = []
     for path in paths:
         if path.suffix.lower() in _DATA:
-            with contextlib.suppress(OSError):  # a name that is too long
+            with contextlib.suppress(OSError):  # the name is too long
                 found += [path] if path.is_file() else []
     return found

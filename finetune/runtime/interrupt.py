@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and the end of the launcher: outside training they end the program, inside it they end it after a
-checkpoint. If the main thread cannot, because it waits for a rank that is stuck, a second thread ends the process.
+"""Handles Ctrl-C, SIGTERM and the end of the launcher: during training the process saves a checkpoint and exits,
+otherwise it exits at once. If the main thread is blocked by a stuck rank, a watcher thread ends the process.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from types import FrameType
 
 from finetune.runtime import launcher
 
-SAME_SIGNAL_SECONDS = 2.0  # a launcher passes on the Ctrl-C that the terminal already sent to every process
+SAME_SIGNAL_SECONDS = 2.0  # within this time, a second signal is the same Ctrl-C, forwarded by the launcher
 POLL_SECONDS = 1.0
-# After a request to stop, the main thread may go on for this long without the end of a step. When one rank has ended,
-# torch's launcher gives the others 30 s; together that is less than a minute.
+# After a stop request, the process counts as stuck if it finishes no step for this long. When one rank has ended,
+# torch's launcher gives the others 30 s; both together stay below a minute.
 STUCK_SECONDS = 25.0
 FIRST_STEP_SECONDS = 180.0  # the same for the first step, which compiles
-STEPS = 3  # a step may take this many times as long as the longest one so far
-REPORT_SECONDS = 2.0  # for the last words of a process that is stuck, on a pipe or a disk that may be stuck, too
+STEP_FACTOR = 3  # a step may take this many times as long as the longest step so far
+REPORT_SECONDS = 2.0  # for the error message of a stuck process, whose output or disk may be stuck as well
 
-_deferred = 0  # how many blocks of `deferred` and `finishing` this process is in
-_busy = 0  # the same for `busy`
-_steps = 0  # steps of the training so far
-_longest_step = 0.0  # seconds; the first step counts until there is a second one
-_progress_at = 0.0  # when the main thread was last known to get on
+_deferred = 0  # nesting depth of `deferred` and `finishing`
+_busy = 0  # nesting depth of `busy`
+_steps = 0  # training steps so far
+_longest_step = 0.0  # seconds; excludes the first step once there is a second one
+_progress_at = 0.0  # when the main thread last made progress
 _on_stuck: Callable[[str], None] | None = None
-_wakeup: socket.socket | None = None  # the interpreter writes the number of each signal into it
+_wakeup: socket.socket | None = None  # the interpreter writes the number of each signal to it
 _requested_at: float | None = None
 _reason = ""
 _launcher: int | None = None  # process id, once `install` has found one
-_launcher_is_gone = False  # and this process has taken notice
+_launcher_end_handled = False
 
 
 class Interrupted(BaseException):
-    """The user, the cluster or the end of the launcher asked the run to stop. Exit code 130."""
+    """The run was asked to stop by the user, the cluster or the end of its launcher. Exit code 130."""
 
 
 def install() -> None:
-    """Take over SIGINT, SIGTERM and SIGHUP, and follow the launcher if there is one. Call in the main thread."""
+    """Handle SIGINT, SIGTERM and SIGHUP, and watch for the end of the launcher. Call in the main thread."""
     global _launcher
     signal.signal(signal.SIGINT, _on_signal)
     signal.signal(signal.SIGTERM, _on_signal)
-    # A closed terminal; `nohup` has it ignored, and so it stays.
+    # SIGHUP: the terminal was closed. Stays ignored under `nohup`.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_signal)
     found = launcher.find() if _launcher is None else None
@@ -59,19 +59,19 @@ def install() -> None:
 
 
 def _start_watching() -> None:
-    """Start the second thread, and have the interpreter write signals to it while the main thread is in C."""
+    """Start the watcher thread and have the interpreter send it all signals, even while the main thread runs C code."""
     global _wakeup
-    reader, _wakeup = socket.socketpair()  # on Windows, only a socket can be waited for
+    reader, _wakeup = socket.socketpair()  # select() on Windows accepts only sockets
     _wakeup.setblocking(False)
     signal.set_wakeup_fd(_wakeup.fileno(), warn_on_full_buffer=False)
-    if hasattr(os, "register_at_fork"):  # a signal to a data worker is none to this process
+    if hasattr(os, "register_at_fork"):  # signals to forked data workers must not reach this process
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, a signal only sets a flag, which the training loop reads at its next step."""
+    """Context in which a signal only sets a flag, which the training loop checks at every step."""
     global _deferred, _progress_at
     _deferred += 1
     _progress_at = time.monotonic()
@@ -84,7 +84,10 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Inside, a process that was asked to stop may take its time: it writes a checkpoint, say. No part of a step."""
+    """Context in which a process that was asked to stop is not considered stuck, such as while writing a checkpoint.
+
+    Not for use inside a training step.
+    """
     global _busy, _progress_at
     _busy += 1
     try:
@@ -96,10 +99,10 @@ def busy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def finishing() -> Iterator[None]:
-    """Inside, a signal waits for the end of the block, which writes something that should be whole.
+    """Context that a signal does not interrupt, for writes that must be complete.
 
     Raises:
-        Interrupted: at the end, if the run was asked to stop since it began.
+        Interrupted: at the end of the block, if a stop was requested.
     """
     with deferred(), busy():
         yield
@@ -108,7 +111,7 @@ def finishing() -> Iterator[None]:
 
 
 def step_ended() -> None:
-    """Note the end of a step of the training: by the host's clock, without waiting for a GPU."""
+    """Record the end of a training step by the host's clock, without a host-device sync."""
     global _steps, _longest_step, _progress_at
     now = time.monotonic()
     seconds = now - _progress_at
@@ -118,82 +121,82 @@ def step_ended() -> None:
 
 
 def on_stuck(record: Callable[[str], None]) -> None:
-    """Have `record(message)` called, from another thread, before this process is ended because it is stuck."""
+    """Call `record(message)` from the watcher thread before it ends this process as stuck."""
     global _on_stuck
     _on_stuck = record
 
 
 def requested() -> bool:
-    """Whether a stop was asked for on this rank."""
+    """Whether this rank was asked to stop."""
     return _requested_at is not None
 
 
 def reason() -> str:
-    """Why this rank stops, for the user; after "stopped by"."""
-    # The kernel's SIGTERM comes when the launcher's main thread has ended, and other threads of it may still be there.
+    """Why this rank stops, to follow "stopped by" in messages."""
+    # The kernel sends SIGTERM when the launcher's main thread has ended; its other threads may end later.
     if _reason == "SIGTERM" and _launcher is not None and launcher.is_gone(_launcher):
-        return _end_of_launcher(_launcher)
+        return _launcher_ended(_launcher)
     return _reason or "a signal to another rank"
 
 
-def _end_of_launcher(process: int) -> str:
+def _launcher_ended(process: int) -> str:
     return f"the end of its launcher (process {process})"
 
 
 def request(why: str) -> None:
-    """Ask this rank to stop at its next step, from any thread."""
+    """Ask this rank to stop at its next step. May be called from any thread."""
     global _requested_at, _reason
     if _requested_at is None:
         _requested_at, _reason = time.monotonic(), why
 
 
 def drop_closed_output(streams: tuple[int, ...] = (1, 2)) -> None:
-    """Send stdout and stderr nowhere if their reader has ended: writing to it would end this run before it has saved.
+    """Redirect stdout and stderr to the null device if their reader has ended: a write would end the run unsaved.
 
     Args:
-        streams: their file descriptors.
+        streams: file descriptors.
     """
     if not hasattr(select, "poll"):
         return
     for stream in streams:
         with contextlib.suppress(OSError):
             poll = select.poll()
-            poll.register(stream, 0)  # errors are reported without being asked for
+            poll.register(stream, 0)  # errors are always reported
             if any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0)):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream)
+                os.close(null)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _launcher_is_gone
+    global _launcher_end_handled
     drop_closed_output()
     now = time.monotonic()
     repeated = _requested_at is not None and now - _requested_at > SAME_SIGNAL_SECONDS
-    if _launcher is not None and not _launcher_is_gone and launcher.is_gone(_launcher):
-        # Ctrl-C ends the launcher and this rank; that the launcher has gone is then no second, impatient Ctrl-C.
-        _launcher_is_gone = True
+    if _launcher is not None and not _launcher_end_handled and launcher.is_gone(_launcher):
+        # Ctrl-C reaches the launcher and this rank: the end of the launcher must not count as a second Ctrl-C.
+        _launcher_end_handled = True
         if requested():
             return
-        request(_end_of_launcher(_launcher))
+        request(_launcher_ended(_launcher))
     request(signal.Signals(number).name)
     if not _deferred or repeated:
         raise Interrupted(reason())
 
 
 def _watch(signals: socket.socket) -> None:
-    """Notice the end of the launcher where the kernel does not send a signal, and bound what a request to stop takes.
+    """Detect the end of the launcher if the kernel sends no signal, and end this process if it does not stop in time.
 
     Args:
-        signals: gets the numbers of signals, also of those whose handler has not run yet.
+        signals: receives the numbers of all signals, even before their handler has run.
     """
     launcher_gone, arrived = False, ""
     since: float | None = None
     while True:
         latest = _next_signal(signals)
         arrived = arrived or latest
-        # At the second look: the kernel's signal, which the main thread handles, comes first.
-        if launcher_gone and not _launcher_is_gone and not arrived:
+        # One poll late, so that the kernel's own signal is handled first.
+        if launcher_gone and not _launcher_end_handled and not arrived:
             _signal_main_thread()
         launcher_gone = _launcher is not None and launcher.is_gone(_launcher)
         if not (arrived or requested()):
@@ -202,7 +205,7 @@ def _watch(signals: socket.socket) -> None:
         since = time.monotonic() if since is None else since
         idle = _idle_beyond_limit(since)
         if idle is not None:
-            request(arrived)  # in case that no handler has run; the process ends now
+            request(arrived)  # in case no handler has run
             _end(idle)
 
 
@@ -222,28 +225,28 @@ def _signal_main_thread() -> None:
 
 
 def _limit() -> float:
-    """Seconds that the main thread may now take to its next step, or to its end."""
+    """Seconds without progress after which the main thread counts as stuck."""
     if not _deferred:
         return STUCK_SECONDS
-    return max(STUCK_SECONDS, STEPS * _longest_step) if _steps else FIRST_STEP_SECONDS
+    return max(STUCK_SECONDS, STEP_FACTOR * _longest_step) if _steps else FIRST_STEP_SECONDS
 
 
 def _idle_beyond_limit(since: float) -> float | None:
-    """Seconds without progress since the request at `since`, if they are too many; else None."""
+    """Seconds without progress since the stop request at `since`, if they exceed the limit; else None."""
     idle = time.monotonic() - max(since, _progress_at)
     return idle if not _busy and idle >= _limit() else None
 
 
 def _end(idle: float) -> None:
-    """End this process, whatever its main thread waits for."""
+    """End this process, whatever its main thread is blocked in."""
     message = (
-        f"process {os.getpid()} was stopped by {reason()}, but it did not end and finished no step for {idle:.0f} s: "
-        "another rank may be stuck. The newest complete checkpoint remains."
+        f"process {os.getpid()} was stopped by {reason()}, but finished no step for {idle:.0f} s and did not exit: "
+        "another rank may be stuck. The newest complete checkpoint is unchanged."
     )
 
     def report() -> None:
         with contextlib.suppress(OSError):
-            os.write(2, f"error: {message}\n".encode())  # sys.stderr may be locked by the main thread
+            os.write(2, f"error: {message}\n".encode())  # the main thread may hold the lock of sys.stderr
         if _on_stuck is not None:
             _on_stuck(message)
 

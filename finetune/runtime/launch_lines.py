@@ -1,4 +1,4 @@
-"""Command lines that start ranks: what this project runs, and what it prints for the user to run."""
+"""Command lines that start ranks, for this project to run and for users to copy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def ranks(world_size: int) -> list[str]:
-    """This interpreter, with torch's launcher for several ranks of this machine; a module or script follows."""
+    """This interpreter, with torch's launcher if there are several ranks; to be followed by a module or script."""
     return [sys.executable, *(_torchrun(world_size) if world_size > 1 else ())]
 
 
 def torchrun(world_size: int) -> list[str]:
-    """This interpreter with torch's launcher, for one rank too."""
+    """This interpreter with torch's launcher, even for one rank."""
     return [sys.executable, *_torchrun(world_size)]
 
 
@@ -21,7 +21,7 @@ def _torchrun(world_size: int) -> Sequence[str]:
 
 
 def shown(world_size: int, *, on_cpu: bool) -> list[str]:
-    """The launcher of a line that a user copies. accelerate has no flags for several ranks on a CPU."""
+    """The launcher to print in a command for the user. accelerate has no flags for several ranks on a CPU."""
     if on_cpu and world_size > 1:
         return ["torchrun", "--standalone", "--nproc_per_node", str(world_size)]
     flags = [*(["--multi_gpu"] if world_size > 1 else []), *(["--cpu"] if on_cpu else [])]

@@ -1,7 +1,7 @@
-"""The process that started this one, if it is a launcher: torch's, accelerate's, or a command of this project.
+"""Finds the launcher that started this process: torch's, accelerate's, or a command of this project.
 
-A rank must not outlive its launcher. A run that a shell started must outlive the shell (`nohup`, `disown`), so a parent
-counts as a launcher on evidence only.
+A rank must not outlive its launcher, but a run started from a shell must outlive the shell (`nohup`, `disown`). So the
+parent is only treated as a launcher on evidence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PARENT = "FINETUNE_PARENT"  # process id of the command of this project that started this process
+PARENT = "FINETUNE_PARENT"  # process id of the `finetune` command that started this process
 
 
 def find() -> int | None:
-    """Process id of the launcher that started this process, or None if it was started by a shell or a scheduler."""
+    """Process id of the launcher that started this process; None if a shell or a scheduler did."""
     parent = os.getppid()
     ours = os.environ.get(PARENT) == str(parent)
     return parent if ours or "TORCHELASTIC_RUN_ID" in os.environ or accelerate_arguments() is not None else None
@@ -28,7 +28,7 @@ def find() -> int | None:
 def accelerate_arguments() -> list[str] | None:
     """The arguments of the `accelerate launch` that started this process; None for other parents.
 
-    accelerate does not pass on how many processes it was asked for, so its command line is read.
+    They come from the parent's command line, because accelerate does not pass on the requested number of processes.
     """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by accelerate launch, for every rank
         return None
@@ -44,25 +44,25 @@ def accelerate_arguments() -> list[str] | None:
 
 
 def is_gone(parent: int) -> bool:
-    """Whether the process that was this one's parent has ended."""
-    if sys.platform == "win32":  # the parent's id stays the same after its death
+    """Whether this process's original parent has ended."""
+    if sys.platform == "win32":  # the parent's id does not change when it ends
         import psutil
 
         return not psutil.pid_exists(parent)
     return os.getppid() != parent
 
 
-# --- the end of a parent is the end of its children ------------------------------------------------------------------
+# --- children end with their parent ----------------------------------------------------------------------------------
 
 
 def signal_at_end_of(parent: int, number: int = signal.SIGTERM) -> None:
     """On Linux, have the kernel send signal `number` to this process when the thread that started it ends.
 
-    Elsewhere there is no such signal, and `is_gone` has to be polled. The setting survives exec, but not fork.
+    Other systems have no such signal; poll `is_gone` there. The setting survives exec, but not fork.
     """
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if is_gone(parent):  # between the fork and this line
+        if is_gone(parent):  # it ended between the fork and this line
             os.kill(os.getpid(), number)
 
 
@@ -71,7 +71,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`env` (that of this process by default) for a child that is to end with this process."""
+    """`env` (by default this process's), extended so that the child ends with this process."""
     return {**(os.environ if env is None else env), PARENT: str(os.getpid())}
 
 
@@ -79,16 +79,16 @@ def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def restarts() -> int:
-    """How many times this launch has started its ranks again."""
+    """How many times this launch has restarted its ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-@functools.cache  # the launcher may have gone by the second call
+@functools.cache  # the launcher may have ended by the second call
 def launch_id() -> str | None:
-    """Names this launch: the same in all its restarts, another in every new launch. None without a launcher.
+    """An identifier of this launch, the same after each of its restarts and unique otherwise. None without a launcher.
 
-    TORCHELASTIC_RUN_ID alone is not enough: it is `none` by default, and a job script may give it the same value in
-    every submission.
+    TORCHELASTIC_RUN_ID alone is not enough: it is `none` by default, and a job script may set the same value at every
+    submission.
     """
     parent = find()
     if parent is None:

@@ -1,7 +1,7 @@
-"""NCCL's environment for a machine, each variable with its reason: pure, from what `hardware.survey()` found.
+"""Recommends NCCL environment variables for the hardware that `hardware.survey()` found, each with its reason.
 
-NCCL measures and chooses by itself; a variable is set only where the topology decides against its choice. What each one
-means, its default and its allowed values: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+NCCL tunes itself, so a variable is only set if the topology is known to make NCCL's own choice fail. Meaning, defaults
+and allowed values: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 """
 
 from __future__ import annotations
@@ -23,55 +23,53 @@ class Setting:
 NO_MULTICAST = Setting(
     name="NCCL_NVLS_ENABLE",
     value="0",
-    reason="NVLink SHARP needs multicast memory, which fails at start-up in many containers and virtual machines; Ring "
-    "and Tree over NVLink do without, and gradients of adapters are too small to gain from it",
+    reason="NVLink SHARP needs multicast memory, which fails at startup in many containers and virtual machines; Ring "
+    "and Tree over NVLink do not need it, and adapter gradients are too small to benefit from it",
 )
 NO_PEERS = Setting(
     name="NCCL_P2P_DISABLE",
     value="1",
-    reason="no pair of GPUs can read the other's memory: traffic goes through the host's memory anyway, and a driver "
-    "that claims peer access behind a host bridge (ACS, IOMMU) would hang instead",
+    reason="no pair of GPUs has peer access: traffic goes through host memory anyway, and drivers that wrongly claim "
+    "peer access behind a host bridge (ACS, IOMMU) hang",
 )
 
-# What the published study set on two RTX 4070 Ti SUPER behind a PCIe host bridge, and what is to be thought of it.
+# The settings of the published study (two RTX 4070 Ti SUPER behind a PCIe host bridge), and whether they are used here
 STUDY = (
-    Setting(name="NCCL_P2P_DISABLE", value="1", reason="taken where no pair has peer access, as there: see settings()"),
+    Setting(name="NCCL_P2P_DISABLE", value="1", reason="used if no pair has peer access, as there: see settings()"),
     Setting(
         name="NCCL_ALGO",
         value="Tree",
-        reason="not taken: of two ranks a tree is a ring; NCCL has Tree for all-reduce alone, so the other collectives "
-        "have no algorithm left. Since 2.24 `allreduce:tree` says what was meant",
+        reason="not used: with two ranks a tree equals a ring, and NCCL implements Tree for all-reduce only, so other "
+        "collectives are left without an algorithm. Since 2.24 `allreduce:tree` restricts it to all-reduce",
     ),
     Setting(
         name="NCCL_PROTO",
         value="Simple",
-        reason="not taken: it gives up LL, the protocol with the lowest latency, which small gradients need most. "
-        "NCCL's documentation discourages setting it, but to exclude a protocol that is suspected of a fault",
+        reason="not used: it rules out LL, the protocol with the lowest latency, which small gradients need most. "
+        "NCCL's documentation advises against setting it, except to exclude a protocol suspected of a bug",
     ),
     Setting(
         name="NCCL_BUFFSIZE",
         value="33554432",
-        reason="not taken unmeasured: eight times the default of 4 MiB, for each channel and pair, of the GPU's "
-        "memory; `finetune bench comm --settings` says what it is worth",
+        reason="not used without a measurement: eight times the default of 4 MiB of GPU memory per channel and pair; "
+        "`finetune bench comm --settings` measures its effect",
     ),
     Setting(
         name="NCCL_NTHREADS",
         value="16",
-        reason="refused: the allowed values are 64, 128, 256 and 512 (default 512), so 16 cannot have taken effect",
+        reason="invalid: allowed values are 64, 128, 256 and 512 (default 512), so 16 cannot have had an effect",
     ),
-    Setting(
-        name="NCCL_DEBUG", value="INFO", reason="not taken: for finding a fault; it prints hundreds of lines a rank"
-    ),
+    Setting(name="NCCL_DEBUG", value="INFO", reason="not used: for debugging; it prints hundreds of lines per rank"),
 )
 
 
 def settings(hardware: Hardware, *, nodes: int = 1, interface: str | None = None) -> tuple[Setting, ...]:
-    """The variables to set before the ranks start; none where NCCL's own choice stands.
+    """The variables to set before the ranks start; empty if NCCL's defaults are right.
 
     Args:
-        hardware: from `survey()`. Of links that are not known nothing is concluded.
-        nodes: machines of the run.
-        interface: the network interface that joins them, such as "eth0".
+        hardware: from `survey()`. Unknown links lead to no setting.
+        nodes: number of machines in the run.
+        interface: network interface that connects them, such as "eth0".
     """
     found: list[Setting] = []
     links = hardware.links or ()
@@ -89,26 +87,26 @@ def _interface(name: str | None) -> Setting:
         return Setting(
             name="NCCL_SOCKET_IFNAME",
             value=f"={name}",
-            reason=f"the machines meet on {name}; without it NCCL takes the first interface that it finds",
+            reason=f"{name} connects the machines; by default NCCL uses the first interface that it finds",
         )
     return Setting(
         name="NCCL_SOCKET_IFNAME",
         value="^lo,docker,veth,virbr",
-        reason="these interfaces exist on every machine and join none; better is the name of the one that does (=eth0)",
+        reason="these interfaces never connect machines; naming the one that does (=eth0) is better",
     )
 
 
 def in_words(hardware: Hardware, chosen: tuple[Setting, ...]) -> str:
-    """Why these settings and no others, in one sentence."""
+    """The reasons for these settings, or for having none, as one line."""
     links = hardware.links
     if chosen:
         return "; ".join(f"{one.name}={one.value}: {one.reason}" for one in chosen)
     if hardware.device == "cpu":
-        return "no NCCL setting: ranks on a CPU meet through gloo"
+        return "no NCCL settings: CPU ranks communicate through gloo"
     if not links:
-        return "no NCCL setting: " + ("the links are not known" if links is None else "one GPU does not communicate")
+        return "no NCCL settings: " + ("the links are not known" if links is None else "one GPU does not communicate")
     if any(link.peer_access is None for link in links):
-        return "no NCCL setting: peer access is not known, and NCCL finds out"
+        return "no NCCL settings: peer access is not known; NCCL detects it"
     if all(link.peer_access for link in links):
-        return "no NCCL setting: all pairs reach each other's memory over PCIe, and NCCL uses that by itself"
-    return "no NCCL setting: some pairs have peer access and some have not; NCCL chooses for each pair"
+        return "no NCCL settings: all pairs have peer access over PCIe, which NCCL uses by itself"
+    return "no NCCL settings: only some pairs have peer access; NCCL chooses for each pair"

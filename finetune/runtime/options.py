@@ -1,4 +1,4 @@
-"""The command line of every command: its own options are parsed here, the configuration's by `config.load`."""
+"""Parses a command's own options; `config.load` parses the configuration's."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from finetune.errors import UserError
 _CONFIGURATION = """
 common to all commands:
   --config FILE.yaml    settings in a YAML file
-  --section.key VALUE   one setting, over the file's, such as --training.learning_rate 2e-4
-  --json PATH           also write the machine-readable result
-  -h, --help [SECTION]  this text, or every key of a section: model, lora, data, training, logging
+  --section.key VALUE   one setting, overriding the file, such as --training.learning_rate 2e-4
+  --json PATH           also write the result as JSON
+  -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging
 `finetune train --help` lists all keys.
 """
-_CUTOFF = 0.75  # below it, `--model_name` would resemble `--model`, but it is a setting without its section
+_CUTOFF = 0.75  # any lower and `--model_name`, a setting without its section, would be taken for `--model`
 
 
 class Options(argparse.ArgumentParser):
-    """The options that a command has in addition to the configuration's; `--json` is one of every command.
+    """The options of one command, besides the configuration's. Every command has `--json`.
 
     Args:
-        command: its name, such as `advise`.
-        purpose: what it does, first in the help.
-        notes: what follows the options in the help, such as exit codes.
-        configuration: whether it takes `--config` and `--section.key` too.
+        command: the command's name, such as `advise`.
+        purpose: what the command does; first line of the help.
+        notes: text after the options in the help, such as exit codes.
+        configuration: whether the command also takes `--config` and `--section.key`.
         usage: what follows the name in the usage line.
     """
 
@@ -50,11 +50,11 @@ class Options(argparse.ArgumentParser):
         )
         self.configuration = configuration
         self.notes = notes
-        listed = argparse.SUPPRESS if configuration else "also write the machine-readable result"
+        listed = argparse.SUPPRESS if configuration else "also write the result as JSON"
         self.add("--json", path, "PATH", listed)
 
     def add(self, flag: str, kind: Any, metavar: str, text: str, default: Any = None) -> None:
-        """An option with a value that `kind` reads from text."""
+        """An option with a value; `kind` converts it from text."""
         self.add_argument(flag, type=kind, metavar=metavar, default=default, help=text, action=_Once)
 
     def add_switch(self, flag: str, text: str) -> None:
@@ -70,7 +70,7 @@ class Options(argparse.ArgumentParser):
         """The options of the command, and the arguments that belong to the configuration.
 
         Raises:
-            UserError: an invalid value, or an unknown option that resembles one of these or cannot be a setting.
+            UserError: an invalid value, or an unknown option that resembles one of these or is not a setting.
         """
         options, rest = self.parse_known_args(argv)
         for word in rest:
@@ -84,17 +84,17 @@ class Options(argparse.ArgumentParser):
         return options, rest
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print before it ends the process."""
+        """Raise a UserError with the message that argparse would print before exiting."""
         raise UserError(f"{message.removeprefix('argument ').removesuffix('.')}. See {self.prog} --help.")
 
     def format_help(self) -> str:
-        """Purpose and own options first, then what all commands have in common."""
+        """Purpose and the command's options first, then the options that all commands share."""
         notes = f"\n{textwrap.fill(self.notes, config_help.WIDTH)}\n" if self.notes else ""
         return super().format_help() + (_CONFIGURATION if self.configuration else "") + notes
 
 
 class _Once(argparse.Action):
-    """Store a value, and refuse a second one."""
+    """Store a value; a second one is an error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         if getattr(namespace, self.dest) is not self.default:
@@ -103,7 +103,7 @@ class _Once(argparse.Action):
 
 
 def help_asked(argv: Sequence[str], general: str) -> str | None:
-    """The text to print if `argv` asks for help: that of a section, or `general`. None if it does not ask."""
+    """The help text to print if `argv` contains --help: of a section, or `general`. None otherwise."""
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
             section = next(iter(argv[place + 1 :]), "")
@@ -112,7 +112,7 @@ def help_asked(argv: Sequence[str], general: str) -> str | None:
 
 
 def without_json(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--json PATH`: those of the processes that a command starts."""
+    """The arguments without `--json PATH`, for processes that a command starts."""
     kept = [word for word in arguments if not word.startswith("--json=")]
     if "--json" in kept:
         place = kept.index("--json")
@@ -150,7 +150,7 @@ def price(text: str) -> float:
 
 
 def names(text: str) -> list[str]:
-    """Words separated by commas."""
+    """Names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -1,8 +1,8 @@
-"""One run at a time in an output folder: a lock that the kernel releases when the process that holds it ends.
+"""Locks the output folder, so that only one run at a time uses it. The kernel releases the lock when the run ends.
 
-The lock is a POSIX record lock (fcntl), not flock: processes forked by a run do not inherit it, so no data worker can
-keep it, and network file systems that support locks at all support these (NFS, Lustre with `-o flock`). Where there are
-no locks, what the file says about its owner decides.
+The lock is a POSIX record lock (fcntl), not flock: forked processes do not inherit it, so no data worker can keep it
+alive, and network file systems that support locking support these locks (NFS, Lustre with `-o flock`). Without locking
+support, the owner written in the file decides.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ except ImportError:  # Windows
 
 FILE_NAME = ".finetune.lock"
 
-_held: set[Path] = set()  # record locks do not exclude the process that holds them
+_held: set[Path] = set()  # a process is never blocked by its own record locks
 
 
 @contextlib.contextmanager
 def held(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of `output_dir` inside the block. For rank 0; nothing happens on other ranks.
+    """Context that keeps other runs out of `output_dir`. Rank 0 holds the lock; other ranks do nothing.
 
-    The folder is made if it is missing, and removed at the end if nothing else was written to it.
+    The folder is created if needed, and removed at the end if nothing else was written to it.
 
     Raises:
         UserError: another run is using the folder.
@@ -56,10 +56,10 @@ def held(output_dir: Path) -> Iterator[None]:
         existing = next(folder for folder in folders if os.path.lexists(folder))
         if existing.is_dir() and os.access(existing, os.W_OK):
             raise UserError(
-                f"training.output_dir is {output_dir}, where {FILE_NAME} cannot be written: {error.strerror}. Give "
+                f"training.output_dir is {output_dir}, but {FILE_NAME} cannot be written there: {error.strerror}. Use "
                 "another folder."
             ) from error
-        yield  # keeping.check_output, which comes next, refuses what is not a folder or cannot be written
+        yield  # the caller's next step, checkpoints.check_output, reports a path that is unusable
         return
     try:
         yield
@@ -71,7 +71,7 @@ def held(output_dir: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path, output_dir: Path) -> int:
-    """Lock the file and write this process into it. Returns its descriptor."""
+    """Lock the file and write this process to it. Returns the file descriptor."""
     if path in _held:
         raise _in_use(output_dir, _this_process())
     while True:
@@ -85,11 +85,11 @@ def _acquire(path: Path, output_dir: Path) -> int:
         try:
             free = _lock(lock)
             owner = _read(lock)
-            if free is None:  # no locks on this file system
+            if free is None:  # the file system does not support locks
                 free = is_new or (owner is not None and _has_ended(owner))
             if not free:
                 raise _in_use(output_dir, owner, path)
-            if not _is_still(path, lock):  # its owner removed it at its end, after this process had opened it
+            if not _is_same_file(path, lock):  # its owner ended and removed it after this process had opened it
                 os.close(lock)
                 continue
         except BaseException:
@@ -104,18 +104,18 @@ def _acquire(path: Path, output_dir: Path) -> int:
 
 
 def _release(path: Path, lock: int) -> None:
-    """Remove the lock file, then unlock it: a process that has opened it meanwhile finds it gone, and tries again."""
+    """Remove the lock file, then unlock it: a process that opened it in between finds it removed and retries."""
     _held.discard(path)
-    if fcntl is None:  # Windows removes no open file
+    if fcntl is None:  # Windows cannot remove an open file
         os.close(lock)
-    with contextlib.suppress(OSError):  # the user has removed the folder, or its disk has gone
+    with contextlib.suppress(OSError):  # the folder was removed, or its disk is gone
         path.unlink()
     if fcntl is not None:
         os.close(lock)
 
 
 def _lock(lock: int) -> bool | None:
-    """Lock an open file: True if this process has it now, False if another one has it, None if that is unknown."""
+    """Lock an open file: True if this process got the lock, False if another one has it, None without lock support."""
     if fcntl is None:
         return None
     try:
@@ -127,7 +127,7 @@ def _lock(lock: int) -> bool | None:
         return None  # ENOLCK, ENOSYS, EOPNOTSUPP: a network file system mounted without locks
 
 
-def _is_still(path: Path, lock: int) -> bool:
+def _is_same_file(path: Path, lock: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(lock))
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _is_still(path: Path, lock: int) -> bool:
 
 
 def _read(lock: int) -> dict[str, Any] | None:
-    """The process that wrote the file, or None if it is empty, as at the moment of its making."""
+    """The process that wrote the file; None if it is empty, as just after its creation."""
     try:
         found = json.loads(os.pread(lock, 4096, 0))
         return {"host": str(found["host"]), "pid": int(found["pid"]), "started": float(found["started"])}
@@ -148,11 +148,11 @@ def _this_process() -> dict[str, Any]:
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:
-    """Whether a process is known to have ended. Nothing is known about other machines."""
+    """Whether a process is known to have ended; never for processes on other machines."""
     if owner["host"] != socket.gethostname():
         return False
     try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1  # the id is another process's now
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1  # the id has been reused
     except psutil.NoSuchProcess:
         return True
 
@@ -168,7 +168,7 @@ def _in_use(output_dir: Path, owner: dict[str, Any] | None, path: Path | None = 
     if fcntl is None or (owner is not None and path is not None and owner["host"] != socket.gethostname()):
         remove = f" If that process no longer exists, delete {path}."
     return UserError(
-        f"training.output_dir is in use by another run: {output_dir} ({who}). Wait for its end, {stop}, or give "
+        f"training.output_dir is in use by another run: {output_dir} ({who}). Wait until it ends, {stop}, or use "
         f"another folder.{remove}"
     )
 
@@ -178,6 +178,6 @@ def _print_taken_over(output_dir: Path, owner: dict[str, Any]) -> None:
     hours = (time.time() - owner["started"]) / 3600
     print_line(
         f"warning: the last run in {output_dir} (process {owner['pid']}{where}, started {hours:.1f} hours ago) ended "
-        "without cleaning up; this run takes the folder over",
+        "without cleaning up; this run takes over the folder",
         style="yellow",
     )

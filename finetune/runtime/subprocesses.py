@@ -1,4 +1,4 @@
-"""Programs that this one starts: none of them, and none of their ranks, outlives it."""
+"""Starts child processes that, with all their ranks, end when this process ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 from finetune.runtime import interrupt, launcher
 
-STOP_SECONDS = 45  # that a launcher has to end its ranks: torch gives them 30 s, and then kills them
+STOP_SECONDS = 45  # for a launcher to end its ranks, which torch kills after 30 s
 
 
 def run(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and return its code and what it said.
+    """Run a command to its end, and return its exit code and output.
 
-    Not `subprocess.run`, which kills the command where this process is stopped meanwhile: a launcher that is killed
-    leaves its ranks on the GPUs.
+    Unlike `subprocess.run`, it does not kill the command if this process is interrupted: a launcher that is killed
+    leaves its ranks running on the GPUs.
 
     Raises:
         subprocess.TimeoutExpired: it was stopped after `timeout` seconds.
@@ -29,7 +29,7 @@ def run(
     process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace", env=env)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
-    except BaseException:  # a signal above all
+    except BaseException:  # mostly signals
         stop(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
@@ -38,10 +38,10 @@ def run(
 def start(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, errors: str | None = None, **streams: Any
 ) -> subprocess.Popen[str]:
-    """Start a command that ends when this process does, even if that is killed. Call in the main thread.
+    """Start a command that ends when this process ends, even if this process is killed. Call in the main thread.
 
-    On Linux the kernel sends it SIGTERM, which launchers pass on to their ranks; elsewhere programs of this project
-    notice by themselves (`finetune.runtime.interrupt`).
+    On Linux the kernel sends it SIGTERM, which launchers forward to their ranks; on other systems this project's
+    commands detect it themselves (`finetune.runtime.interrupt`).
     """
     parent = os.getpid()
     follow = functools.partial(launcher.signal_at_end_of, parent) if sys.platform == "linux" else None
@@ -49,10 +49,10 @@ def start(
     return subprocess.Popen(command, env=env, text=True, errors=errors, preexec_fn=follow, **streams)
 
 
-def error_of(said: str) -> str | None:
-    """The first error that a program of this project printed, with its indented lines (one per problem); None if
-    it printed none."""
-    lines = iter(said.splitlines())
+def first_error(output: str) -> str | None:
+    """The first error in the output of a `finetune` command, with its indented lines (one per problem); None if there
+    is none."""
+    lines = iter(output.splitlines())
     for line in lines:
         if line.startswith("error: "):
             rest = itertools.takewhile(lambda one: one.startswith("  "), lines)
@@ -62,7 +62,7 @@ def error_of(said: str) -> str | None:
 
 @interrupt.busy()
 def stop(process: subprocess.Popen[str]) -> None:
-    """Ask it to end, which torch's launcher passes on to its ranks; insist where it does not."""
+    """Terminate a process, which torch's launcher forwards to its ranks; kill it if it does not end in time."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)

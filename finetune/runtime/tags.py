@@ -270,9 +270,11 @@ METRICS = (
         unit="0-1",
         meaning="Share of the time in which any kernel ran on the GPU of rank n, by NVML.",
     ),
-    Metric(name="gpu_clock", tag="7 gpu/SM clock of GPU {n} [MHz]", unit="MHz", meaning="Clock of the multiprocessors."),
+    Metric(
+        name="gpu_clock", tag="7 gpu/SM clock of GPU {n} [MHz]", unit="MHz", meaning="Clock of the multiprocessors."
+    ),
     Metric(name="gpu_power", tag="7 gpu/power of GPU {n} [W]", unit="W", meaning="Power draw."),
-    Metric(name="gpu_temperature", tag="7 gpu/temperature of GPU {n} [C]", unit="C", meaning="Temperature of the chip."),
+    Metric(name="gpu_temperature", tag="7 gpu/temperature of GPU {n} [C]", unit="C", meaning="Temperature."),
     Metric(
         name="gpu_throttled",
         tag="7 gpu/throttled, GPU {n} [0-1]",

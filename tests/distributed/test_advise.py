@@ -88,9 +88,9 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
     run = launch.read(tmp_path / "out")
     assert run["world_size"] == 2 and run["status"] == "done"
     # Four times the batch that the rate was chosen for: 16 in place of 4, whatever the number of ranks.
-    events = EventAccumulator(str(tmp_path / "out" / "runs"))
+    events = EventAccumulator(str(tmp_path / "out" / "runs" / "out"))
     events.Reload()
     assert run["learning_rate"] == pytest.approx(4e-4)
-    assert events.Scalars("train/learning rate")[-1].value == pytest.approx(4e-4)
+    assert events.Scalars("2 health/learning rate")[-1].value == pytest.approx(4e-4)
     assert "Learning rate 0.0004: 0.0001 for a global batch of 4, by the rule linear" in " ".join(done.stdout.split())
     assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
-    """Run the verb; its --json."""
+    """Run the command and return its --json."""
     given = [*words, "--json", str(folder / "bench.json")]
     done = launch.command_with_ranks("finetune.bench", given, cache=folder, kind="transformers")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,22 +21,24 @@ def test_the_demo_learns_its_task(tmp_path: Path) -> None:
     assert run["exact_match_after"] >= 0.9
     for words in ("this is the demo", "accelerate launch -m finetune.train --config my.yaml", "after training"):
         assert words in done.stdout
-    events = EventAccumulator(str(tmp_path / "out" / "runs"))
+    events = EventAccumulator(str(tmp_path / "out" / "runs" / "out"))
     events.Reload()
     tags = events.Tags()
     for tag in (
-        "train/loss (nats per token)",
-        "train/gradient norm",
-        "train/learning rate",
-        "train/tokens seen (tokens)",
-        "speed/tokens per second per GPU (tokens per s)",
-        "memory/peak of rank 0 (GiB)",
-        "eval/loss (nats per token)",
+        "1 learning/loss [nats]",
+        "1 learning/eval loss [nats]",
+        "2 health/gradient norm",
+        "2 health/learning rate",
+        "3 speed/tokens seen",
+        "3 speed/tokens per GPU [1/s]",
+        "4 step/forward [s]",
+        "6 memory/peak of rank 0 [GiB]",
     ):
         assert tag in tags["scalars"], tag
-    losses = [event.value for event in events.Scalars("train/loss (nats per token)")]
+    losses = [event.value for event in events.Scalars("1 learning/loss [nats]")]
     assert losses == pytest.approx(run["losses"])
-    assert {"configuration/text_summary", "data/text_summary"} <= set(tags["tensors"])
+    pages = {"1 review", "2 data", "3 run", "4 configuration", "5 samples"}
+    assert {f"{page}/text_summary" for page in pages} <= set(tags["tensors"])
 
 
 def test_the_demo_takes_overrides_and_two_ranks(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def end_of(pid: int) -> int | None:
 
 
 def saved(out: Path) -> dict[str, Any]:
-    """The record of an interrupted run, every step of which is in a whole checkpoint."""
+    """The record of an interrupted run, every step of which is in a complete checkpoint."""
     record = launch.read(out)
     assert record["status"] == "interrupted" and len(record["losses"]) == record["steps"] >= 3
     assert checkpoints.damage(out / f"checkpoint-{record['steps']}") is None
@@ -140,7 +140,7 @@ from pathlib import Path
 from finetune import train
 from finetune.runtime import interrupt
 
-interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEPS = 0.1, 1.0, 0
+interrupt.POLL_SECONDS, interrupt.STUCK_SECONDS, interrupt.STEP_FACTOR = 0.1, 1.0, 0
 from finetune.engine import session
 build = session.build_trainer
 
@@ -254,5 +254,5 @@ def test_a_restarted_launch_goes_on(tiny_model: Path, tiny_data: Path, tmp_path:
     record = launch.read(out)
     assert record["status"] == "done" and record["steps"] == 5 and len(record["losses"]) == 3
     assert record["resumed_from"] == str(out / "checkpoint-2")
-    assert "Restart 1 by the launcher: resumes from" in done.stdout
+    assert "Restart 1 by the launcher: resuming from" in done.stdout
     assert [path.name for path in checkpoints.checkpoints(out)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]

@@ -1,4 +1,4 @@
-"""A verb that is stopped leaves no rank behind."""
+"""A command that is stopped leaves no rank behind."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from finetune.runtime import subprocesses
 from tests import launch
 
 # What `finetune parity` does, with ranks that would go on for ever and say who they are.
-VERB = """
+COMMAND = """
 import sys
-from finetune.runtime import subprocesses, command as verb
+from finetune.runtime import command, subprocesses
 
 def run(argv):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocesses.run([sys.executable, *launcher, *argv])
 
-sys.exit(verb.run_with_options("", sys.argv[1:], run))
+sys.exit(command.run_with_options("", sys.argv[1:], run))
 """
 RANK = """
 import os, sys, time
@@ -35,11 +35,11 @@ while True:
 
 
 @pytest.mark.process
-def test_ranks_end_with_a_verb_that_is_stopped(tmp_path: Path) -> None:
-    (tmp_path / "verb.py").write_text(VERB)
+def test_ranks_end_with_a_command_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(COMMAND)
     (tmp_path / "rank.py").write_text(RANK)
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "verb.py"), str(tmp_path / "rank.py"), str(tmp_path)],
+        [sys.executable, str(tmp_path / "command.py"), str(tmp_path / "rank.py"), str(tmp_path)],
         env=launch.environment(tmp_path),
     )
     try:
@@ -55,10 +55,9 @@ def test_an_error_keeps_its_problems() -> None:
     said = (
         "setting up\nerror: [rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key\nW1 torchrun"
     )
-    assert (
-        subprocesses.error_of(said) == "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
-    )
-    assert subprocesses.error_of("Traceback (most recent call last):\n  File x") is None
+    message = "[rank 0] The configuration has 2 problems.\n  - a: is no key\n  - b: is no key"
+    assert subprocesses.first_error(said) == message
+    assert subprocesses.first_error("Traceback (most recent call last):\n  File x") is None
 
 
 def wait_for(look, count: int) -> list[int]:

@@ -191,7 +191,7 @@ def test_multi_cpu_profile_that_starts_one_process_is_refused(
         cache=tmp_path,
     )
     assert done.returncode != 0
-    assert "was asked for 2 processes and started one" in done.stdout
+    assert "was asked for 2 processes but started one" in done.stdout
     assert not out.exists()
 
 

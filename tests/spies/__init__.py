@@ -14,4 +14,4 @@ from finetune.runtime.hooks import Hooks
 
 def train_with(trainer: Callable[[Any], None]) -> int:
     """`finetune.train` with the arguments of this program; `trainer` gets the trainer after it is built."""
-    return guarded(lambda: train.run(load(sys.argv[1:], verb="train"), hooks=Hooks(trainer=trainer)))
+    return guarded(lambda: train.run(load(sys.argv[1:], command="train"), hooks=Hooks(trainer=trainer)))

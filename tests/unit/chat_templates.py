@@ -1,5 +1,7 @@
-"""Real chat templates in their published form (tool parts left out), each with an independent account, in plain Python,
-of what the assistant says in it: the words as rendered plus the end-of-turn token, one string for each assistant turn.
+"""Real chat templates as published (without tool parts).
+
+Each has an independent reference in plain Python for the supervised text: the rendered content plus the end-of-turn
+token, one string per assistant turn.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 Messages = list[dict[str, str]]
 
-# No whitespace runs, so that no merge joins the whitespace of a template with that of a message.
+# No runs of whitespace, so that no token merges whitespace of a template with that of a message.
 CORPUS = (
     "The assistant told the user that the system works well.",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -25,7 +27,7 @@ CORPUS = (
 class ChatTemplate:
     template: str
     tokens: tuple[str, ...]
-    says: Callable[[Messages], list[str]]
+    says: Callable[[Messages], list[str]]  # the supervised text of each assistant turn
     bos: str | None = None
     eos: str
     system: bool = True
@@ -34,7 +36,7 @@ class ChatTemplate:
 def build_tokenizer(
     tokens: Iterable[str], eos: str, bos: str | None = None, corpus: Iterable[str] = CORPUS
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, as GPT-2, Llama 3 and Qwen have, with these special tokens."""
+    """A byte-level BPE tokenizer, like those of GPT-2, Llama 3 and Qwen, with these special tokens."""
     special = list(dict.fromkeys([*tokens, eos, *([bos] if bos else [])]))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[attr-defined]
@@ -58,7 +60,7 @@ def _words(end: str, *, trim: bool = False, before: str = "") -> Callable[[Messa
 
 
 def _qwen3(messages: Messages) -> list[str]:
-    """Thinking stays after the last question only; the last message gets an empty block where it has none."""
+    """Thinking is kept only after the last question; the last message gets an empty block if it has none."""
     last_question = max(i for i, message in enumerate(messages) if message["role"] == "user")
     turns = []
     for i, message in enumerate(messages):
@@ -124,7 +126,7 @@ GEMMA = ChatTemplate(
     system=False,
 )
 
-# As of Mistral-7B-Instruct-v0.2; there is no generation prompt, the answer follows [/INST].
+# From Mistral-7B-Instruct-v0.2. It has no generation prompt: the answer follows [/INST].
 MISTRAL = ChatTemplate(
     template=(
         "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
@@ -144,11 +146,11 @@ MISTRAL = ChatTemplate(
     says=_words("</s>", before=" "),
 )
 
-# Mistral-7B-Instruct-v0.3 writes the system message into the last user message only where that is the very last one:
-# in a finished conversation it is silently lost.
+# Mistral-7B-Instruct-v0.3 writes the system message into the last user message, but only if that is the last message:
+# in a complete conversation it is silently lost.
 MISTRAL_V3 = MISTRAL.template.replace("loop.first and system_message", "loop.last and system_message")
 
-# A trap: the EOS token follows the last turn, whoever speaks. It is not the end-of-turn token.
+# A trap: EOS follows the last turn of any role. It is not the end-of-turn token.
 PHI3 = ChatTemplate(
     template=(
         "{% for message in messages %}"

@@ -13,8 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from finetune import advise, dryrun
-from finetune.advise import candidates, dense, launch, machine, report, verdict
-from finetune.advise import command as verb
+from finetune.advise import candidates, command, dense, launch, machine, report, verdict
 from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Row
 from finetune.config import load
@@ -268,7 +267,7 @@ class FakeBench(Bench):
 
 
 def config(folder: Path, *extra: str):
-    return load(configuration(folder, *extra), verb="advise")
+    return load(configuration(folder, *extra), command="advise")
 
 
 OFF, SIZE = "--training.gradient_checkpointing false", "--training.per_device_train_batch_size"
@@ -450,7 +449,7 @@ def test_the_whole_story_on_two_like_gpus(
     advice = json.loads(report.read_text())
     assert advice["world_size"] == 2 and [row["cost"] for row in advice["rows"]] == [0.0, 0.0]
     assert advice["environment"] == {"NCCL_P2P_DISABLE": "1"} and "NCCL_P2P_DISABLE=1 accelerate" in advice["launch"]
-    assert "# no pair of GPUs can read" in (out / "environment.sh").read_text()
+    assert "# no pair of GPUs has peer access" in (out / "environment.sh").read_text()
     assert load_config_from_file(str(out / "profile.yaml")).num_processes == 2
     # For the score of the real run, which has the environment that was measured, and of no other.
     same = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}
@@ -485,7 +484,7 @@ def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: P
     path.write_text(json.dumps({"kind": "comm", "runs": runs}))
     found = measurements.read_comm(path)
     assert set(found) == {2, 8} and found[2].points[0][0] == 1024  # of two settings the first: the advised ones
-    assert verb.world_sizes(verb.parse([])[0], 1, found) == [1, 2, 8]
+    assert command.world_sizes(command.parse([])[0], 1, found) == [1, 2, 8]
     path.write_text(json.dumps(all_reduce(4, [1024])))
     assert set(measurements.read_comm(path)) == {4}
     path.write_text("[1]")

@@ -238,7 +238,7 @@ class TestFullDisk:
         done = launch.run("1 rank", arguments, cache=folder, script=script)
         assert done.returncode == 1, done.stdout[-3000:]
         words = " ".join(done.stdout.split())
-        assert "No space left" in words and "newest whole checkpoint is checkpoint-2" in words
+        assert "No space left" in words and "newest complete checkpoint is checkpoint-2" in words
         assert "Traceback" not in words, done.stdout[-3000:]
         from finetune.engine import checkpoints
 

@@ -389,7 +389,7 @@ def measured(step: float, ranks: int) -> dict[str, Any]:
     sent = (
         {"exposed": figure(step / 10), "hidden": figure(step / 20)} if ranks > 1 else {"exposed": None, "hidden": None}
     )
-    own = {"seconds": parts | sent, "memory_gib": 1.5, "utilisation": 0.87}
+    own = {"seconds": parts | sent, "memory_gib": 1.5, "utilization": 0.87}
     return {"step_seconds": figure(step), "ranks": [own] * ranks, "conditions": {"warnings": ["it grew warm"]}}
 
 
@@ -508,7 +508,7 @@ def test_shapes_for_lora_are_there_and_their_configuration_is_sound(tmp_path: Pa
 
     assert set(study_lora.SHAPES) <= set(SHAPES)
     corpus = study_lora.documents(tmp_path / "train.jsonl")
-    config = load(study_lora.configuration(tmp_path, corpus, 8), verb="bench")
+    config = load(study_lora.configuration(tmp_path, corpus, 8), command="bench")
     assert config.data.packing and config.data.pack_length == 16384 and config.training.global_batch_size == 8
     lengths = [len(json.loads(line)["text"].split()) for line in corpus.read_text().splitlines()]
     assert min(lengths) >= 32 and max(lengths) <= 2048 and 450 < sum(lengths) / len(lengths) < 650

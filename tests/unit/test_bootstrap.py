@@ -50,7 +50,7 @@ def test_trl_is_no_hindrance_where_unsloth_is_not_installed(monkeypatch: pytest.
 def test_trl_before_unsloth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace())
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    with pytest.raises(RuntimeError, match="Unsloth must be imported first"):
+    with pytest.raises(RuntimeError, match="trl was imported before Unsloth: in a training script"):
         bootstrap.start("auto")
 
 
@@ -58,7 +58,7 @@ def test_the_users_compiler_settings_survive_the_import_of_unsloth(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Unsloth removes them; a module of that name here does the same."""
-    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.KEPT)]
+    lines = ["import os", *(f"os.environ.pop({name!r}, None)" for name in bootstrap.RESTORED)]
     (tmp_path / "unsloth.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
@@ -77,7 +77,7 @@ def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     distributed.ranks.cache_clear()
     monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
-    with pytest.raises(UserError, match="asked for 2 processes and the process group has 1"):
+    with pytest.raises(UserError, match="started 2 processes, but the process group has 1"):
         distributed.start(cpu=True, timeout_seconds=60)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent; records are written whole; output folders are not mixed up."""
+"""Checkpoints are complete or absent; records are written atomically; output folders are not mixed up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_checkpoint(output: Path, step: int) -> Path:
     return target
 
 
-def test_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_newest_complete_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
     for step in (5, 20, 100):
         make_checkpoint(tmp_path, step)
     assert checkpoints.find(tmp_path, True).path == tmp_path / "checkpoint-100"
@@ -40,13 +40,13 @@ def test_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: P
     assert checkpoints.MANIFEST in found.skipped[1]
 
 
-def test_a_path_to_a_damaged_checkpoint_is_refused_with_the_whole_ones(tmp_path: Path) -> None:
+def test_a_path_to_a_damaged_checkpoint_is_refused_with_the_complete_ones(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 5)
     damaged = make_checkpoint(tmp_path, 6)
     (damaged / "weights.bin").unlink()
     with pytest.raises(UserError, match="damaged: weights.bin is missing.*checkpoint-5"):
         checkpoints.find(tmp_path, str(damaged))
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="the folder does not exist"):
         checkpoints.find(tmp_path, str(tmp_path / "checkpoint-7"))
     assert checkpoints.find(tmp_path, False).path is None
 
@@ -217,7 +217,7 @@ def test_rotation_keeps_the_one_just_written_beside_later_ones_and_the_one_resum
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6", "checkpoint-20"]
 
 
-def test_rotation_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+def test_rotation_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     for step in (15, 16, 17, 20, 25):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-20" / "weights.bin").write_bytes(b"x")
@@ -320,7 +320,7 @@ WRITES = {
 def test_a_failing_disk_in_every_librarys_words(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 4)
     error, expected = WRITES[name]
-    with pytest.raises(RunError, match="newest whole checkpoint is checkpoint-4") as said:
+    with pytest.raises(RunError, match="newest complete checkpoint is checkpoint-4") as said:
         with checkpoints.no_space(tmp_path, "checkpoint-6"):
             raise error
     assert expected in str(said.value) and "checkpoint-6" in str(said.value)

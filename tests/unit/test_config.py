@@ -655,7 +655,7 @@ def test_the_reference_page_is_what_is_printed(capsys):
 
 def test_dry_run_belongs_to_train():
     with pytest.raises(ConfigError, match="only `train` has --dry-run"):
-        load(["--dry-run"], verb="prepare")
+        load(["--dry-run"], command="prepare")
     assert "takes no value" in problem("--dry-run=yes")
 
 

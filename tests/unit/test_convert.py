@@ -463,10 +463,10 @@ def test_notebooks_without_unsloth(style: str, notebook: Callable[..., Path], tm
 
 
 NOTES = {
-    "the folder, by a magic": ({"data": "%cd /content/drive/mine\n" + DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')}, "paths are meant from /content/drive/mine"),
+    "the folder, by a magic": ({"data": "%cd /content/drive/mine\n" + DATA.replace('"acme/questions"', '"json", data_files = "rows.jsonl"')}, "paths are relative to /content/drive/mine"),
     "the folder, by a call": ({"extra": 'import os\nos.chdir("/content/drive/mine")'}, "start the script in that folder"),
-    "files that are sent": ({"extra": "from google.colab import files\nfiles.upload()"}, "put the files beside the script"),
-    "a default of the environment": ({"loader": LOADER.replace('"acme/tiny"', 'os.getenv("BASE", "acme/tiny")').replace("import torch", "import os, torch")}, "BASE is asked for in the environment"),
+    "files that are sent": ({"extra": "from google.colab import files\nfiles.upload()"}, "put the files next to the script"),
+    "a default of the environment": ({"loader": LOADER.replace('"acme/tiny"', 'os.getenv("BASE", "acme/tiny")').replace("import torch", "import os, torch")}, "BASE is read from the environment"),
     "a template with the data": ({"data": DATA + "\nfrom unsloth import apply_chat_template\ndataset = apply_chat_template(dataset, tokenizer = tokenizer, chat_template = '{INPUT}{OUTPUT}')"}, "the tokenizer's template"),
     "published": ({"after": "from huggingface_hub import HfApi\napi = HfApi()\napi.upload_folder(folder_path = 'o', repo_id = 'me/x')"}, "hf upload"),
 }  # fmt: skip
@@ -475,8 +475,8 @@ NOTES = {
 @pytest.mark.process
 @pytest.mark.parametrize("case", NOTES)
 def test_what_the_reader_has_to_know_is_said(case: str, notebook: Callable[..., Path]) -> None:
-    cells, said = NOTES[case]
-    assert any(said in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
+    cells, expected = NOTES[case]
+    assert any(expected in note for note in converted(notebook(*with_cells(**cells))).report["notes"])
 
 
 @pytest.mark.process
@@ -878,7 +878,7 @@ def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
 @pytest.mark.process
 def test_one_operation_that_does_not_end_is_refused(notebook: Callable[..., Path]) -> None:
     outcome = convert(notebook(*with_cells(extra="x = 9**9**9")))
-    assert (outcome.result, outcome.code) == ("refused", "R4") and "does not end" in (outcome.reason or "")
+    assert (outcome.result, outcome.code) == ("refused", "R4") and "does not finish" in (outcome.reason or "")
 
 
 # --- the verification -------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_whole_demo_is_reused_and_a_torn_one_is_written_again(tmp_path: Path) -> None:
+def test_a_complete_demo_is_reused_and_an_incomplete_one_is_rewritten(tmp_path: Path) -> None:
     paths = demo.materialize(tmp_path)
     whole = contents(home(paths))
     paths.eval_file.write_text("kept\n")
@@ -192,7 +192,7 @@ def test_special_tokens_are_distinct_and_single(tokenizer) -> None:
 
 def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
     """The model learns to pick words: one that is split makes the task a harder one than what was measured."""
-    for word in (*demo.NAMES, *demo.COLOURS, *demo.THINGS):
+    for word in (*demo.NAMES, *demo.COLORS, *demo.THINGS):
         assert len(tokenizer(f" {word}").input_ids) == 1, word
 
 

@@ -79,10 +79,8 @@ def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 
-FAILS = (
-    "import sys; from finetune.runtime import distributed, command as verb; from finetune.errors import UserError; {}"
-)
-RAISE = "sys.exit(verb.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
+FAILS = "import sys; from finetune.runtime import distributed, command; from finetune.errors import UserError; {}"
+RAISE = "sys.exit(command.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
 
 
 def as_rank(rank: str, code: str) -> subprocess.CompletedProcess[str]:

@@ -176,7 +176,7 @@ def test_a_batch_that_no_number_of_devices_here_can_hold(tmp_path: Path) -> None
     assert [one["world_size"] for one in found["batch"]] == [1, 2, 4, 8]
     assert found["batch"][2] == {"world_size": 4, "per_device": 2, "accumulation": 2, "global_batch_size": 16}
     assert all("refused" in found["batch"][place] for place in (0, 1, 3))
-    assert found["stack"]["backend"] == "transformers" and found["stack"]["reason"] == "model.backend asks for it"
+    assert found["stack"]["backend"] == "transformers" and found["stack"]["reason"] == "set by model.backend"
     assert not (tmp_path / "home" / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Row formats: which one a file holds, and its rows as conversations or as counted errors."""
+"""Row formats: detection, and conversion of rows to conversations or to counted errors."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def reason(row: dict[str, Any], wanted: str = "auto") -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_format_is_detected_and_said(name: str) -> None:
+def test_each_format_is_detected_with_evidence(name: str) -> None:
     found = detected(ROWS[name])
     assert found.name == name
     assert next(iter(found.columns.values())) in found.evidence
 
 
-def test_the_items_decide_and_not_the_name_of_the_list() -> None:
+def test_the_items_decide_and_not_the_name_of_the_column() -> None:
     assert detected({"conversations": MESSAGES}) == Format(
         name="messages",
         columns={"messages": "conversations"},
-        evidence="column 'conversations' holds lists of role/content objects",
+        evidence="column 'conversations' has lists of role/content objects",
     )
     assert messages_of({"conversations": MESSAGES}) == MESSAGES
     assert detected({"messages": SHAREGPT}).name == "sharegpt"
@@ -75,9 +75,9 @@ def test_a_tie_lists_the_evidence() -> None:
     assert detected(row, mapping={"instruction": "instruction"}).name == "alpaca"
 
 
-def test_values_of_another_kind_are_no_evidence() -> None:
+def test_values_of_another_type_are_not_evidence() -> None:
     assert detected({"messages": MESSAGES, "text": 7}).name == "messages"
-    with pytest.raises(UserError, match="no row format fits: the columns are messages; "):
+    with pytest.raises(UserError, match="no row format matches: the columns are messages; "):
         detected({"messages": "a string"})
 
 
@@ -98,13 +98,13 @@ def test_a_mapping_decides_the_format() -> None:
     assert detected(row, mapping={"text": "answer"}).columns == {"text": "answer"}
 
 
-def test_mistakes_in_format_and_mapping() -> None:
+def test_invalid_format_and_mapping() -> None:
     row = {"question": "1 + 1?", "answer": "2"}
-    with pytest.raises(UserError, match=r"names \['reply'\].*the columns are question, answer"):
+    with pytest.raises(UserError, match="the rows lack: reply; the columns are question, answer"):
         detected(row, mapping={"prompt": "question", "completion": "reply"})
-    with pytest.raises(UserError, match=r"\['promt'\].*prompt_completion: prompt, completion"):
+    with pytest.raises(UserError, match="no single format has: promt.*prompt_completion: prompt, completion"):
         detected(row, mapping={"promt": "question"})
-    with pytest.raises(UserError, match="'sharegtp'.*did you mean 'sharegpt'.*allowed are auto, messages"):
+    with pytest.raises(UserError, match="'sharegtp' .did you mean 'sharegpt'.*Set it to auto, messages"):
         detected(row, wanted="sharegtp")
     with pytest.raises(UserError, match="columns are question, answer; alpaca needs 'instruction' and 'output'"):
         detected(row, wanted="alpaca")
@@ -145,7 +145,7 @@ def test_alpaca() -> None:
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3"
     )
-    assert text.text[text.learn_from :] == "3"
+    assert text.text[text.supervised_from :] == "3"
     bare = convert(ROWS["alpaca"] | {"instruction": "Print {braces}."}, has_template=False)
     assert isinstance(bare, Text)
     assert "Print {braces}." in bare.text and "### Input" not in bare.text
@@ -154,12 +154,12 @@ def test_alpaca() -> None:
 def test_prompt_completion() -> None:
     assert messages_of(ROWS["prompt_completion"]) == MESSAGES
     assert convert({"prompt": "1 + 1 =", "completion": " 2"}, has_template=False) == Text(
-        text="1 + 1 = 2", learn_from=7
+        text="1 + 1 = 2", supervised_from=7
     )
 
     lists = {"prompt": [*MESSAGES, {"role": "user", "content": "and?"}], "completion": [MESSAGES[1]]}
     assert convert(lists, system_prompt="Be brief.") == Conversation(
-        messages=[{"role": "system", "content": "Be brief."}, *lists["prompt"], MESSAGES[1]], learn_from=4
+        messages=[{"role": "system", "content": "Be brief."}, *lists["prompt"], MESSAGES[1]], supervised_from=4
     )
 
 
@@ -169,15 +169,15 @@ def test_text() -> None:
         convert(ROWS["text"], system_prompt="Be brief.")
 
 
-def test_the_system_prompt_never_replaces_one() -> None:
+def test_the_system_prompt_never_replaces_that_of_a_row() -> None:
     own = {"messages": [{"role": "system", "content": ""}, *MESSAGES]}
     assert messages_of(own, system_prompt="Be brief.") == own["messages"]
     assert messages_of(ROWS["messages"], system_prompt="Be brief.")[0] == {"role": "system", "content": "Be brief."}
-    assert ROWS["messages"]["messages"] == MESSAGES and len(MESSAGES) == 2  # the row itself is left alone
+    assert ROWS["messages"]["messages"] == MESSAGES and len(MESSAGES) == 2  # the row itself is unchanged
 
 
 def test_openai_details() -> None:
-    """Parts of content, tool calls with JSON text as arguments, and the None that Arrow fills missing keys with."""
+    """Content parts, tool calls with arguments as JSON text, and the None that Arrow writes for missing keys."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}, "x": None}
     row = {
         "messages": [
@@ -235,7 +235,7 @@ def turns(*roles: str) -> dict[str, Any]:
         ({"messages": MESSAGES, "tools": "not json"}, "wrong_type"),
     ],
 )
-def test_messages_that_cannot_be_used(row: dict[str, Any], slug: str) -> None:
+def test_unusable_messages(row: dict[str, Any], slug: str) -> None:
     fmt = Format(name="messages", columns={"messages": "messages", "tools": "tools"}, evidence="")
     with pytest.raises(RowError) as caught:
         to_conversation(row, fmt)
@@ -248,7 +248,7 @@ def test_alternation_is_left_to_the_template(roles: tuple[str, ...]) -> None:
     assert [m["role"] for m in messages_of(turns("developer", *roles))] == ["developer", *roles]
 
 
-def test_other_formats_that_cannot_be_used() -> None:
+def test_unusable_rows_of_other_formats() -> None:
     sharegpt = [{"from": "human", "value": "Hi"}]
     assert reason({"conversations": [*sharegpt, {"from": "narrator", "value": "x"}]}) == "unknown_role"
     assert reason({"conversations": [*sharegpt, {"from": "gpt"}]}) == "missing_field"
@@ -258,11 +258,11 @@ def test_other_formats_that_cannot_be_used() -> None:
     assert reason({"prompt": "x", "completion": 7}, "prompt_completion") == "wrong_type"
     assert reason({"prompt": MESSAGES, "completion": [MESSAGES[0]]}) == "no_assistant"
     assert reason({"text": "  "}) == "empty"
-    # Mixed formats in one file: the rows of the other format are counted, not fatal.
+    # Mixed formats in one file: rows of the other format are dropped, not fatal.
     with pytest.raises(RowError, match="missing_field"):
         to_conversation(ROWS["alpaca"], detected(ROWS["messages"]))
 
 
-def test_a_row_error_can_cross_a_process() -> None:
+def test_a_row_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(RowError("empty", "message 2 is empty")))
     assert (error.reason, error.detail) == ("empty", "message 2 is empty")

@@ -151,13 +151,13 @@ def test_the_probe_asks_nothing_of_nvml_nor_of_other_gpus(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: pytest.fail("asked for peers"))
     found = hardware.probe()
     assert (found.name, found.count, found.memory_gib, found.gpus, found.links) == ("NVIDIA H200", 2, 8.0, None, None)
-    assert found.identical is None and hardware.topology_line(found) == "2 x NVIDIA H200, links not looked at"
+    assert found.identical is None and hardware.topology_line(found) == "2 x NVIDIA H200, links not surveyed"
     assert "gpus" not in found.to_dict() and "links" not in found.to_dict()
 
 
 def test_state_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [Card(clock=1755, temperature=66)])
-    state = {"sm_clock_mhz": 1755, "memory_clock_mhz": 3201, "power_w": 76.5, "temperature_c": 66, "utilisation": 0.87}
+    state = {"sm_clock_mhz": 1755, "memory_clock_mhz": 3201, "power_w": 76.5, "temperature_c": 66, "utilization": 0.87}
     assert hardware.gpu_state() == {"gpu": 0, **state}
     monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))  # an old one, without the functions
     assert hardware.gpu_state() == {"gpu": 0, **dict.fromkeys(state)}
@@ -174,7 +174,7 @@ OTHER = "Process 498 has 43.10 GiB memory in use. "
 @pytest.mark.parametrize(
     ("other", "reserved_gib", "said"),
     [
-        (OTHER, 35.8, "Other processes hold 43.3 of this GPU's 79.2 GiB: end them (nvidia-smi lists them), or take "),
+        (OTHER, 35.8, "Other processes use 43.3 of this GPU's 79.2 GiB: end them (nvidia-smi lists them), or select "),
         (OTHER, 77.5, "CUDA out of memory. Tried"),  # a container's driver counts this process by another number
         ("", 35.8, "CUDA out of memory. Tried"),
     ],
@@ -185,6 +185,6 @@ def test_who_filled_a_gpu(monkeypatch: pytest.MonkeyPatch, other: str, reserved_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(0.104 * 2**30), int(79.18 * 2**30)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(reserved_gib * 2**30))
-    found = hardware.when_full(torch.OutOfMemoryError(FULL.format(other=other)))
+    found = hardware.out_of_memory_details(torch.OutOfMemoryError(FULL.format(other=other)))
     assert found.startswith(said), found
     assert found.endswith("this process has 35.96 GiB memory in use.")

@@ -23,7 +23,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, no signal so far, and this process' handlers afterwards."""
     for name in (launcher.PARENT, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    state = {"_deferred": 0, "_requested_at": None, "_reason": "", "_launcher": None, "_launcher_is_gone": False}
+    state = {"_deferred": 0, "_requested_at": None, "_reason": "", "_launcher": None, "_launcher_end_handled": False}
     state |= {"_busy": 0, "_steps": 0, "_longest_step": 0.0, "_progress_at": 0.0}
     for name, value in state.items():
         monkeypatch.setattr(interrupt, name, value)

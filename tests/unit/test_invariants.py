@@ -1,4 +1,4 @@
-"""Each start-up check on facts as ranks would report them: silent on a sound run, a name and a remedy otherwise."""
+"""Each start-up check on facts as ranks would report them: None for a sound run, otherwise what is wrong."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
         ("one_device_per_rank", ONE_GPU, "ranks 0 and 1 share cuda:0"),
         ("one_device_per_rank", {"parameter_devices": ["cuda:0", "cuda:1"]}, "has weights on cuda:0, cuda:1"),
         ("same_trainer_on_all_ranks", FALLBACK, "rank 1 trains with trl"),
-        ("as_many_processes_as_launched", {"processes": 1}, "knows of 1 processes and 2 were launched"),
-        ("timeout_as_configured", {"timeout_seconds": 600.0}, "waits 600 s"),
+        ("as_many_processes_as_launched", {"processes": 1}, "a world size of 1 on rank 1, and 2 were launched"),
+        ("timeout_as_configured", {"timeout_seconds": 600.0}, "a timeout of 600 s"),
         (UNUSED, {"finds_unused": True}, "ddp_find_unused_parameters"),
         ("same_patches_on_all_ranks", {"patches": []}, "rank 1 applied []"),
         ("one_writer", {"writes": True}, "ranks [0, 1] would write"),

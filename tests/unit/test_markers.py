@@ -1,4 +1,4 @@
-"""Labels of texts whose turns are told by markers: against Unsloth's own `train_on_responses_only`."""
+"""Labels of texts whose turns start with markers, compared with Unsloth's `train_on_responses_only`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config import load
+from finetune.data import IGNORE_INDEX
 from finetune.data import prepare as preparing
 from finetune.data.formats import RowError, Text
-from finetune.data.markers import Markers, of_template
-from finetune.data.template import IGNORE, Encoder
+from finetune.data.markers import Markers, derive_markers
+from finetune.data.template import Encoder
 from finetune.errors import UserError
 from tests import launch, tiny
 from tests.unit.chat_templates import CHAT_TEMPLATES, CORPUS, MISTRAL_V3, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
-# Tokenizer, instruction marker, response marker: as notebooks give them.
+# Tokenizer, instruction marker and response marker, as in notebooks.
 MARKERS = {
     "chatml": ("chatml", "<|im_start|>user\n", "<|im_start|>assistant\n"),
     "llama3": (
@@ -63,7 +64,7 @@ REFERENCE = """
 import importlib.util, json, os, sys, types
 os.environ["UNSLOTH_IS_PRESENT"] = "1"
 spec = importlib.util.find_spec("unsloth")
-package = types.ModuleType("unsloth")  # its files without its __init__, which patches transformers and wants a GPU
+package = types.ModuleType("unsloth")  # its files without its __init__, which patches transformers and needs a GPU
 package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
 sys.modules["unsloth"] = package
 from pathlib import Path
@@ -92,7 +93,7 @@ def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
 
 
 def texts(name: str, instruction: str, response: str) -> list[str]:
-    """Conversations of one to four exchanges; of each three, one unfinished and one with something odd in it."""
+    """Conversations of one to four exchanges; one in three is unfinished, and one in three contains an irregularity."""
     rng = random.Random(name)
     tokenizer = tokenizer_for(MARKERS[name][0])
 
@@ -113,8 +114,8 @@ def texts(name: str, instruction: str, response: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict]:
-    """Token ids and labels of every case by Unsloth's function, in one process of its own: it patches transformers.
-    Of MARKERS with the markers given; of templates (below) with those that it finds."""
+    """Token ids and labels of every case by Unsloth's function, in a separate process because it patches transformers:
+    for MARKERS with the given markers, for templates (below) with those that it finds."""
     folder = tmp_path_factory.mktemp("markers")
     cases = []
     for name, (tokenizer, instruction, response) in MARKERS.items():
@@ -140,9 +141,9 @@ def test_labels_are_those_of_unsloth(reference: dict, name: str, last_only: bool
     case = reference[name, last_only]
     supervised = 0
     for ids, labels in zip(case["input_ids"], case["labels"], strict=True):
-        found = markers.labels(np.array(ids, dtype=np.int32), IGNORE).tolist()
+        found = markers.labels(np.array(ids, dtype=np.int32)).tolist()
         assert found == labels, tokenizer_for(tokenizer).decode(ids)
-        supervised += sum(label != IGNORE for label in labels)
+        supervised += sum(label != IGNORE_INDEX for label in labels)
     assert supervised > ROWS
 
 
@@ -152,7 +153,7 @@ def encoded(tokenizer: PreTrainedTokenizerFast, text: str, markers: Markers | No
     return result[0].input_ids.tolist(), result[0].labels.tolist()
 
 
-def test_a_response_marker_alone_learns_to_the_end_token_or_the_next_response() -> None:
+def test_with_only_a_response_marker_a_response_ends_at_eos_or_the_next_response() -> None:
     tokenizer = tokenizer_for("plain")
     markers = Markers(tokenizer, "Assistant:")
     ids = tokenizer("User: a cat Assistant: it runs</s>User: 1 Assistant: one Assistant: two").input_ids
@@ -160,8 +161,8 @@ def test_a_response_marker_alone_learns_to_the_end_token_or_the_next_response() 
     assert [tokenizer.decode(ids[first:stop]).strip() for first, stop in spans] == ["it runs</s>", "one", "two"]
 
 
-def test_marked_text_gets_no_tokens_of_its_own() -> None:
-    """Neither a second BOS nor an EOS, so that the tokens are those of the notebook."""
+def test_no_tokens_are_added_to_text_with_markers() -> None:
+    """Neither a second BOS nor an EOS, so that the tokens equal those of the notebook."""
     tokenizer = with_bos()
     markers = Markers(tokenizer, "<|im_start|>assistant\n", "<|im_start|>user\n")
     text = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyou"
@@ -169,17 +170,17 @@ def test_marked_text_gets_no_tokens_of_its_own() -> None:
     assert encoded(tokenizer, text.removeprefix("<s>"), markers)[0] == tokenizer(text.removeprefix("<s>")).input_ids
 
 
-def test_templated_text_without_markers_gets_one_bos_and_one_end() -> None:
+def test_templated_text_without_markers_gets_one_bos_and_one_eos() -> None:
     tokenizer = with_bos()
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     for text in ("<s>the cat", "the cat", "<s>the cat<|im_end|>", "the cat<|im_end|>\n"):
         ids, labels = encoded(tokenizer, text, None)
         assert (ids[0], ids.count(bos), ids.count(eos)) == (bos, 1, 1), text
-        assert labels[0] == IGNORE and labels[1:] == ids[1:]
+        assert labels[0] == IGNORE_INDEX and labels[1:] == ids[1:]
 
 
 def with_bos() -> PreTrainedTokenizerFast:
-    """A tokenizer that puts BOS before everything, as Llama's does."""
+    """A tokenizer that prepends BOS to every text, like Llama's."""
     tokenizer = build_tokenizer(["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<s>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[attr-defined]
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
@@ -187,19 +188,19 @@ def with_bos() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_markers_that_cannot_work_are_refused() -> None:
+def test_unusable_markers_are_refused() -> None:
     tokenizer = tokenizer_for("chatml")
     with pytest.raises(UserError, match="are the same tokens"):
         Markers(tokenizer, "<|im_start|>", "<|im_start|>")
     tokenizer = build_tokenizer(["<x>"], "<x>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="not a token of"):
+    with pytest.raises(UserError, match="has no tokens in"):
         Markers(tokenizer, " ")
 
 
 # --- markers from the chat template -----------------------------------------------------------------------------------
 
-# How templates go that are of no family above: how a turn opens and closes, and what the generation prompt is.
+# Templates outside the families above: how turns start and end, and what the generation prompt is.
 _IM = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _IM_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 _IM_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -238,12 +239,12 @@ TEMPLATES = {  # template, special tokens, EOS, BOS
     "sentencepiece": (CHAT_TEMPLATES["chatml"].template, (), "<|im_end|>", "<s>"),
     "sentencepiece, llama 2": (CHAT_TEMPLATES["mistral"].template, (), "</s>", "<s>"),
 }  # fmt: skip
-SHIPPED_EOS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "qwen-2.5": "<|im_end|>"}  # else it is with them
+SHIPPED_EOS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "qwen-2.5": "<|im_end|>"}  # the others state theirs
 SHIPPED_TOKEN = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|</?think>|</?tool_call>|\[/?INST\]")
-# Where EOS is not what closes a turn, Unsloth learns what closes the last answer of these and not what closes an
-# earlier one: a space, or the thought in the generation prompt, keeps it from seeing how a turn opens. Here both are
-# supervised, as they are by all other templates.
-CLOSES_THE_LAST_ONLY = {"starling, another eos", "gemma-4-thinking, another eos", "qwen3-thinking, another eos"}
+# If EOS does not end a turn, Unsloth supervises the end of the last answer of these templates but not of earlier
+# answers: a space, or the thought in the generation prompt, prevents it from recognizing the start of a turn. Here both
+# ends are supervised, as with all other templates.
+ONLY_LAST_END_SUPERVISED = {"starling, another eos", "gemma-4-thinking, another eos", "qwen3-thinking, another eos"}
 
 
 def template_cases(shipped: dict[str, tuple], folder: Path) -> list[dict]:
@@ -251,7 +252,7 @@ def template_cases(shipped: dict[str, tuple], folder: Path) -> list[dict]:
     templates = dict(TEMPLATES)
     for name, (template, eos, *_) in shipped.items():
         if template in [known for known, *_ in templates.values()]:
-            continue  # has several names
+            continue  # the same template under another name
         eos = eos[1] if isinstance(eos, tuple) else SHIPPED_EOS.get(name, "</s>") if eos == "eos_token" else eos
         tokens = tuple(SHIPPED_TOKEN.findall(template))
         templates[name] = (template, tokens, eos, "<s>")
@@ -269,7 +270,7 @@ def template_cases(shipped: dict[str, tuple], folder: Path) -> list[dict]:
 
 
 def conversations(name: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """One to three exchanges, with and without a system prompt and thoughts: whole, cut, and waiting for an answer."""
+    """One to three exchanges, with and without system prompt and thoughts: complete, truncated, and unanswered."""
     rng = random.Random(name)
 
     def say() -> str:
@@ -284,7 +285,7 @@ def conversations(name: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
             try:
                 whole = tokenizer.apply_chat_template(messages, tokenize=False)
                 asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-            except Exception:  # a template without system prompts
+            except Exception:  # the template does not support system prompts
                 assert system, name
                 continue
             texts += [whole, whole[:-9], asked + "the cat"]
@@ -292,7 +293,7 @@ def conversations(name: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def sentencepiece_tokenizer(tokens: tuple[str, ...], eos: str, bos: str) -> PreTrainedTokenizerFast:
-    """A tokenizer as of Llama 2: a space before the text, and "<|im_start|>" no special token."""
+    """A tokenizer like that of Llama 2: a space before the text, and "<|im_start|>" is not a special token."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # type: ignore[attr-defined]
     backend.decoder = decoders.Sequence(  # type: ignore[attr-defined]
@@ -313,41 +314,41 @@ def test_labels_by_the_markers_of_the_template_are_those_of_unsloth(reference: d
     wrong = {}
     for name, case in cases.items():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(case["tokenizer"])
-        instruction, response = of_template(tokenizer, tokenizer.chat_template)
+        instruction, response = derive_markers(tokenizer, tokenizer.chat_template)
         markers = Markers(tokenizer, response, instruction)
         closing = set(tokenizer.convert_tokens_to_ids(["<turn|>", "<|im_end|>", "<|end_of_turn|>", "\u010a"]))
         differ, supervised = set(), 0
         for ids, labels in zip(case["input_ids"], case["labels"], strict=True):
-            mine = markers.labels(np.array(ids, dtype=np.int32), IGNORE).tolist()
+            mine = markers.labels(np.array(ids, dtype=np.int32)).tolist()
             differ |= {pair for pair in zip(mine, labels, strict=True) if pair[0] != pair[1]}
-            supervised += sum(label != IGNORE for label in mine)
-        if name in CLOSES_THE_LAST_ONLY:
-            assert differ and differ <= {(token, IGNORE) for token in closing}, name
+            supervised += sum(label != IGNORE_INDEX for label in mine)
+        if name in ONLY_LAST_END_SUPERVISED:
+            assert differ and differ <= {(token, IGNORE_INDEX) for token in closing}, name
         elif differ or supervised < 3 * len(case["input_ids"]):
             wrong[name] = (instruction, response)
     assert not wrong
-    assert len(cases) > len(TEMPLATES) + 40 and cases.keys() >= CLOSES_THE_LAST_ONLY
+    assert len(cases) > len(TEMPLATES) + 40 and cases.keys() >= ONLY_LAST_END_SUPERVISED
 
 
-HARMONY = (  # what gpt-oss has of it
+HARMONY = (  # the subset that gpt-oss uses
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
     "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
 
-def test_only_the_end_of_the_last_answer_is_learnt_where_earlier_ones_end_otherwise() -> None:
+def test_only_the_end_of_the_last_answer_is_supervised_if_earlier_ones_end_differently() -> None:
     tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
     tokenizer = build_tokenizer(tokens, "<|return|>", "<|startoftext|>")
     tokenizer.chat_template = HARMONY
-    markers = Markers(tokenizer, *reversed(of_template(tokenizer, HARMONY)))
+    markers = Markers(tokenizer, *reversed(derive_markers(tokenizer, HARMONY)))
     messages = [{"role": role, "content": words} for words in ("one", "two") for role in ("user", "assistant")]
     ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False)).input_ids
     spans = markers.spans(np.array(ids, dtype=np.int32))
     assert [tokenizer.decode(ids[first:stop]) for first, stop in spans] == ["one", "two<|return|>"]
 
 
-UNTOLD = {
+UNDERIVABLE = {
     "there is none": None,
     "it refuses a conversation of 6 messages: no": "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}",
     "each message once": "{% for m in messages[-1:] %}<|im_start|>{{ m.content }}{% endfor %}",
@@ -356,13 +357,13 @@ UNTOLD = {
 }
 
 
-@pytest.mark.parametrize("about", UNTOLD)
-def test_templates_that_do_not_tell_are_refused(about: str) -> None:
-    with pytest.raises(UserError, match=rf"{about}(.|\n)*Give both data.instruction_part and data.response_part"):
-        of_template(tokenizer_for("chatml"), UNTOLD[about])
+@pytest.mark.parametrize("why", UNDERIVABLE)
+def test_templates_without_derivable_markers_are_refused(why: str) -> None:
+    with pytest.raises(UserError, match=rf"{why}(.|\n)*Set data.instruction_part and data.response_part"):
+        derive_markers(tokenizer_for("chatml"), UNDERIVABLE[why])
 
 
-# --- through the data engine ------------------------------------------------------------------------------------------
+# --- through the data pipeline ----------------------------------------------------------------------------------------
 
 ROW = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\nruns<|im_end|>\n"
 ASSISTANT = "<|im_start|>assistant\n"
@@ -376,20 +377,23 @@ def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict
 
 def test_rows_without_a_response_are_counted(tmp_path: Path) -> None:
     tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")
-    tokenizer.chat_template = "{{ 'cannot be masked' }}"  # and need not be: text is not rendered
+    tokenizer.chat_template = "{{ 'cannot be masked' }}"  # which does not matter: text is not rendered
     markers = ("--data.response_part", json.dumps(ASSISTANT), "--data.instruction_part", '"<|im_start|>user\\n"')
     rows = [{"text": ROW + ROW}, {"text": "<|im_start|>user\nthe cat<|im_end|>\n"}, {"text": ROW + ASSISTANT}]
     data = prepared(tmp_path, tokenizer, rows, *markers)
     assert data.ledgers["train"]["dropped"] == {"no_label": 1}
     ids, labels = data.train[0]
     assert tokenizer.decode(ids) == ROW + ROW
-    assert tokenizer.decode(labels[labels != IGNORE]) == "runs<|im_end|>" * 2
+    assert tokenizer.decode(labels[labels != IGNORE_INDEX]) == "runs<|im_end|>" * 2
     last = prepared(tmp_path, tokenizer, rows, *markers, "--data.last_turn_only")
-    assert tokenizer.decode([label for label in last.train[0][1] if label != IGNORE]) == "runs<|im_end|>"
+    assert tokenizer.decode([label for label in last.train[0][1] if label != IGNORE_INDEX]) == "runs<|im_end|>"
     assert not last.cached and prepared(tmp_path, tokenizer, rows, *markers).cached
     other = ("--data.response_part", '"<|im_start|>user\\n"', "--data.instruction_part", json.dumps(ASSISTANT))
-    turned = prepared(tmp_path, tokenizer, rows, *other)
-    assert not turned.cached and tokenizer.decode([i for i in turned.train[1][1] if i != IGNORE]) == "the cat<|im_end|>"
+    swapped = prepared(tmp_path, tokenizer, rows, *other)
+    assert (
+        not swapped.cached
+        and tokenizer.decode([i for i in swapped.train[1][1] if i != IGNORE_INDEX]) == "the cat<|im_end|>"
+    )
 
 
 def test_markers_and_rows_of_messages_are_refused(tmp_path: Path) -> None:
@@ -399,7 +403,7 @@ def test_markers_and_rows_of_messages_are_refused(tmp_path: Path) -> None:
         prepared(tmp_path, tokenizer, [{"messages": messages}], "--data.response_part", json.dumps(ASSISTANT))
 
 
-def test_markers_found_are_told_and_count_for_the_cache(tmp_path: Path) -> None:
+def test_derived_markers_are_reported_and_part_of_the_cache_key(tmp_path: Path) -> None:
     tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")
     chatml, mistral = CHAT_TEMPLATES["chatml"].template, CHAT_TEMPLATES["mistral"].template
     given = ("--data.response_part", json.dumps(ASSISTANT), "--data.instruction_part", '"<|im_start|>user\\n"')
@@ -408,13 +412,12 @@ def test_markers_found_are_told_and_count_for_the_cache(tmp_path: Path) -> None:
     data = prepared(tmp_path, tokenizer, [{"text": ROW + ROW}], "--data.response_part", "auto")
     assert (data.fingerprint, data.cached) == (by_hand.fingerprint, True)  # nothing else differs
     assert data.format == by_hand.format + (
-        r"; from the chat template: '<|im_start|>assistant\n' opens what is supervised, "
-        r"'<|im_start|>user\n' what is not"
+        r"; markers from the chat template: '<|im_start|>assistant\n' (supervised), '<|im_start|>user\n' (masked)"
     )
     tokenizer.chat_template = mistral
     rows = [{"text": "<s> [INST] the cat [/INST] runs</s>"}]
     other = prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")
-    assert not other.cached and "'[/INST]' opens what is supervised" in other.format
+    assert not other.cached and "'[/INST]' (supervised)" in other.format
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="there is none"):
         prepared(tmp_path, tokenizer, rows, "--data.response_part", "auto")

@@ -60,5 +60,5 @@ def test_each_value_of_the_study_is_judged_and_none_that_is_invalid_is_taken(mon
         **{"NCCL_NTHREADS": "16", "NCCL_DEBUG": "INFO"},
     }
     assert "64, 128, 256 and 512" in study["NCCL_NTHREADS"].reason
-    taken = {name for name, one in study.items() if one.reason.startswith("taken")}
-    assert taken == set(chosen(machine(monkeypatch, 2, "PHB", peers=False))) == {"NCCL_P2P_DISABLE"}
+    used = {name for name, one in study.items() if one.reason.startswith("used")}
+    assert used == set(chosen(machine(monkeypatch, 2, "PHB", peers=False))) == {"NCCL_P2P_DISABLE"}

@@ -1,4 +1,4 @@
-"""Packing against a plain best-fit decreasing, written the slow way."""
+"""Packing, compared with a simple, slow best-fit decreasing."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.layout import Layout
-from finetune.data.packs import Packs, filler_segments, pack, unpacked
+from finetune.data.packs import Packs, pack, padding_segments, unpacked
 from tests import launch
 
 
@@ -53,7 +53,7 @@ def test_equals_plain_best_fit_decreasing_on_real_shapes():
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_document_once_and_no_pack_over_its_length(data):
+def test_every_document_once_and_no_pack_too_long(data):
     pack_length = data.draw(st.integers(1, 5000))
     lengths = np.array(data.draw(st.lists(st.integers(1, pack_length), max_size=60)), dtype=np.int64)
     packs = pack(lengths, pack_length)
@@ -89,17 +89,17 @@ def test_totals_sum_a_value_per_document():
         packs.totals(labels[:-1])
 
 
-def test_costs_count_attention_by_document_and_the_filler():
-    packs = pack(np.array([6, 3]), 10)  # one pack: 6 + 3 + filler of 1
+def test_costs_count_attention_per_document_and_padding():
+    packs = pack(np.array([6, 3]), 10)  # one pack: 6 + 3 + 1 of padding
     assert packs.costs(hidden_size=4).tolist() == pytest.approx([10 + (36 + 9 + 1) / 48])
-    filled = pack(np.array([6]), 1000)  # segments of 255, 256, 256 and 227
-    assert filled.costs(hidden_size=4).tolist() == pytest.approx([1000 + (36 + 255**2 + 2 * 256**2 + 227**2) / 48])
+    padded = pack(np.array([6]), 1000)  # segments of 255, 256, 256 and 227
+    assert padded.costs(hidden_size=4).tolist() == pytest.approx([1000 + (36 + 255**2 + 2 * 256**2 + 227**2) / 48])
     assert unpacked(np.array([6, 3])).costs(hidden_size=4).tolist() == pytest.approx([6 + 36 / 48, 3 + 9 / 48])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 255, 256, 511, 512, 1024, 16384])
-def test_filler_is_cut_into_short_segments_that_are_not_all_alike(tokens):
-    segments = filler_segments(tokens)
+def test_padding_is_split_into_short_segments_that_are_not_all_alike(tokens):
+    segments = padding_segments(tokens)
     assert sum(segments) == tokens and all(0 < one <= 256 for one in segments)
     assert tokens < 256 or len(set(segments)) > 1
 
@@ -108,27 +108,27 @@ ATTENTION = """
 import torch, unsloth
 import unsloth.utils.attention_dispatch as dispatch
 from torch.nn.attention import SDPBackend
-from finetune.data.packs import filler_segments
+from finetune.data.packs import padding_segments
 
 dispatch._sdpa_backend_state = lambda *given: (True, int(SDPBackend.FLASH_ATTENTION))  # what a GPU would answer
 query, key = (torch.empty(1, heads, 16384, 64, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
-for segments in ((200, 300, 15884), (16384,), (8192, 8192), tuple(filler_segments(16384))):
+for segments in ((200, 300, 15884), (16384,), (8192, 8192), tuple(padding_segments(16384))):
     print("FOUND", dispatch._torch_varlen_beats_segments(query, key, segments, 4, True))
 """
 
 
 @pytest.mark.unsloth
 @pytest.mark.process
-def test_a_dummy_row_has_the_attention_of_other_packs(tmp_path):
-    """The rule of the installed Unsloth, asked for a pack of documents, one segment, two alike, and a dummy row."""
+def test_a_dummy_row_uses_the_same_attention_as_other_packs(tmp_path):
+    """The installed Unsloth's rule for a pack of documents, one segment, two equal segments, and a dummy row."""
     done = launch.on_the_installed_unsloth(ATTENTION, tmp_path)
     found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert found == ["True", "False", "False", "True"], done.stderr[-3000:]
 
 
-def test_of_full_packs_the_one_of_the_longest_documents_is_the_largest():
+def test_of_full_packs_the_one_with_the_longest_documents_comes_first():
     packs = pack(np.array([4, 3, 3, 10, 2]), 10)  # 10; 4 + 3 + 3; 2
-    rows: Any = None  # only their sizes are asked for
+    rows: Any = None  # only the sizes of the packs are used
     assert as_lists(packs) == [[3], [0, 1, 2], [4]]
     back = Packs(**{name: getattr(packs, name) for name in ("documents", "offsets", "pack_length")},
                  tokens=np.array([10, 10, 2]), squares=np.array([34, 100, 4]))  # fmt: skip
@@ -171,6 +171,6 @@ def test_no_documents_make_no_rows():
         ([[3, 2]], 8, "one integer per document"),
     ],
 )
-def test_refuses_what_cannot_be_packed(lengths, pack_length, message):
+def test_invalid_lengths_are_refused(lengths, pack_length, message):
     with pytest.raises(ValueError, match=message):
         pack(np.array(lengths), pack_length)

@@ -1,13 +1,16 @@
-"""How two runs are compared, on files made by hand, against torch's own products of all tensors at once."""
+"""How two runs are compared, on handmade files, against torch's own products of all tensors at once."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from finetune.errors import RunError
@@ -15,7 +18,7 @@ from finetune.parity import command as parity
 
 
 def run(folder: Path, tensors: dict[str, torch.Tensor], losses: tuple[float, ...] = (2.0, 1.5)) -> Path:
-    """What a run of two steps leaves; its weights are its gradients."""
+    """The files of a run of two steps; its weights are its gradients."""
     folder.mkdir()
     for name in ("gradient", "weights"):
         save_file(tensors, folder / f"{name}.safetensors")
@@ -40,7 +43,7 @@ def test_pieces_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_no_proof(tmp_path: Path, wrong: float) -> None:
+def test_nan_and_infinity_fail(tmp_path: Path, wrong: float) -> None:
     tensors = {"a": torch.tensor([1.0, wrong, 2.0])}
     found = parity.compare(run(tmp_path / "1", tensors), run(tmp_path / "2", tensors), 2)
     assert any("the gradient is" in failure for failure in found.failures)
@@ -53,3 +56,33 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
     one, two = run(tmp_path / "1", {"a": torch.ones(2)}), run(tmp_path / "2", {"b": torch.ones(2)})
     with pytest.raises(RunError, match="different tensors"):
         parity.compare(one, two, 2)
+
+
+# Figures as wide as they get: signs, exponents of three digits, and three digits of ranks.
+WIDE = parity.Comparison(
+    world_size=128,
+    ratio=1 - 1.25e-100,
+    cosine=0.5,
+    norm=2.5e-101,
+    loss=3.5e-102,
+    eval_loss=4.5e-103,
+    weights=5.5e-104,
+    tensors=(),
+    failures=("the gradient is 2.0000 times the reference's",),
+)
+EQUAL = replace(WIDE, world_size=2, ratio=1.0 + 1.5e-3, eval_loss=None, failures=())
+
+
+def test_the_table_is_complete_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich shortens what does not fit to "…", the headline figure (the gradient's ratio) first."""
+    printed = io.StringIO()
+    console = Console(file=printed, width=80, color_system=None)
+    monkeypatch.setattr(parity, "console", lambda: console)
+    monkeypatch.setattr(parity, "print_line", lambda *words, **style: None)
+    parity.print_comparison({"world_size": 1, "steps": 4}, [WIDE, replace(WIDE, ratio=1e100), EQUAL])
+    lines = printed.getvalue().splitlines()
+    assert "…" not in printed.getvalue() and max(map(len, lines)) <= 80
+    cells = [line.split() for line in lines]
+    wide = ["5.0e-01", "2.5e-101", "3.5e-102", "4.5e-103", "5.5e-104", "not", "equal"]
+    assert ["128", "+0.0e+00", *wide] in cells and ["128", "+1.0e+100", *wide] in cells
+    assert ["2", "+1.5e-03", *wide[:3], "-", "5.5e-104", "equal"] in cells

@@ -132,7 +132,7 @@ def test_a_release_that_is_reentrant_on_several_ranks(fixed: str, monkeypatch: p
 def test_a_release_that_asks_another_question_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patch cannot help there, and says so: the run does not start as if it had."""
     stand_in(monkeypatch, "False")
-    with pytest.raises(RuntimeError, match="applied, and the defect is still there"):
+    with pytest.raises(RuntimeError, match="applied, but the defect is still present"):
         core.run([patch])
 
 

@@ -81,7 +81,7 @@ def test_a_patch_that_is_left_out_is_recorded_and_not_applied() -> None:
 
 
 def test_core_stops_on_a_patch_that_does_not_help_and_on_a_probe_that_fails() -> None:
-    with pytest.raises(RuntimeError, match="still there"):
+    with pytest.raises(RuntimeError, match="still present"):
         core.run([module(needed=lambda: True, apply=lambda: None)])
     with pytest.raises(RuntimeError, match="its probe failed"):
         core.run([module(needed=lambda: 1 / 0, apply=lambda: None)])

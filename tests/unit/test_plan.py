@@ -1,4 +1,4 @@
-"""The plan: the same global steps at every world size, each row once an epoch, level ranks, resume at any step."""
+"""The plan: equal global steps at every world size, each row once per epoch, balanced ranks, resume at any step."""
 
 import hashlib
 import math
@@ -51,7 +51,7 @@ def epoch_rows(plan: Plan, epoch: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("n_rows", [1, 5, 23, 24, 25, 48, 240, 1201])
-def test_each_row_exactly_once_an_epoch(n_rows, mode):
+def test_each_row_occurs_exactly_once_per_epoch(n_rows, mode):
     plan = make_plan(n_rows, **mode)
     assert plan.steps_per_epoch == -(-n_rows // GLOBAL_BATCH)
     for epoch in (0, 1):
@@ -64,7 +64,7 @@ def test_each_row_exactly_once_an_epoch(n_rows, mode):
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("n_rows", [1, 25, 250])
-def test_ranks_together_hold_the_step_whatever_their_number(n_rows, places, mode):
+def test_the_ranks_together_hold_the_step_at_any_world_size(n_rows, places, mode):
     plan, reference = make_plan(n_rows, **mode), make_plan(n_rows, **mode)
     world_size, per_device, accumulation = places
     for step in range(plan.steps_per_epoch):
@@ -73,7 +73,7 @@ def test_ranks_together_hold_the_step_whatever_their_number(n_rows, places, mode
         held = dealt[dealt >= 0]
         assert sorted(held.tolist()) == sorted(reference.step_rows(2, step).tolist())
         assert (dealt < 0).sum() == GLOBAL_BATCH - len(held) and dealt.min() >= -1
-        # Dummies fill the last micro-steps, spread over the ranks: no micro-step has one where a later one has a row.
+        # Dummy rows fill the last micro-steps, spread over the ranks: none comes before a micro-step with a row.
         dummies = (dealt < 0).sum(axis=(1, 2))
         assert (
             dummies.tolist() == sorted(dummies.tolist()) and sum(0 < d < world_size * per_device for d in dummies) <= 1
@@ -110,7 +110,7 @@ def test_views_of_all_ranks_are_the_plan(n_rows, world_size, per_device, accumul
         assert sorted(rows) == sorted(plan.step_rows(epoch, step).tolist())
 
 
-def test_epochs_seeds_and_data_have_orders_of_their_own():
+def test_the_order_depends_on_epoch_seed_and_data():
     orders = [
         np.concatenate(epoch_rows(plan, epoch)).tolist()
         for plan, epoch in [
@@ -124,8 +124,8 @@ def test_epochs_seeds_and_data_have_orders_of_their_own():
     assert len({tuple(order) for order in orders}) == len(orders)
 
 
-def test_order_is_uniform_enough():
-    """Each row lands in each quarter of the epoch about equally often: 400 epochs, 4 sigma."""
+def test_order_is_uniform():
+    """Each row falls into each quarter of the epoch about equally often: 400 epochs, 4 sigma."""
     plan = make_plan(40, 10)
     quarter = np.zeros((40, 4))
     for epoch in range(400):
@@ -135,7 +135,7 @@ def test_order_is_uniform_enough():
 
 
 def test_order_is_pinned():
-    """A changed order would silently break resuming an older run."""
+    """A changed order would silently break the resumption of older runs."""
     assert epoch_rows(make_plan(10, 4), 0) == [[8, 4, 2, 6], [7, 3, 1, 0], [9, 5]]
     grouped = make_plan(10, 2, costs=np.arange(10.0), group_size=2)
     assert epoch_rows(grouped, 1) == [[3, 4], [0, 8], [1, 5], [6, 7], [2, 9]]
@@ -160,7 +160,7 @@ def describe() -> str:
     return sha.hexdigest()
 
 
-def test_digest_ignores_the_world_size_and_sees_everything_else():
+def test_the_digest_depends_on_everything_but_the_world_size():
     plan = make_plan(100)
     before = plan.digest()
     plan.deal(1, 0, world_size=8, per_device=3, accumulation=1)
@@ -180,18 +180,18 @@ def test_digest_ignores_the_world_size_and_sees_everything_else():
     assert len({before, *(other.digest() for other in others)}) == len(others) + 1
 
 
-# Level cost
+# Balance
 
 
 def uneven(costs: np.ndarray, dealt: np.ndarray) -> np.ndarray:
-    """[steps]: the costliest rank's sum over a step, over the mean of the ranks, minus 1."""
+    """[steps]: the costliest rank's sum over a step, divided by the mean of all ranks, minus 1."""
     ranks = costs[dealt].sum(axis=(1, 3))
     return ranks.max(axis=1) / ranks.mean(axis=1) - 1
 
 
 @pytest.fixture(scope="module")
 def costs():
-    """Of packs of 16,384 tokens, without the last: it is nearly all filler, which no deal can level."""
+    """Packs of 16,384 tokens, without the last one: it is nearly all padding, which no deal can balance."""
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 60_000).round().clip(32, 2048).astype(np.int64)
     return pack(lengths, 16384).costs(2048)[:-1]
 
@@ -200,7 +200,7 @@ def costs():
     ("per_device", "accumulation", "grouped"),
     [(1, 4, 0), (2, 2, 0), (1, 8, 0), (1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 4, 1)],
 )
-def test_ranks_are_level_to_one_percent_at_world_size_8(costs, per_device, accumulation, grouped):
+def test_ranks_are_balanced_to_one_percent_at_world_size_8(costs, per_device, accumulation, grouped):
     plan = make_plan(len(costs), 8 * per_device * accumulation, costs=costs, group_size=8 if grouped else 1)
     dealt = plan.deal_epoch(0, world_size=8, per_device=per_device, accumulation=accumulation)[:-1]
     as_shuffled = np.array(epoch_rows(plan, 0)[:-1]).reshape(dealt.shape)
@@ -210,8 +210,8 @@ def test_ranks_are_level_to_one_percent_at_world_size_8(costs, per_device, accum
         assert level.mean() < uneven(costs, as_shuffled).mean() / 5
 
 
-def test_two_packs_a_rank_are_paired_in_the_best_way(costs):
-    """The costliest with the cheapest: no pairing has a cheaper costliest rank."""
+def test_two_packs_per_rank_are_paired_optimally(costs):
+    """The costliest with the cheapest: no other pairing makes the costliest rank cheaper."""
     plan = make_plan(len(costs), 16, costs=costs)
     for step in range(20):
         dealt = plan.deal(0, step, world_size=8, per_device=1, accumulation=2)
@@ -220,7 +220,7 @@ def test_two_packs_a_rank_are_paired_in_the_best_way(costs):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_micro_step_holds_neighbours_in_cost(padded):
+def test_a_micro_step_holds_neighbors_in_cost(padded):
     plan = make_plan(480, padded=padded)
     dealt = plan.deal_epoch(0, world_size=4, per_device=2, accumulation=3)
     for micro_steps in plan.costs[dealt]:
@@ -233,7 +233,7 @@ def test_no_rank_is_always_the_costliest(costs):
     dealt = plan.deal_epoch(0, world_size=8, per_device=1, accumulation=1)[:-1]
     by_rank = costs[dealt].sum(axis=(0, 1, 3))
     assert by_rank.max() / by_rank.mean() - 1 < 0.005
-    # and what is first of two equally loaded ranks goes by step, so that the costliest row visits all
+    # ties between equally loaded ranks rotate with the step, so that the costliest row visits all of them
     assert set(costs[dealt[:, 0, :, 0]].argmax(axis=1)) == set(range(8))
 
 
@@ -247,7 +247,7 @@ def test_grouping_by_length_saves_padding_and_stays_random():
     tokens = np.array(plain.lengths).sum()
     assert padded_positions(grouped, 0) < 1.03 * tokens
     assert padded_positions(plain, 0) > 1.1 * padded_positions(grouped, 0)
-    # steps are not sorted by length, and a row meets others in the next epoch
+    # steps are not sorted by length, and a row meets different rows in the next epoch
     means = np.array([np.array(grouped.lengths)[rows].mean() for rows in epoch_rows(grouped, 0)])
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
     assert {frozenset(rows) for rows in epoch_rows(grouped, 0)}.isdisjoint(
@@ -255,7 +255,7 @@ def test_grouping_by_length_saves_padding_and_stays_random():
     )
 
 
-def test_a_padded_micro_batch_holds_neighbours_in_length():
+def test_a_padded_micro_batch_holds_neighbors_in_length():
     plan = make_plan(480, padded=True)
     dealt = plan.deal_epoch(0, world_size=4, per_device=3, accumulation=2)
     lengths = np.array(plan.lengths)
@@ -294,12 +294,12 @@ def test_resume_at_any_step_on_any_world_size_continues_with_the_next():
             assert served == whole[done:]
 
 
-def test_start_counts_micro_steps_of_its_own_epoch_only():
+def test_start_applies_only_to_the_first_epoch():
     plan = make_plan(100)
     places = {"rank": 1, "world_size": 2, "per_device": 3, "accumulation": 4}
     whole = RankView(plan=plan, **places)
     resumed = RankView(plan=plan, **places, epoch=1, start=6)
-    assert len(resumed) == len(whole) == 20  # the length stays that of an epoch
+    assert len(resumed) == len(whole) == 20  # the length is still that of a full epoch
     for epoch, left_out in ((1, 6), (2, 0), (1, 6)):
         whole.set_epoch(epoch)
         resumed.set_epoch(epoch)
@@ -335,7 +335,7 @@ def test_refuses_a_global_batch_below_one(global_batch_size):
 
 
 @pytest.mark.parametrize("places", [(5, 1, 5), (2, 1, 11), (0, 1, 24), (-1, -1, 24), (24, 2, 1)])
-def test_refuses_places_that_do_not_make_the_global_batch(places):
+def test_refuses_places_that_do_not_fill_the_global_batch(places):
     world_size, per_device, accumulation = places
     plan = make_plan(100)
     with pytest.raises(UserError, match="global_batch_size of 24"):
@@ -354,7 +354,7 @@ def test_refuses_places_that_do_not_make_the_global_batch(places):
         {"label_tokens": np.array([1] * 9 + [-100])},
     ],
 )
-def test_refuses_arrays_that_do_not_fit(changes):
+def test_refuses_arrays_of_inconsistent_shapes(changes):
     with pytest.raises(ValueError):
         make_plan(10, **changes)
 
@@ -373,7 +373,7 @@ def test_refuses_steps_and_epochs_that_do_not_exist():
         RankView(plan=plan, rank=0, **places, start=21)
 
 
-def test_what_is_kept_cannot_be_changed_by_a_reader():
+def test_cached_arrays_are_read_only():
     plan = make_plan(100)
     for kept in (plan.step_rows(0, 0), plan.deal(0, 0, world_size=1, per_device=1, accumulation=24)):
         with pytest.raises(ValueError, match="read-only"):
@@ -392,7 +392,7 @@ if __name__ == "__main__":  # the other process of test_same_in_every_process
 
 
 def test_a_step_of_several_groups_is_varied(costs):
-    """Groups of 8 of like cost, 8 of them a step: a step's costs spread as those of a random sample do."""
+    """Eight groups of 8 rows of similar cost per step: costs within a step spread like a random sample's."""
     grouped, random = (make_plan(len(costs), 64, costs=costs, group_size=size) for size in (8, 1))
     spread = [np.mean([costs[rows].std() for rows in epoch_rows(plan, 0)[:-1]]) for plan in (grouped, random)]
     assert 0.9 < spread[0] / spread[1] < 1.1

@@ -1,16 +1,25 @@
-"""What is known of a model's files before anything heavy is imported."""
+"""What is checked before anything heavy is imported: a model's files, and the package of an optimizer."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import types
 from pathlib import Path
 
 import pytest
+import transformers
 from huggingface_hub import constants
+from transformers import trainer_optimizer
+from transformers.training_args import OptimizerNames
 
 from finetune.config import Config, load
 from finetune.engine import preflight
 from finetune.errors import UserError
+from tests import launch
+
+# Optimizers that need other hardware, or a package that is not on PyPI.
+OF_OTHER_HARDWARE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
 
 
 def config(name: Path | str, *extra: str) -> Config:
@@ -37,7 +46,7 @@ def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name / of the hub"):
-        with pytest.raises(UserError, match="nor such a model in the cache, and HF_HUB_OFFLINE is set"):
+        with pytest.raises(UserError, match="no such model in the cache, and HF_HUB_OFFLINE is set"):
             preflight.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -68,8 +77,49 @@ def test_an_adapter_is_continued_where_that_is_meant(adapter: Path) -> None:
             look(config(adapter))
         with pytest.raises(UserError, match="Merge the adapter first"):
             look(config(adapter, "--model.full_finetuning"))
-        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration says {'r': 4"):
+        with pytest.raises(UserError, match="{'r': 8, 'lora_alpha': 16}; the configuration has {'r': 4"):
             look(config(adapter, "--lora.continue_adapter", "--lora.r", "4"))
     right = config(adapter, "--lora.continue_adapter", "--lora.r", "8", "--lora.lora_alpha", "16")
     preflight.check_model(right)
     assert (preflight.adapter(right) or {})["r"] == 8
+
+
+# --- the package of an optimizer, compared with what transformers refuses -------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted({one.value for one in OptimizerNames} - OF_OTHER_HARDWARE))
+def test_transformers_asks_for_the_same_packages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for asked in [one for one in dir(trainer_optimizer) if one.startswith("is_") and one.endswith("_available")]:
+        monkeypatch.setattr(trainer_optimizer, asked, lambda *version: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    adam = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
+    args = types.SimpleNamespace(optim=OptimizerNames(name), learning_rate=1e-3, optim_args=None, **adam)
+    try:
+        transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError) as error:
+        with pytest.raises(UserError) as refused:
+            preflight.check_optimizer(name)
+        package = str(refused.value).split("pip install ")[1].split("`")[0]
+        assert package.replace("-", "_") in str(error).replace("-", "_")  # lomo-optim, lomo_optim
+    else:
+        preflight.check_optimizer(name)
+
+
+def test_a_package_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: asked.append(module) or module)
+    for name in OptimizerNames:
+        preflight.check_optimizer(name.value)
+    source = Path(transformers.utils.import_utils.__file__).read_text()
+    assert len(set(asked)) == len(preflight.PACKAGES)
+    assert all(f'"{module}"' in source for module in asked)  # the modules that transformers looks for
+
+
+@pytest.mark.process
+def test_a_run_says_so_before_it_loads_anything(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rows.jsonl")]
+    done = launch.run("1 rank", [*words, "--training.optim", "galore_adamw"], cache=tmp_path)
+    assert done.returncode == 2
+    assert "error: training.optim: galore_adamw needs the package galore-torch" in done.stdout
+    assert "Traceback" not in done.stdout

@@ -1,4 +1,4 @@
-"""From files to the cache: once, exactly, safely, and with every row accounted for."""
+"""From files to the cache: tokenized once, exactly and safely, with every row accounted for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_are_what_the_template_renders(tmp_path: Path, tokenizer: Any, trai
     assert data.train.dataset[3]["input_ids"] == data.train[3][0].tolist()
 
 
-def test_second_time_hits_and_what_matters_misses(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+def test_unchanged_data_and_settings_hit_the_cache_and_others_miss(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     first = prepared(tmp_path, tokenizer, train)
     assert not first.cached
     again = prepared(
@@ -92,7 +92,7 @@ def test_second_time_hits_and_what_matters_misses(tmp_path: Path, tokenizer: Any
 
 
 @pytest.mark.parametrize("damage", ["byte", "cut", "gone", "version"])
-def test_damaged_entry_is_made_again(
+def test_a_damaged_entry_is_built_again(
     tmp_path: Path, tokenizer: Any, train: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(tmp_path, tokenizer, train)
@@ -115,8 +115,8 @@ def test_damaged_entry_is_made_again(
 
 
 @pytest.mark.process
-def test_a_process_killed_half_way_leaves_no_entry(tmp_path: Path, tokenizer: Any, train: Path) -> None:
-    """Killed after some rows are written; the next one starts anew and is right."""
+def test_a_killed_process_leaves_no_entry(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    """Killed after some rows are written; the next process starts over and is correct."""
     tokenizer.save_pretrained(tmp_path / "tok")
     code = (
         "import os, sys\n"
@@ -137,7 +137,7 @@ def test_a_process_killed_half_way_leaves_no_entry(tmp_path: Path, tokenizer: An
     assert not data.cached and len(data.train) == 60
 
 
-def test_runs_at_the_same_time_build_once(tmp_path: Path, tokenizer: Any, train: Path, monkeypatch: Any) -> None:
+def test_concurrent_runs_build_once(tmp_path: Path, tokenizer: Any, train: Path, monkeypatch: Any) -> None:
     built = []
     build = preparing._build
     monkeypatch.setattr(preparing, "_build", lambda *arguments: built.append(1) or build(*arguments))
@@ -148,7 +148,7 @@ def test_runs_at_the_same_time_build_once(tmp_path: Path, tokenizer: Any, train:
 
 
 @pytest.mark.process
-def test_many_rows_in_several_processes_keep_their_order(
+def test_rows_encoded_in_several_processes_keep_their_order(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = tiny.make_rows(tmp_path / "many.jsonl", 300)
@@ -163,7 +163,7 @@ def test_many_rows_in_several_processes_keep_their_order(
 def test_every_row_is_accounted_for(tmp_path: Path, tokenizer: Any) -> None:
     rows = [
         chat("a", "b"),
-        chat("a", "b"),  # an exact duplicate: counted, kept
+        chat("a", "b"),  # an exact duplicate: counted and kept
         {"messages": [{"role": "assistant", "content": "first"}]},
         {"messages": [{"role": "user", "content": "x"}, {"role": "wizard", "content": "y"}]},
         {"messages": [{"role": "user", "content": "nobody answers"}]},
@@ -184,7 +184,7 @@ def test_every_row_is_accounted_for(tmp_path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncate", "drop", "split"])
-def test_documents_that_are_too_long(tmp_path: Path, tokenizer: Any, how: str) -> None:
+def test_over_length_documents(tmp_path: Path, tokenizer: Any, how: str) -> None:
     path = write(tmp_path / "r.jsonl", [chat("short", "answer"), chat("long", "word " * 100)])
     data = prepared(tmp_path, tokenizer, path, "--data.max_length", "64", "--data.over_length", how)
     whole = prepared(tmp_path, tokenizer, path, "--data.max_length", "4096").ledgers["train"]
@@ -207,7 +207,7 @@ def test_held_out_rows_are_a_fixed_share_and_disjoint(tmp_path: Path, tokenizer:
     assert 60 < len(texts[1]) < 140
 
 
-def test_weights_repeat_and_thin_out(tmp_path: Path, tokenizer: Any) -> None:
+def test_weights_repeat_or_sample_rows(tmp_path: Path, tokenizer: Any) -> None:
     one = write(tmp_path / "one.jsonl", [chat(f"one {index}", "x") for index in range(50)])
     two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(200)])
     data = prepared(tmp_path, tokenizer, f"[{one}, {two}]", "--data.weights", "[2, 0.25]")
@@ -221,7 +221,7 @@ def test_weights_repeat_and_thin_out(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_other_formats_and_sources(tmp_path: Path, tokenizer: Any) -> None:
-    """The same conversation as messages, ShareGPT, Alpaca and prompt-completion, in four kinds of file."""
+    """The same conversation as messages, ShareGPT, Alpaca and prompt-completion, in four file types."""
     import datasets
 
     question, answer = "the cat", "runs over a hill"
@@ -254,7 +254,7 @@ WITH_SYSTEM = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b")[
     ],
     ids=["all masked", "all too long", "template fails", "a tie"],
 )  # fmt: skip
-def test_data_with_nothing_to_learn(tmp_path: Path, tokenizer: Any, rows: list, extra: tuple, expected: str) -> None:
+def test_data_without_labels(tmp_path: Path, tokenizer: Any, rows: list, extra: tuple, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         prepared(tmp_path, tokenizer, write(tmp_path / "r.jsonl", rows), *extra)
     assert not list((tmp_path / "c").glob("*/"))
@@ -269,7 +269,7 @@ def test_mixed_formats_in_one_file_are_counted(tmp_path: Path, tokenizer: Any) -
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 @pytest.mark.parametrize("kind", ["full", "read-only"])
-def test_cache_folder_that_cannot_take_it(tmp_path: Path, tokenizer: Any, train: Path, kind: str) -> None:
+def test_a_full_or_read_only_cache_disk(tmp_path: Path, tokenizer: Any, train: Path, kind: str) -> None:
     mount = tmp_path / "mount"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)], check=True)
@@ -285,7 +285,7 @@ def test_cache_folder_that_cannot_take_it(tmp_path: Path, tokenizer: Any, train:
     assert prepared(tmp_path, tokenizer, train).ledgers["train"]["rows_kept"] == 60
 
 
-def test_packs_hold_every_document_once_with_room_to_spare_filled(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+def test_packs_hold_every_document_once_and_are_padded(tmp_path: Path, tokenizer: Any, train: Path) -> None:
     from finetune.data.collate import collate
 
     data = prepared(tmp_path, tokenizer, train)
@@ -298,7 +298,7 @@ def test_packs_hold_every_document_once_with_room_to_spare_filled(tmp_path: Path
         assert sum(lengths) == 512
         starts = np.cumsum([0, *lengths[:-1]])
         assert (batch["position_ids"][0, starts] == 0).all()
-        assert (batch["labels"][0, starts] == -100).all()  # no document's first token is another one's label
+        assert (batch["labels"][0, starts] == -100).all()  # the first token of a document is never a label
         for start, length in list(zip(starts, lengths, strict=True))[: len(layout[row])]:
             seen[tuple(batch["input_ids"][0, start : start + length].tolist())] += 1
         assert int((batch["labels"] != -100).sum()) == layout.label_tokens[row]

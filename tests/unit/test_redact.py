@@ -12,7 +12,7 @@ from finetune.engine import preflight
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
-from finetune.runtime import command as verb
+from finetune.runtime import command
 
 MIXED = "aB3xK9qZ7mW2"
 HEX = "0123456789abcdef"
@@ -153,7 +153,7 @@ def test_every_error_is_redacted(capsys: pytest.CaptureFixture[str]) -> None:
         def fail(error: Exception = error) -> int:
             raise error
 
-        assert verb.guarded(fail) == getattr(error, "exit_code", 1)
+        assert command.guarded(fail) == getattr(error, "exit_code", 1)
         shown = capsys.readouterr().err
         assert secret not in shown and f"no {MASK}" in shown
 

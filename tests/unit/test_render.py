@@ -1,4 +1,4 @@
-"""Chat templates: the text of transformers to the character, and an end to those that would never end."""
+"""Chat templates: the text equals that of transformers to the character, and hostile templates are stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TURNS: list[Any] = [
 ]
 CONVERSATIONS = [TURNS[:1], TURNS[:2], TURNS, [{"role": "system", "content": "Be brief."}, *TURNS]]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": [1, {"b": None}]}}}]
-# Every construct that a limit looks at, used as templates use it.
+# Every construct that a limit applies to, used as in real templates.
 FEATURES = r"""{%- set ns = namespace(a='', n=0) %}{%- macro say(m, up=false) %}<{{ m.role|upper if up else m.role }}>
 {%- if m.content is string %}{{ m.content|trim|replace('\n', ' ') }}{% endif %}{% endmacro %}
 {%- for message in messages if message.role != 'tool' %}{{ say(message, loop.last) ~ '|' ~ loop.index0 ~ loop.length }}
@@ -44,7 +44,7 @@ ALL = {**{name: item.template for name, item in CHAT_TEMPLATES.items()}, **TEMPL
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_text_is_that_of_transformers(name: str) -> None:
+def test_the_text_equals_that_of_transformers(name: str) -> None:
     rendered = 0
     for messages in CONVERSATIONS:
         for prompt in (False, True):
@@ -114,33 +114,33 @@ HOSTILE = {
     "rounding": "{{ 1.5|round(10**5, 'ceil') }}",
     "tojson": "{{ [1, [2]]|tojson(indent=10**7) }}",
     "wrapping": "{{ ('x ' * 9000)|wordwrap(1, wrapstring='y' * 9000) }}",
-    "filler text": "{{ lipsum(2000) }}",
+    "placeholder text": "{{ lipsum(2000) }}",
     "a macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a macro twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(14) }}",
     "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([a, a]) }}{% endfor %}",
     "a large range": "{% for i in range(10**6) %}{% endfor %}",
     "constant text": "{% for a in range(999) %}" + "text " * 999 + "{% endfor %}",
     "deep nesting": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
-    "a long template": "x" * (module.MOST_TEMPLATE + 1),
+    "a long template": "x" * (module.MAX_TEMPLATE + 1),
 }
 
 
 @pytest.fixture
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So low that what exceeds them harms nobody if nothing stops it."""
+    """Limits so low that a template that exceeds them does no harm even if nothing stops it."""
     monkeypatch.setattr(module, "BASE_CHARACTERS", 20_000)
     monkeypatch.setattr(module, "PER_CHARACTER", 1)
-    monkeypatch.setattr(module, "MOST_STEPS", 2000)
+    monkeypatch.setattr(module, "MAX_STEPS", 2000)
 
 
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_in_a_sentence(name: str) -> None:
-    """By a limit, and before the value is made: not because Python had no memory left for it."""
+def test_a_hostile_template_is_stopped_with_a_message(name: str) -> None:
+    """By a limit, before the value is created: not because Python ran out of memory."""
     recurses = name in ("a macro", "a recursive loop", "deep nesting")
     for marks in (False, True) if name in ("repeat", "doubling", "constant text") else (False,):
         tracemalloc.start()
-        with pytest.raises(TemplateLimit, match="the chat template .* was stopped: .* model.chat_template") as caught:
+        with pytest.raises(TemplateLimit, match="The chat template .* was stopped: .* model.chat_template") as caught:
             render(HOSTILE[name], TURNS, marks=marks)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -151,14 +151,14 @@ def test_a_hostile_template_ends_in_a_sentence(name: str) -> None:
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), UserError)  # it comes from a worker process
 
 
-# Containers that hold themselves twice take no memory until somebody writes them out: here nobody does.
+# Containers that contain the same object twice need no memory until they are written out, which never happens here.
 WRAPPED = {"list": "[ns.x, ns.x]", "tuple": "(ns.x, ns.x)", "dict": "{'a': ns.x, 'b': ns.x}"}
 
 
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize("name", WRAPPED)
-def test_containers_are_counted_when_they_are_made(name: str) -> None:
-    with pytest.raises(TemplateLimit, match="makes a value of more than"):
+def test_containers_are_counted_when_they_are_created(name: str) -> None:
+    with pytest.raises(TemplateLimit, match="creates a value of more than"):
         render(DOUBLING.replace("BODY", WRAPPED[name]).replace("{{ ns.x }}", ""), TURNS)
 
 
@@ -176,7 +176,7 @@ def test_steps_are_counted(name: str) -> None:
 
 
 def test_the_time_of_a_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(module, "MAX_SECONDS", -1.0)
     with pytest.raises(TemplateLimit, match="seconds for one conversation"):
         render("{% for m in messages %}{% endfor %}", TURNS)
 
@@ -195,13 +195,13 @@ def test_long_conversations_are_within_the_limits(count: int, words: int) -> Non
     assert rendered >= len(CHAT_TEMPLATES)
 
 
-def test_other_failures_stay_failures_of_a_row() -> None:
+def test_other_failures_are_failures_of_the_row() -> None:
     for template in ("{{ 1 // 0 }}", "{{ raise_exception('no') }}", "{{ messages.x.y }}", "{{ 'a' + 1 }}"):
         with pytest.raises((TemplateError, TypeError)):
             render(template, TURNS)
 
 
-def test_the_encoder_and_the_loader_refuse(tmp_path: Path) -> None:
+def test_the_encoder_and_the_loader_refuse_hostile_templates(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(["<|im_end|>"], "<|im_end|>")
     for template in (HOSTILE["repeat"], HOSTILE["deep nesting"]):
         (tmp_path / "hostile.jinja").write_text(template)

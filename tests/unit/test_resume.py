@@ -72,8 +72,8 @@ class Runs:
                 if on_step:
                     on_step(self.trainer, state.global_step)
 
-        def build_watched(*arguments: Any) -> Any:
-            built = build(*arguments)
+        def build_watched(*arguments: Any, **named: Any) -> Any:
+            built = build(*arguments, **named)
             trainer = built.trainer
             watch = Watch()
             watch.trainer = trainer
@@ -232,11 +232,11 @@ def test_a_run_that_ended_early_by_itself_is_finished(
 def test_an_end_before_the_checkpoint_is_refused(runs: Runs, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = state(out)
     runs(out, *SIX, *RESUME, "--training.max_steps", "4", code=2)
-    told = words(capsys)
-    assert "max_steps is 4" in told and "at step 6 already" in told
+    message = words(capsys)
+    assert "max_steps is 4" in message and "at step 6 already" in message
     runs(out, *CHANGED, "--training.save_steps", "2", "--training.num_train_epochs", "0.35", code=2)
-    told = words(capsys)
-    assert "num_train_epochs is 0.35, which is 4 steps" in told and "at step 6 already" in told
+    message = words(capsys)
+    assert "num_train_epochs is 0.35, which is 4 steps" in message and "at step 6 already" in message
     assert state(out) == before
 
 
@@ -255,8 +255,8 @@ def test_a_longer_run_under_a_decaying_rate_needs_permission(
     """Then each step has the rate that transformers' own schedule of the new length gives it."""
     before = state(out)
     runs(out, *SIX, *RESUME, "--training.max_steps", "9", code=2)
-    told = words(capsys)
-    assert "was 6, now 9" in told and "resume_with_changes: true" in told
+    message = words(capsys)
+    assert "was 6, now 9" in message and "resume_with_changes: true" in message
     assert state(out) == before
     runs.watch()
     again = runs(out, *SIX, *CHANGED, "--training.max_steps", "9")
@@ -328,15 +328,15 @@ def test_all_other_settings_are_refused_at_once_and_nothing_is_touched(
     before = state(out)
     given = [word for name, (value, _) in OTHER.items() for word in (f"--{name}", value)]
     runs(out, *SIX, *RESUME, *given, code=2)
-    told = words(capsys)
-    assert "checkpoint-4 was trained with other settings" in told
+    message = words(capsys)
+    assert "checkpoint-4 was trained with other settings" in message
     for name, (_, change) in OTHER.items():
-        assert f"- {name}: was {change}" in told if change else f"- {name}.use_dora" in told, name
-    fixed, free = told.split("These change the result")
+        assert f"- {name}: was {change}" in message if change else f"- {name}.use_dora" in message, name
+    fixed, free = message.split("These change the result")
     assert "lora.r:" in fixed and "training.optim:" in fixed and "lora.lora_alpha:" in free and "lora.r:" not in free
     runs(out, *SIX, *CHANGED, *given, code=2)
-    told = words(capsys)
-    assert "lora.r:" in told and "lora.lora_alpha" not in told
+    message = words(capsys)
+    assert "lora.r:" in message and "lora.lora_alpha" not in message
     assert state(out) == before
 
 
@@ -479,7 +479,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
     assert "it is damaged: optimizer.pt does not match its checksum" in words(capsys)
     assert state(out) == before
     again = runs(out, *SIX, *RESUME)
-    assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); it is skipped" in words(capsys)
+    assert "checkpoint-6 is damaged (optimizer.pt does not match its checksum); skipping it" in words(capsys)
     assert again["resumed_from"].endswith("checkpoint-4") and len(again["losses"]) == 2
     assert checkpoints.damage(out / "checkpoint-6", verify=True) is None  # written again
     (out / "checkpoint-4").rename(out / "mine")
@@ -523,8 +523,8 @@ def test_a_checkpoint_of_148928f_takes_changes_by_permission(
     out, arguments = old
     before = state(out)
     runs(out, *arguments, *RESUME, "--lora.lora_alpha", "64", "--lora.r", "4", code=2)
-    told = words(capsys)
-    assert "lora.lora_alpha: was 4, now 64" in told and "lora.r: was 2, now 4" in told
+    message = words(capsys)
+    assert "lora.lora_alpha: was 4, now 64" in message and "lora.r: was 2, now 4" in message
     assert state(out) == before
     runs.watch()
     again = runs(out, *arguments, *CHANGED, "--training.learning_rate", "1e-3", "--lora.lora_alpha", "64")
@@ -535,16 +535,16 @@ def test_a_checkpoint_of_148928f_takes_changes_by_permission(
 def test_a_checkpoint_of_148928f_that_does_not_fit_is_refused(
     runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the names and shapes of its tensors, which nothing else tells."""
+    """By the names and shapes of its tensors, which are recorded nowhere else."""
     out, arguments = old
     before = state(out)
     for other, problem in (
         (("--lora.target_modules", "[q_proj]"), "v_proj.lora_A.weight, which this run does not train"),
-        (("--lora.target_modules", "[q_proj, v_proj, k_proj]"), "k_proj.lora_A.weight, which is not in it"),
+        (("--lora.target_modules", "[q_proj, v_proj, k_proj]"), "k_proj.lora_A.weight, which the checkpoint lacks"),
     ):
         runs(out, *arguments, *RESUME, *other, code=2)
-        told = words(capsys)
-        assert "does not fit the model" in told and problem in told
+        message = words(capsys)
+        assert "does not fit the model" in message and problem in message
     assert state(out) == before
 
 
@@ -553,7 +553,7 @@ def test_shapes_of_another_model_do_not_fit(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
     resume.check_shapes(model, tmp_path)
     save_file({"weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"weight has the shape \[2, 4\] there and \[2, 3\] in this run"):
+    with pytest.raises(UserError, match=r"weight has shape \[2, 4\] in the checkpoint and \[2, 3\] in this run"):
         resume.check_shapes(model, tmp_path)
 
 

@@ -12,8 +12,7 @@ import pytest
 from finetune import train
 from finetune.config import load
 from finetune.engine import record
-from finetune.runtime import command as verb
-from finetune.runtime import interrupt
+from finetune.runtime import command, interrupt
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from tests import tiny
 from tests.unit.test_resume import in_this_process
@@ -32,7 +31,7 @@ def arguments(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def run(arguments: list[str], hooks: Hooks = NO_HOOKS) -> int:
-    return verb.guarded(lambda: train.run(load(arguments), hooks=hooks))
+    return command.guarded(lambda: train.run(load(arguments), hooks=hooks))
 
 
 def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_second_run_is_refused_and_a_dead_ones_folder_is_taken_over(
     with runlock.held(out):
         assert (out / runlock.FILE_NAME).exists()
     said = capsys.readouterr().out
-    assert f"process {holder.pid}" in said and "takes the folder over" in said
+    assert f"process {holder.pid}" in said and "takes over the folder" in said
     assert not (out / runlock.FILE_NAME).exists()
 
 
@@ -158,7 +158,7 @@ def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(runlock, "_acquire", full)
-    with pytest.raises(UserError, match="cannot be written: No space left"), runlock.held(tmp_path):
+    with pytest.raises(UserError, match="cannot be written there: No space left"), runlock.held(tmp_path):
         raise AssertionError
 
 

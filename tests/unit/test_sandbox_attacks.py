@@ -161,7 +161,7 @@ ESCAPES = {
 def test_known_escapes_are_refused(escape: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     source = ESCAPES[escape].replace("MARK", str(mark))
-    traces = trace._run([{"kind": "notebook", "statements": [(1, source)], "yaml": {}, "world": True}])
+    traces = trace._run([{"kind": "notebook", "statements": [(1, source)], "yaml": {}, "assumed": True}])
     assert traces[0]["failed"].get("1", "").startswith(("unsafe", "TypeError: wraps")), traces[0]["failed"]
     assert not mark.exists()
 

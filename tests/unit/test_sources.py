@@ -1,4 +1,4 @@
-"""Reading rows: every kind of file gives the same rows, and what cannot be read is said with its place."""
+"""Reading rows: every file type gives the same rows, and errors name the position in the file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fails(*files: object) -> str:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+def test_every_file_type_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     assert read(tmp_path / name) == ROWS
     assert len(content_digest([str(tmp_path / name)])) == 32
@@ -86,13 +86,13 @@ def test_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_bytes(b"".join(packed))
     assert read(file) == ROWS
     file.write_bytes(packed[0] + packed[1][:-4])
-    assert "not a whole compressed file" in fails(file)
+    assert "incomplete or damaged compressed file" in fails(file)
     file.write_bytes(b"not zstd at all")
-    assert "not a zstd file" in fails(file)
+    assert "not a valid zstd file" in fails(file)
 
 
-def test_where_a_row_stands(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n" + jsonl(ROWS), encoding="utf-8")  # blank lines are passed over
+def test_positions_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n" + jsonl(ROWS), encoding="utf-8")  # blank lines are skipped
     write_csv(tmp_path / "b.csv")
     WRITERS["x.parquet"](tmp_path / "c.parquet")
     places = [where for _, where in iter_rows([str(tmp_path)])]
@@ -114,28 +114,28 @@ def test_folders_and_globs(tmp_path: Path) -> None:
     assert [row["text"] for row in read(tmp_path / "**" / "*.jsonl")] == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     assert [row["text"] for row in read(tmp_path / "b.jsonl", tmp_path / "a*")] == ["b.jsonl", "a.jsonl"]
     assert expand([str(tmp_path / "sav*")]) == [tmp_path / "saved"]
-    assert "no file matches" in fails(tmp_path / "*.parquet")
+    assert "No data file matches" in fails(tmp_path / "*.parquet")
     assert "README.md" in fails(tmp_path / "READ*")
     odd = tmp_path / "odd[1].jsonl"  # a name that looks like a glob
     odd.write_text(jsonl(ROWS), encoding="utf-8")
     assert read(odd) == ROWS
 
 
-def test_a_file_that_is_missing_lists_near_names(tmp_path: Path) -> None:
+def test_a_missing_file_lists_similar_names(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
     assert "does not exist" in (message := fails(tmp_path / "trian.jsonl")) and "train.jsonl" in message
-    assert "nor does the folder" in fails(tmp_path / "nowhere" / "train.jsonl")
+    assert f"{tmp_path / 'nowhere'} does not exist either" in fails(tmp_path / "nowhere" / "train.jsonl")
     (tmp_path / "empty").mkdir()
-    assert "holds no data file (it holds nothing)" in fails(tmp_path / "empty")
+    assert "has no data file: it contains nothing" in fails(tmp_path / "empty")
     (tmp_path / "x.xlsx").write_bytes(b"PK")
-    assert "'.xlsx'; readable are .jsonl" in fails(tmp_path / "x.xlsx")
-    assert "no data file was given" in fails()
+    assert "unsupported extension: .xlsx. Supported are .jsonl" in fails(tmp_path / "x.xlsx")
+    assert "No data file was given" in fails()
 
 
 def test_splits_of_a_saved_dataset_dict(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "dict")
-    assert "['test', 'train']" in fails(tmp_path / "dict")
+    assert "several splits: test, train" in fails(tmp_path / "dict")
     assert read(tmp_path / "dict" / "train") == ROWS
 
 
@@ -145,7 +145,7 @@ def test_an_empty_file(name: str, tmp_path: Path) -> None:
     assert f"{tmp_path / name} is empty" in fails(tmp_path / name)
 
 
-def test_files_without_a_row_are_empty(tmp_path: Path) -> None:
+def test_files_without_rows_are_empty(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("\n\n", encoding="utf-8")
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
     (tmp_path / "x.csv").write_text("prompt,completion\n", encoding="utf-8")
@@ -154,69 +154,69 @@ def test_files_without_a_row_are_empty(tmp_path: Path) -> None:
         assert "is empty" in fails(tmp_path / name)
 
 
-def test_broken_json_says_file_and_line(tmp_path: Path) -> None:
+def test_invalid_json_is_reported_with_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text(jsonl(ROWS) + '{"prompt": "cut off\n', encoding="utf-8")
-    assert f"{file}:3: not JSON (" in fails(file)
+    assert f"{file}:3: invalid JSON (" in fails(file)
     file.write_text(jsonl(ROWS) + "[1, 2]\n", encoding="utf-8")
-    assert f"{file}:3: a row is an object of named fields, this is a list" in fails(file)
+    assert f"{file}:3: a row must be an object with named fields, not a list" in fails(file)
     listed = tmp_path / "x.json"
     listed.write_text('[{"a": 1},\n {"a": 2\n', encoding="utf-8")
-    assert f"{listed}:3: not JSON (" in fails(listed)
+    assert f"{listed}:3: invalid JSON (" in fails(listed)
     listed.write_text('[{"a": 1}, 7]', encoding="utf-8")
-    assert f"{listed}:row 2: a row is an object" in fails(listed)
+    assert f"{listed}:row 2: a row must be an object" in fails(listed)
     listed.write_text('{"rows": [], "version": 2}', encoding="utf-8")
-    assert "one object with the keys rows, version" in fails(listed)
+    assert "an object with the keys rows, version" in fails(listed)
     listed.write_text('"text"', encoding="utf-8")
-    assert "is one str" in fails(listed)
+    assert "it is a str" in fails(listed)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
-def test_wrong_encoding_says_the_byte(name: str, tmp_path: Path) -> None:
+def test_a_wrong_encoding_is_reported_with_the_byte(name: str, tmp_path: Path) -> None:
     WRITERS["list.json" if name == "x.json" else name](tmp_path / name)
     good = (tmp_path / name).read_bytes().replace("ß".encode(), b"ss")
     (tmp_path / name).write_bytes(good.replace("ö".encode(), b"\xf6"))
     offset = good.index("ö".encode()) if name != "x.json" else None
-    if offset is None:  # json.dumps wrote escapes: put the byte in by hand
+    if offset is None:  # json.dumps wrote escapes: insert the byte by hand
         offset = 5
         (tmp_path / name).write_bytes(good[:5] + b"\xf6" + good[5:])
     message = fails(tmp_path / name)
     line = good[:offset].count(b"\n") + 1
-    assert f"{tmp_path / name}:{line}: not UTF-8 from byte {offset} of the file" in message
+    assert f"{tmp_path / name}:{line}: not UTF-8 at byte {offset} of the file" in message
     (tmp_path / name).write_bytes(good.decode().encode("utf-16"))
     assert "UTF-16" in fails(tmp_path / name)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
     for name in ("x.jsonl", "x.csv", "list.json"):
         WRITERS[name](tmp_path / name)
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
         assert read(tmp_path / name) == ROWS
 
 
-def test_broken_csv(tmp_path: Path) -> None:
+def test_invalid_csv(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("prompt,completion\na,b\nc,d,e\n", encoding="utf-8")
-    assert f"{file}:row 2 (line 3) has 3 fields, the header 2" in fails(file)
+    assert f"{file}:row 2 (line 3) has 3 fields, but the header has 2" in fails(file)
     file.write_text("text,text\na,b\n", encoding="utf-8")
-    assert "names ['text'] twice" in fails(file)
+    assert "the header repeats text" in fails(file)
     file.write_text('text\n"a\n', encoding="utf-8")
-    assert "not CSV" in fails(file)
+    assert "invalid CSV" in fails(file)
     file.write_text("text\n" + "x" * 200_000 + "\n", encoding="utf-8")
     assert len(read(file)[0]["text"]) == 200_000
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "stream.arrow", "file.arrow", "x.jsonl.gz", "saved"])
-def test_torn_files(name: str, tmp_path: Path) -> None:
+def test_incomplete_and_damaged_files(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     target = next((tmp_path / name).glob("*.arrow")) if name == "saved" else tmp_path / name
     target.write_bytes(target.read_bytes()[:-20][: 60 if name == "x.jsonl.gz" else None])
-    assert "is not a whole" in fails(tmp_path / name)
+    assert "incomplete or damaged" in fails(tmp_path / name)
     target.write_bytes(b"something else")
-    assert "is not a whole" in fails(tmp_path / name)
+    assert "incomplete or damaged" in fails(tmp_path / name)
     if name == "saved":
         target.unlink()
-        assert "is missing though" in fails(tmp_path / name)
+        assert "is missing: " in fails(tmp_path / name)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_digest_is_of_the_contents(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_contents_only(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
@@ -242,7 +242,7 @@ def test_digest_is_of_the_contents(tmp_path: Path) -> None:
     assert content_digest([str(tmp_path / "two")]) == digest
     assert content_digest([b, a]) != digest
     assert content_digest([a]) != digest
-    (tmp_path / "two" / "a.jsonl").write_text(jsonl(ROWS)[:-1], encoding="utf-8")  # the newline goes to the next file
+    (tmp_path / "two" / "a.jsonl").write_text(jsonl(ROWS)[:-1], encoding="utf-8")  # moves a newline to the next file
     (tmp_path / "two" / "b.jsonl").write_text("\n" + jsonl(ROWS[:1]), encoding="utf-8")
     assert content_digest([str(tmp_path / "two")]) != digest
     (tmp_path / "two" / "b.jsonl").write_text(jsonl(ROWS[1:]), encoding="utf-8")
@@ -275,12 +275,12 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (ConnectionError("no route"), "neither in the local cache nor reachable.*data.train_file"),
+        (ConnectionError("no route"), "not in the local cache and cannot be downloaded.*data.train_file"),
         (datasets.exceptions.DatasetNotFoundError("no such thing"), "not found on the hub.*log in"),
         (ValueError("Unknown split \"trian\". Should be one of ['train']"), "Unknown split.*train"),
     ],
 )
-def test_hub_errors_say_what_to_do(error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_name_the_remedy(error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*args: object, **kwargs: object) -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""Labels: exactly the assistant's words and the end-of-turn token, for real chat templates."""
+"""Labels: exactly the assistant's content and the end-of-turn token, for real chat templates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data import IGNORE_INDEX
 from finetune.data.formats import Conversation, RowError, Text
-from finetune.data.template import IGNORE, TEMPLATES, Encoded, Encoder, load_template, preview
+from finetune.data.template import TEMPLATES, Encoded, Encoder, load_template, preview
 from finetune.errors import UserError
 from tests.unit.chat_templates import (
     CHAT_TEMPLATES,
@@ -37,7 +38,7 @@ HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content
 def tokenizer_for(name: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
     case = CHAT_TEMPLATES[name]
     tokenizer = build_tokenizer(case.tokens, case.eos, case.bos)
-    if trim_offsets:  # as GPT-2 has it: a token's place in the text leaves its leading space out
+    if trim_offsets:  # like GPT-2: a token's offsets exclude its leading space
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[attr-defined]
     return tokenizer
 
@@ -47,7 +48,7 @@ def encoder_for(name: str, trim_offsets: bool = False, **options: Any) -> Encode
     encoder = Encoder(tokenizer_for(name, trim_offsets), CHAT_TEMPLATES[name].template, **options)
     assert encoder._byte_lengths is not None
     if trim_offsets:
-        encoder._byte_lengths = None  # by the offsets for all rows, not only for those that are not ASCII
+        encoder._byte_lengths = None  # use offsets for all rows, not only for non-ASCII ones
     return encoder
 
 
@@ -65,13 +66,13 @@ def fails_with(encoder: Encoder, row: Conversation | Text) -> RowError:
 
 
 def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The decoded runs of label tokens; also checks that a label is the token of its place."""
+    """The decoded runs of supervised tokens; also checks that every label equals its token."""
     runs: list[list[int]] = []
-    before = IGNORE
+    before = IGNORE_INDEX
     for token, label in zip(encoded.input_ids.tolist(), encoded.labels.tolist(), strict=True):
-        assert label in (IGNORE, token)
-        if label != IGNORE:
-            if before == IGNORE:
+        assert label in (IGNORE_INDEX, token)
+        if label != IGNORE_INDEX:
+            if before == IGNORE_INDEX:
                 runs.append([])
             runs[-1].append(label)
         before = label
@@ -80,7 +81,7 @@ def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str
 
 # --- the property -----------------------------------------------------------------------------------------------------
 
-# Role words, other templates' and this template's own markers, thinking, and whitespace at every edge.
+# Role names, markers of this and other templates, thinking, and whitespace at every edge.
 snippets = st.sampled_from(
     [
         "assistant",
@@ -132,7 +133,7 @@ def conversations(draw: st.DrawFn, system: bool) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_labels_are_the_assistants_words_and_the_end_of_turn(
+def test_labels_are_the_assistants_content_and_the_end_of_turn(
     name: str, trim_offsets: bool, data: st.DataObject
 ) -> None:
     case, tokenizer = CHAT_TEMPLATES[name], tokenizer_for(name, trim_offsets)
@@ -160,7 +161,7 @@ def test_labels_equal_the_mask_of_marked_templates(messages: list[dict[str, str]
     for encoder in (marked, encoder_for("chatml")):
         encoded = encode_one(encoder, messages)
         assert encoded.input_ids.tolist() == reference["input_ids"]
-        assert ((encoded.labels != IGNORE) == expected).all()
+        assert ((encoded.labels != IGNORE_INDEX) == expected).all()
     last = encode_one(Encoder(tokenizer, CHATML_MARKED, last_turn_only=True), messages)
     assert supervised(last, tokenizer) == CHATML.says(messages)[-1:]
 
@@ -168,7 +169,7 @@ def test_labels_equal_the_mask_of_marked_templates(messages: list[dict[str, str]
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_qwen3_learns_the_thinking_that_the_template_keeps() -> None:
+def test_the_thinking_that_qwen3s_template_keeps_is_supervised() -> None:
     messages = [
         {"role": "user", "content": "first"},
         {"role": "assistant", "content": "<think>\nlong ago\n</think>\n\none"},
@@ -183,7 +184,7 @@ def test_qwen3_learns_the_thinking_that_the_template_keeps() -> None:
 
 
 def test_a_generation_prompt_that_opens_the_thinking() -> None:
-    """As DeepSeek-R1 and Qwen3.5 have it: what the prompt gives is context, and earlier turns come without it."""
+    """As in DeepSeek-R1 and Qwen3.5: the thinking that the prompt opens is context, and earlier turns lack it."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
         "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
@@ -196,7 +197,7 @@ def test_a_generation_prompt_that_opens_the_thinking() -> None:
     ]
     thought = [HELLO[0], HELLO[1] | {"reasoning_content": "Be kind."}]
     assert supervised(encode_one(encoder, thought), tokenizer) == ["Be kind.\n</think>\n\nHello, you!<|im_end|>"]
-    # Nemotron renders an empty block in another way than its prompt opens one: they share <think>.
+    # Nemotron renders an empty block differently from the one its prompt opens: they share <think>.
     nemotron = template.replace("'<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n'", "'<think></think>'")
     encoded = encode_one(Encoder(tokenizer, nemotron), HELLO)
     assert supervised(encoded, tokenizer) == ["</think>Hello, you!<|im_end|>"]
@@ -205,7 +206,7 @@ def test_a_generation_prompt_that_opens_the_thinking() -> None:
 
 
 def test_another_token_at_the_very_end() -> None:
-    """As gpt-oss has it: <|return|> closes the last turn and <|end|> those before."""
+    """As in gpt-oss: <|return|> ends the last turn and <|end|> earlier ones."""
     template = (
         "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}"
         "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
@@ -216,7 +217,7 @@ def test_another_token_at_the_very_end() -> None:
     assert supervised(encode_one(encoder, HELLO * 2 + HELLO[:1]), tokenizer) == ["Hello, you!<|end|>"] * 2
 
 
-def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
+def test_tool_calls_are_supervised_and_tool_results_are_not() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "1 + 1?"},
@@ -229,20 +230,20 @@ def test_tool_calls_are_learnt_and_tool_results_are_not() -> None:
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "<think>\n\n</think>\n\nIt is 2.<|im_end|>",
     ]
-    messages[1]["content"] = "Let me see."  # phi3 would render these words and nothing of the call
+    messages[1]["content"] = "Let me see."  # phi3 would render this content and drop the call
     assert fails_with(encoder_for("phi3"), Conversation(messages=messages)).reason == "not_rendered"
 
 
-def test_only_turns_from_learn_from_on_are_learnt() -> None:
+def test_only_turns_from_supervised_from_on_are_supervised() -> None:
     messages = [*HELLO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}]
     for encoder in (encoder_for("chatml"), Encoder(tokenizer_for("chatml"), CHATML_MARKED)):
-        encoded = encode_one(encoder, messages, learn_from=3)
+        encoded = encode_one(encoder, messages, supervised_from=3)
         assert supervised(encoded, tokenizer_for("chatml")) == ["more<|im_end|>"]
 
 
-def test_everything_is_learnt_without_assistant_only_loss() -> None:
+def test_everything_is_supervised_without_assistant_only_loss() -> None:
     encoded = encode_one(encoder_for("llama3", assistant_only_loss=False), HELLO)
-    assert encoded.labels[0] == IGNORE  # nothing precedes the first token
+    assert encoded.labels[0] == IGNORE_INDEX  # nothing precedes the first token
     assert (encoded.labels[1:] == encoded.input_ids[1:]).all()
     with pytest.raises(UserError, match="assistant_only_loss"):
         encoder_for("chatml", assistant_only_loss=False, last_turn_only=True)
@@ -257,7 +258,7 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("by_offsets", [False, True])
-def test_a_first_word_joined_with_the_prompts_space_is_learnt(by_offsets: bool) -> None:
+def test_a_first_word_merged_with_the_prompts_space_is_supervised(by_offsets: bool) -> None:
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: Hello BOT: Hello"] * 9)
     assert "ĠHello" in tokenizer.get_vocab()
     encoder = Encoder(tokenizer, PLAIN)
@@ -267,7 +268,7 @@ def test_a_first_word_joined_with_the_prompts_space_is_learnt(by_offsets: bool) 
     assert supervised(encoded, tokenizer) == [" Hello</s>"]
 
 
-def test_a_token_that_is_partly_the_prompts_word_is_not_learnt() -> None:
+def test_a_token_that_contains_part_of_the_prompts_word_is_masked() -> None:
     backend = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=30, special_tokens=["</s>"], show_progress=False)
     backend.train_from_iterator([":he"] * 9 + ["USRBOTxlo\n: "], trainer)  # no pre-tokenizer: merges reach anywhere
@@ -275,11 +276,11 @@ def test_a_token_that_is_partly_the_prompts_word_is_not_learnt() -> None:
     template = PLAIN.replace("BOT: ", "BOT:")
     encoded = encode_one(Encoder(tokenizer, template), [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "hello"}])
     assert ":he" in tokenizer.get_vocab()
-    assert "".join(tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])) == "llo</s>"
+    assert "".join(tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE_INDEX])) == "llo</s>"
 
 
-def test_a_last_character_of_several_tokens_is_learnt_whole() -> None:
-    template = PLAIN.replace("eos_token", "'\n'")  # no end-of-turn token stands behind it
+def test_a_last_character_of_several_tokens_is_supervised_completely() -> None:
+    template = PLAIN.replace("eos_token", "'\n'")  # no end-of-turn token follows
     tokenizer = build_tokenizer([], eos="</s>", corpus=["USER: BOT: x"])
     messages = [HELLO[0] | {"content": "x"}, HELLO[1] | {"content": "🙂"}]
     assert supervised(encode_one(Encoder(tokenizer, template), messages * 2), tokenizer) == ["🙂", "🙂"]
@@ -292,7 +293,7 @@ def test_sentencepiece_style_tokens() -> None:
     backend.train_from_iterator(["Hi there Hello, you! Hi there Hello, you! "], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     encoded = encode_one(Encoder(tokenizer, MISTRAL.template), HELLO)
-    tokens = tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE])
+    tokens = tokenizer.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE_INDEX])
     assert "".join(tokens) == "▁Hello,▁you!</s>"
 
 
@@ -309,7 +310,7 @@ def test_a_vocabulary_that_lacks_characters_does_not_shift_the_labels() -> None:
     assert supervised(encode_one(encoder, messages), tokenizer) == ["Hello, you!<|im_end|>"]
 
 
-def test_bos_comes_once() -> None:
+def test_bos_occurs_once() -> None:
     case, tokenizer = CHAT_TEMPLATES["llama3"], build_tokenizer(CHAT_TEMPLATES["llama3"].tokens, "<eos>", "<bos>")
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[attr-defined]
@@ -320,13 +321,13 @@ def test_bos_comes_once() -> None:
     ((text,),) = encoder.encode_batch([Text(text="Hello there")])
     assert isinstance(text, Encoded)
     assert text.input_ids.tolist().count(bos) == 1
-    assert text.input_ids[0] == bos and text.labels[0] == IGNORE
+    assert text.input_ids[0] == bos and text.labels[0] == IGNORE_INDEX
     assert supervised(text, tokenizer) == ["Hello there<eos>"]
 
 
-def test_plain_text_learns_the_completion_and_eos() -> None:
+def test_the_completion_and_eos_of_plain_text_are_supervised() -> None:
     tokenizer = tokenizer_for("chatml")
-    text = Text(text="Question: how many? Answer: 42", learn_from=len("Question: how many? Answer:"))
+    text = Text(text="Question: how many? Answer: 42", supervised_from=len("Question: how many? Answer:"))
     ((piece,),) = Encoder(tokenizer, None).encode_batch([text])  # type: ignore[misc]
     assert supervised(piece, tokenizer) == [" 42<|im_end|>"]
     ((piece,),) = Encoder(tokenizer, None, assistant_only_loss=False).encode_batch([text])  # type: ignore[misc]
@@ -354,7 +355,7 @@ def test_over_length() -> None:
 
     error = fails_with(encoder_for("chatml", max_length=cut, over_length="drop"), Conversation(messages=LONG))
     assert error.reason == "over_length" and str(length) in error.detail and str(cut) in error.detail
-    # Cut within the question there is nothing to learn.
+    # Cut within the question, nothing is supervised.
     assert fails_with(encoder_for("chatml", max_length=5), Conversation(messages=LONG)).reason == "no_label"
 
 
@@ -364,9 +365,9 @@ def test_split_predicts_every_label_once(limit: int) -> None:
     (pieces,) = encoder_for("chatml", max_length=limit, over_length="split").encode_batch([Conversation(messages=LONG)])
     assert not isinstance(pieces, RowError) and len(pieces) > 1
     assert all(2 <= len(piece.input_ids) <= limit and piece.shortened for piece in pieces)
-    assert all(piece.labels[0] == IGNORE and piece.label_tokens > 0 for piece in pieces)
+    assert all(piece.labels[0] == IGNORE_INDEX and piece.label_tokens > 0 for piece in pieces)
     labels = np.concatenate([piece.labels for piece in pieces])
-    assert labels[labels != IGNORE].tolist() == whole.labels[whole.labels != IGNORE].tolist()
+    assert labels[labels != IGNORE_INDEX].tolist() == whole.labels[whole.labels != IGNORE_INDEX].tolist()
     for piece, following in zip(pieces, pieces[1:], strict=False):
         assert following.input_ids[0] == piece.input_ids[-1]
 
@@ -374,9 +375,9 @@ def test_split_predicts_every_label_once(limit: int) -> None:
 # --- what cannot be used ----------------------------------------------------------------------------------------------
 
 
-def test_rows_that_fail_are_told_apart_and_do_not_touch_the_others() -> None:
+def test_failing_rows_have_reasons_and_do_not_affect_the_others() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HELLO]
-    good, failed, unlearnt, again = encoder_for("gemma").encode_batch(
+    good, failed, unsupervised, again = encoder_for("gemma").encode_batch(
         [
             Conversation(messages=HELLO),
             Conversation(messages=system),
@@ -385,14 +386,14 @@ def test_rows_that_fail_are_told_apart_and_do_not_touch_the_others() -> None:
         ]
     )
     assert isinstance(failed, RowError) and failed.reason == "template_error" and "System role" in failed.detail
-    assert isinstance(unlearnt, RowError) and unlearnt.reason == "no_label"
+    assert isinstance(unsupervised, RowError) and unsupervised.reason == "no_label"
     for result in (good, again):
         assert isinstance(result, list) and supervised(result[0], tokenizer_for("gemma")) == GEMMA.says(HELLO)
     twice = [HELLO[0], HELLO[0], HELLO[1]]
     assert fails_with(encoder_for("mistral"), Conversation(messages=twice)).reason == "template_error"
 
 
-def test_a_message_that_the_template_leaves_out_is_not_lost_silently() -> None:
+def test_a_message_that_the_template_does_not_render_is_an_error() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HELLO]
     encoder = Encoder(tokenizer_for("mistral"), MISTRAL_V3)
     assert supervised(encode_one(encoder, HELLO), tokenizer_for("mistral")) == MISTRAL.says(HELLO)
@@ -427,8 +428,8 @@ def test_ambiguous_templates_are_refused(template: str, why: str) -> None:
         assert encode_one(Encoder(tokenizer_for("chatml"), template, assistant_only_loss=False), HELLO).label_tokens
 
 
-def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
-    # With a "?" in the answer, the question and the answer change places: a text of the same length.
+def test_only_the_row_that_the_template_reorders_is_refused() -> None:
+    # With a "?" in the answer, question and answer swap positions: a text of the same length.
     template = (
         "{% set flip = '?' in messages[-1].content %}{% for m in messages %}"
         "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -437,8 +438,8 @@ def test_a_row_that_the_template_tangles_is_refused_alone() -> None:
     )
     encoder = Encoder(tokenizer_for("chatml"), template)
     assert supervised(encode_one(encoder, HELLO), tokenizer_for("chatml")) == CHATML.says(HELLO)
-    tangled = [HELLO[0], {"role": "assistant", "content": "Really?"}]
-    assert fails_with(encoder, Conversation(messages=tangled)).reason == "mask_ambiguous"
+    swapped = [HELLO[0], {"role": "assistant", "content": "Really?"}]
+    assert fails_with(encoder, Conversation(messages=swapped)).reason == "mask_ambiguous"
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
@@ -452,11 +453,11 @@ def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.Mo
     assert len(renderings) == 5
 
 
-def test_each_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen = encoder_for("qwen3"), []
-    tokenize = Encoder._tokenise
+    tokenize = Encoder._tokenize
     monkeypatch.setattr(
-        Encoder, "_tokenise", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
+        Encoder, "_tokenize", lambda self, texts, *a, **k: seen.extend(texts) or tokenize(self, texts, *a, **k)
     )
     rows = [Conversation(messages=HELLO * 3), Conversation(messages=LONG), Conversation(messages=HELLO)]
     encoder.encode_batch(rows)
@@ -470,7 +471,7 @@ def test_an_encoder_can_be_pickled() -> None:
     assert there.labels.tolist() == here.labels.tolist()
 
 
-def test_truncation_left_on_in_the_tokenizer_does_not_matter() -> None:
+def test_truncation_left_enabled_in_the_tokenizer_has_no_effect() -> None:
     tokenizer = build_tokenizer(CHATML.tokens, CHATML.eos)
     encoder = Encoder(tokenizer, CHATML.template)
     tokenizer("a long text that is cut", truncation=True, max_length=3)
@@ -491,7 +492,7 @@ def test_named_templates_render_as_published(name: str) -> None:
         tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         for template in (load_template(tokenizer, name), case.template)
     )
-    # phi: without the EOS behind the last turn; mistral: without the space before [INST].
+    # Ours differ: phi has no EOS after the last turn, mistral no space before [INST].
     assert ours == theirs.removesuffix(PHI3.eos).replace(" [INST]", "[INST]")
     assert supervised(encode_one(Encoder(tokenizer, TEMPLATES[name]), messages), tokenizer) == case.says(messages)
 
@@ -506,7 +507,7 @@ def test_load_template(tmp_path: Any) -> None:
     file.write_text(PHI3.template, encoding="utf-8")
     assert load_template(tokenizer, str(file)) == PHI3.template
     file.write_text("{% for m in messages %}", encoding="utf-8")
-    with pytest.raises(UserError, match="mine.jinja is not Jinja: line 1"):
+    with pytest.raises(UserError, match="mine.jinja is invalid Jinja: line 1"):
         load_template(tokenizer, str(file))
     file.write_bytes(b"\xff\xfe{")
     with pytest.raises(UserError, match="mine.jinja cannot be read"):

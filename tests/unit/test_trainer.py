@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import types
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 from transformers.training_args import OptimizerNames
 
-from finetune.engine.trainer import SFTTrainer, _from_host, _OnHost
+from finetune.engine.trainer import SFTTrainer, _HostTensor, _unwrap_host_tensors, _with_current_field_names
 from finetune.errors import UserError
 
 
 class MeanModel(torch.nn.Module):
-    """Returns the mean over its own labels whatever count it is told, as some forwards do."""
+    """Returns the mean over its own labels whatever count it is given, as some forwards do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +69,41 @@ def test_an_optimizer_whose_package_is_missing_is_refused(monkeypatch: pytest.Mo
         SFTTrainer.get_optimizer_cls_and_kwargs(args)
 
 
+@pytest.mark.parametrize(
+    ("fields", "given", "expected"),
+    [
+        (
+            "learning_rate gradient_checkpointing gradient_checkpointing_kwargs",  # transformers up to 5.17
+            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
+            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
+        ),
+        (
+            "learning_rate activation_checkpointing activation_checkpointing_kwargs",  # from 5.18 on
+            {"learning_rate": 1e-3, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}},
+            {"learning_rate": 1e-3, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
+        ),
+        (  # both, of which the old one is deprecated
+            "gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs",
+            {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None},
+            {"activation_checkpointing": False, "gradient_checkpointing_kwargs": None},
+        ),
+        (  # the user's own setting, by the new name, wins
+            "activation_checkpointing gradient_checkpointing",
+            {"gradient_checkpointing": True, "activation_checkpointing": False},
+            {"activation_checkpointing": False},
+        ),
+    ],
+    ids=["old names", "new names", "both names", "both given"],
+)
+def test_checkpointing_settings_take_the_names_that_sft_config_has(
+    monkeypatch: pytest.MonkeyPatch, fields: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(trl, "SFTConfig", dataclasses.make_dataclass("SFTConfig", fields.split()))
+    before = dict(given)
+    assert _with_current_field_names(given) == expected
+    assert given == before  # the argument is not changed
+
+
 def test_a_model_that_ignores_counts_gets_the_gradient_of_the_global_batch() -> None:
     model = MeanModel()
     flat = [one for rank in MICRO_BATCHES for one in rank]
@@ -95,9 +132,9 @@ def test_a_loss_that_is_a_view_is_cloned(monkeypatch: pytest.MonkeyPatch) -> Non
 
     seen = {}
 
-    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> torch.Tensor:
+    def compute_loss(self: Any, model: Any, inputs: Any, **arguments: Any) -> tuple[torch.Tensor, Any]:
         seen.update(arguments)
-        return torch.ones(1, requires_grad=True).expand(3)[0]
+        return torch.ones(1, requires_grad=True).expand(3)[0], {}
 
     monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
     loss = SFTTrainer.compute_loss(trainer(accepts=True), None, {}, num_items_in_batch=torch.tensor(4), extra="kept")
@@ -116,9 +153,9 @@ def test_ddp_leaves_the_lengths_of_documents_on_the_host() -> None:
             return kwargs
 
     model = Model()
-    model.register_forward_pre_hook(_from_host, with_kwargs=True)
+    model.register_forward_pre_hook(_unwrap_host_tensors, with_kwargs=True)
     lengths = torch.tensor([3, 5])
-    given = {"input_ids": torch.ones(1, 8), "packed_seq_lengths": _OnHost(lengths)}
+    given = {"input_ids": torch.ones(1, 8), "packed_seq_lengths": _HostTensor(lengths)}
     (moved,) = _to_kwargs((), given, torch.device("meta"), False)[1]
     found = model(**moved)
     assert found["input_ids"].device.type == "meta" and found["packed_seq_lengths"] is lengths

@@ -171,18 +171,18 @@ def test_a_device_may_be_full_without_any_row() -> None:
         (
             [],
             8,
-            "batch_size to 4 (the global batch stays 8: more accumulation, the same result); model.load_in_4bit",
+            "batch_size to 4 (same global batch of 8, same result), or use model.load_in_4bit",
         ),
-        (["--model.load_in_4bit"], 1, "To go on, set data.max_length lower. (CUDA"),
+        (["--model.load_in_4bit"], 1, "To use less, lower data.max_length. (CUDA"),
         (
             ["--model.full_finetuning"],
             1,
-            "lower; training.optim: adamw_8bit or LoRA (model.full_finetuning: false)",
+            "max_length, or use training.optim: adamw_8bit or LoRA (model.full_finetuning: false)",
         ),
         (
             ["--model.full_finetuning", "--training.optim", "adafactor"],
             1,
-            "lower; LoRA (model.full_finetuning: ",
+            "max_length, or use LoRA (model.full_finetuning: ",
         ),
     ],
     ids=["LoRA", "QLoRA", "full", "full with a small optimizer"],
@@ -303,7 +303,7 @@ def test_a_score_in_tensorboard() -> None:
     writer = Writer()
     one = {"predicted": 1.0, "measured": 0.8, "error": 0.25}
     scoring.write(writer, {"source": "a file", "reason": None, **dict.fromkeys(scoring.FIELDS, one)}, 7)
-    assert writer.scalars["prediction/error of step_seconds (fraction)"] == 0.25 and len(writer.scalars) == 3
+    assert writer.scalars["9 prediction/error of step time [1]"] == 0.25 and len(writer.scalars) == 3
     assert "| step_seconds | 1 | 0.8 | +25.0% |" in writer.texts["prediction"]
     scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
     assert writer.texts["prediction"] == "not scored: no dry run"

@@ -18,8 +18,7 @@ from finetune.config import load
 from finetune.data import formats, sources
 from finetune.engine import adapter_targets, checkpoints, preflight, record, session
 from finetune.errors import RunError, UserError
-from finetune.runtime import command as verb
-from finetune.runtime import disk, distributed, launcher
+from finetune.runtime import command, disk, distributed, launcher
 from tests import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -49,7 +48,7 @@ YAML = {
 
 def ends(capsys: pytest.CaptureFixture[str], run, code: int) -> str:
     """Run as a command does; its message, after asserting the exit code, one error and no traceback."""
-    assert verb.guarded(run) == code
+    assert command.guarded(run) == code
     words = " ".join(capsys.readouterr().err.split())
     assert words.startswith("error: ") and "Traceback" not in words, words
     return words
@@ -108,8 +107,8 @@ def small_disk(tmp_path: Path):
     """A file system of 64 KiB."""
     mount = tmp_path / "small"
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(mounting, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
@@ -236,7 +235,7 @@ MODELS = {
     "unknown architecture": (edit("config.json", model_type="nosuch", architectures=["No"]), "does not have (The"),
     "images": (edit("config.json", model_type="vit", architectures=["ViTModel"]), "is not a causal language model"),
     "wrong field": (edit("config.json", hidden_size="x"), "config.json is not valid"),
-    "other shapes": (edit("config.json", hidden_size=128), "not have the shapes that its config.json gives"),
+    "other shapes": (edit("config.json", hidden_size=128), "not have the shapes in its config.json"),
     "tokenizer cut": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not valid JSON"),
     "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
     "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
@@ -356,7 +355,7 @@ def test_what_is_in_the_cache_needs_no_network(
         check(given)
         check(given)
         assert len(asked) == 1 and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-        assert capsys.readouterr().err.count("the files in the cache are used") == 1
+        assert capsys.readouterr().err.count("using the files in the cache") == 1
 
 
 def test_a_run_asks_for_its_data_set_first(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:

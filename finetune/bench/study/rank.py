@@ -48,7 +48,7 @@ def measure(request: rank.Request) -> list[dict[str, Any]]:
         own = {
             "seconds": time_phases(build(case, seed=0), request),
             "memory_gib": memory_gib(),
-            "utilisation": sum(busy) / len(busy) if None not in busy else None,
+            "utilization": sum(busy) / len(busy) if None not in busy else None,
             "states": [states[0], states[-1]],
         }
         found.append({"step_seconds": rank.figure(times), "ranks": distributed.gather_objects(own)})
@@ -134,7 +134,7 @@ def time_phases(step: Step, request: rank.Request) -> dict[str, Any]:
 
 def utilization(state: dict[str, Any] | None, busy: float, seconds: float) -> float | None:
     """0 to 1: of the GPU, as the driver samples it at the end of a run, or of one core for a rank on a CPU."""
-    return state["utilisation"] if state is not None else busy / seconds
+    return state["utilization"] if state is not None else busy / seconds
 
 
 def memory_gib() -> float:

@@ -80,7 +80,7 @@ def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
     """Markdown table of one model in one mode."""
     lines = [
         "| batch | ranks | samples/s | step, ms | speed-up | efficiency | exposed / hidden communication, ms (share of "
-        "the step) | memory, GiB | utilisation | outliers |",
+        "the step) | memory, GiB | utilization | outliers |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in (row for row in rows if row["model"] == model):
@@ -91,7 +91,7 @@ def table(model: str, rows: list[dict[str, Any]]) -> list[str]:
         if exposed:
             share = row["exposed_communication_fraction"]
             sent = f"{exposed['median'] * 1e3:.2f} / {hidden['median'] * 1e3:.2f} ({share:.0%})"
-        used = "-" if first["utilisation"] is None else f"{first['utilisation']:.0%}"
+        used = "-" if first["utilization"] is None else f"{first['utilization']:.0%}"
         lines.append(
             f"| {row['batch']} | {row['world_size']} | {row['samples_per_second']:,.0f} | "
             f"{step['median'] * 1e3:.2f}{interval} | {row['speed_up']:.2f} | {row['efficiency']:.0%} | {sent} | "

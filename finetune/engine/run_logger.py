@@ -1,0 +1,537 @@
+"""Logs a run while it trains: TensorBoard, ranks.jsonl and lines of progress; and collects the figures of run.json."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from finetune.data.collate import MULTIPLE
+from finetune.data.layout import Layout
+from finetune.data.plan import Plan
+from finetune.engine import memory, metrics, pages
+from finetune.engine.event_file import EventFile, RankLog
+from finetune.engine.metrics import ModelSize
+from finetune.engine.monitor import Monitor, RankRecord, StepRecord
+from finetune.errors import RunError
+from finetune.runtime import distributed
+from finetune.runtime.hardware import Hardware
+from finetune.runtime.tags import PHASES, SHOWN_RANKS, tag
+
+Samples = list[tuple[str, str, str]]  # (prompt, the model's answer, reference)
+
+
+@dataclass
+class Totals:
+    """Sums over the steps of a record, or of the run but for its first step, which compiles."""
+
+    tokens: int = 0  # without padding
+    squared_lengths: int = 0
+    positions: int = 0  # computed, padding included
+    supervised: int = 0
+    rows: int = 0  # documents
+    steps: int = 0
+    seconds: float = 0.0  # of steps: evaluation and saving are not in it
+
+    def add(self, other: Totals) -> None:
+        """Element-wise sum."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the computed positions that hold no token, 0 to 1."""
+        return 1 - self.tokens / self.positions if self.positions else None
+
+
+@dataclass(kw_only=True)
+class Dashboard:
+    """What the logger cannot know by itself."""
+
+    texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
+    hyperparameters: dict[str, Any] = field(default_factory=dict)  # of the HPARAMS table
+    review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
+    samples: Callable[[], Samples] | None = None  # answers of the current model; called on every rank
+    include_rows: bool = True  # whether prompts and answers may be shown
+
+
+class RunLogger(TrainerCallback):
+    """Measures the run; at logging steps writes TensorBoard (rank 0) and adds to what run.json will hold.
+
+    Host and device synchronize only here, once per `logging_steps`.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path | None,
+        plan: Plan,
+        layout: Layout,
+        hardware: Hardware,
+        size: ModelSize,
+        progress: ProgressLines | None,
+        start_step: int = 0,
+        dashboard: Dashboard | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: of the TensorBoard events; None on ranks that do not write.
+            layout: what the rows of the plan are made of.
+            start_step: optimizer steps that a resumed run starts from.
+        """
+        purge = start_step + 1 if start_step else None
+        self.writer = EventFile(folder, purge) if folder is not None else None
+        self._rank_log = RankLog(folder.parent / "ranks.jsonl") if folder is not None else None
+        self.plan, self.layout = plan, layout
+        self.tokens, self.squared_lengths = layout.tokens, layout.squared_lengths
+        self._documents = layout.packs.totals(np.ones(len(layout.rows), dtype=np.int64))
+        self.hardware, self.size, self.progress = hardware, size, progress
+        self.dashboard = dashboard or Dashboard()
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.evaluation_seconds = self.saving_seconds = self.training_seconds = 0.0
+        self.tokens_seen = 0
+        self.first_step_at: float | None = None
+        self.last: StepRecord | None = None
+        self._start_step = start_step
+        self._window, self._run = Totals(), Totals()
+        self._apart = [0.0, 0.0]  # seconds of evaluation and saving at the last record
+        self._rates: list[float] = []  # learning rate of each step since the last record
+        self._norms = [0, 0]  # steps whose gradient norm is known, and those that were clipped
+        self._retries = 0
+        self._fullest: float | None = None
+        self._training_since: float | None = None
+        self._evaluated_at = -1
+        self._trainer: Any = None
+        self._monitor: Monitor | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """The trainer whose steps are timed. Its evaluation and its checkpoints are timed apart from them."""
+        self._trainer = trainer
+        self._monitor = Monitor(trainer, self.plan, self.tokens, self.squared_lengths, self.hardware.device)
+        trainer.evaluate = self._timed_apart("evaluation_seconds", trainer.evaluate)
+        trainer._save_checkpoint = self._timed_apart("saving_seconds", trainer._save_checkpoint)
+
+    @property
+    def monitor(self) -> Monitor:
+        """Of the trainer that this logger is attached to."""
+        if self._monitor is None:
+            raise ValueError("the logger is not attached to a trainer")
+        return self._monitor
+
+    def _timed_apart(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._training_since is None:
+                return function(*args, **kwargs)
+            if self.hardware.device == "cuda":
+                torch.cuda.synchronize()  # the steps before it are not part of it
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+        return call
+
+    # --- training begins, a step ends ---------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._first_step = state.global_step + 1
+        # A resumed run goes on counting where the checkpoint stopped.
+        epoch, step = divmod(state.global_step, self.plan.steps_per_epoch)
+        self.tokens_seen = epoch * int(self.tokens.sum())
+        self.tokens_seen += sum(int(self.tokens[self.plan.step_rows(epoch, k)].sum()) for k in range(step))
+        here = distributed.gather_objects(_whereabouts(self.hardware))
+        if self.writer and self._rank_log:
+            self.writer.add_custom_scalars(pages.layout())
+            for name, text in self.dashboard.texts.items():
+                self.writer.add_text(name, text, state.global_step)
+            for summary in pages.hyperparameters(self.dashboard.hyperparameters):
+                self.writer.add_summary(summary, state.global_step)
+            self.writer.add_histogram(tag("document_length"), self.layout.rows.lengths, state.global_step)
+            ranks = [{"rank": rank, **facts} for rank, facts in enumerate(here)]
+            start = {"kind": "start", "time": time.time(), "step": state.global_step, "world_size": len(ranks)}
+            self._rank_log.append(start | {"logging_steps": int(args.logging_steps), "ranks": ranks})
+        memory.take_window()
+        self.monitor.start(int(args.logging_steps))
+        self._training_since = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._rates.append(self._trainer.optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
+        step = self._totals_of(state.global_step - 1, args)
+        self._window.add(step)
+        self.tokens_seen += step.tokens
+        if state.global_step == self._first_step:
+            # Compilation and allocation happen here; the rates start after it.
+            if self.hardware.device == "cuda":
+                torch.cuda.synchronize()
+            self.first_step_at = time.time()
+            self._window = Totals()
+        self.monitor.step_ended(state.global_step, int(args.logging_steps))
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        if self.progress:
+            self.progress.step(state)
+
+    def _totals_of(self, step: int, args: Any) -> Totals:
+        rows = self.plan.step_rows(*divmod(step, self.plan.steps_per_epoch))
+        return Totals(
+            tokens=int(self.tokens[rows].sum()),
+            squared_lengths=int(self.squared_lengths[rows].sum()),
+            positions=self._positions(step, args),
+            supervised=int(self.layout.label_tokens[rows].sum()),
+            rows=int(self._documents[rows].sum()),
+            steps=1,
+        )
+
+    def _positions(self, step: int, args: Any) -> int:
+        """Positions that all ranks compute in a step, padding included."""
+        if self.layout.packs.pack_length is not None:
+            return self.plan.global_batch_size * self.layout.packs.pack_length
+        dealt = self.plan.deal(
+            *divmod(step, self.plan.steps_per_epoch),
+            world_size=args.world_size,
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+        )
+        lengths = self.layout.rows.lengths
+        widths = (dealt >= 0) * lengths[dealt]
+        widest = widths.max(axis=2).clip(1)
+        return int((-(-widest // MULTIPLE) * MULTIPLE * dealt.shape[2]).sum())
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+    ) -> None:
+        logs = logs or {}
+        if "eval_loss" in logs:
+            self._log_evaluation(logs, state)
+        if "loss" not in logs:
+            return
+        record = self.monitor.record()
+        self.last = record
+        self.losses += record.losses
+        self.step_seconds += record.step_seconds
+        window, self._window = self._window, Totals()
+        window.seconds = sum(record.step_seconds)
+        self._run.add(window)
+        per_gpu = self._throughput(window)
+        rates, self._rates = [float(rate) for rate in self._rates], []
+        clipped = self._count_clipped(record.gradient_norms, args)
+        fullest = self._fullest_gpu(record)
+        retries = sum(rank.allocator_retries for rank in record.ranks)
+        self._retries += retries
+        first = state.global_step - len(record.losses) + 1
+        if self.writer:
+            for name, values in (
+                ("loss", record.losses),
+                ("gradient_norm", record.gradient_norms),
+                ("learning_rate", rates),
+            ):
+                for step, value in enumerate(values, start=state.global_step - len(values) + 1):
+                    self._scalar(name, value, step)
+            apart = self.evaluation_seconds + self.saving_seconds - sum(self._apart)
+            supervised = window.supervised or None
+            values = {
+                "token_accuracy": record.top1 / supervised if record.top1 is not None and supervised else None,
+                "entropy": record.entropy / supervised if record.entropy is not None and supervised else None,
+                "clipped": clipped,
+                "supervised_tokens": supervised / window.steps if supervised else None,
+                "tokens_per_gpu": per_gpu,
+                "tokens_total": metrics.rate(window.tokens, window.seconds),
+                "rows_per_second": metrics.rate(window.rows, window.seconds),
+                "mfu": self._mfu(window),
+                "padding": window.padding,
+                "evaluation_and_saving": apart,
+                "tokens_seen": self.tokens_seen,
+                "hours": (time.perf_counter() - (self._training_since or 0)) / 3600,
+                "fullest": fullest,
+                "allocator_retries": retries,
+            }
+            for name, value in values.items():
+                self._scalar(name, value, state.global_step)
+            self._log_ranks(record.ranks, state.global_step)
+            self._append_to_rank_log(record, window, state)
+        self._apart = [self.evaluation_seconds, self.saving_seconds]
+        if self.progress:
+            norm = record.gradient_norms[-1] if record.gradient_norms else None
+            self.progress.log(state, record.losses[-1] if record.losses else math.nan, norm, per_gpu)
+        bad = [step for step, loss in enumerate(record.losses, start=first) if not math.isfinite(loss)]
+        if bad:
+            raise RunError(
+                f"The loss of step {bad[0]} is not finite ({record.losses[bad[0] - first]}). Further training is "
+                "pointless. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
+                "place of float16; then resume from the last checkpoint with training.resume_from_checkpoint: true."
+            )
+
+    def _log_ranks(self, ranks: list[RankRecord], step: int) -> None:
+        """Phases as means over ranks, and the figures of each rank."""
+        for name, field_name in (("step_seconds", "step"), *((phase, phase) for phase in PHASES)):
+            values = [value for rank in ranks if (value := getattr(rank, field_name)) is not None]
+            self._scalar(name, sum(values) / len(values) if values else None, step)
+        own = [rank.own_work for rank in ranks if rank.own_work is not None]
+        if len(own) == len(ranks) > 1:
+            slowest, middle = max(own), median(own)
+            self._scalar("own_work", middle, step)
+            self._scalar("own_work_slowest", slowest, step)
+            self._scalar("own_work_fastest", min(own), step)
+            self._scalar("slowest_rank", own.index(slowest), step)
+            longest = max(rank.step or 0.0 for rank in ranks)
+            self._scalar("lost_to_slowest", (slowest - median(sorted(own)[:-1])) / longest if longest else None, step)
+        for rank in ranks[:SHOWN_RANKS]:
+            gpu = rank.gpu or {}
+            each = {
+                "own_work_of_rank": rank.own_work,
+                "data_wait_of_rank": rank.data_wait,
+                "peak_of_rank": rank.peak_gib,
+                "reserved_of_rank": rank.reserved_gib,
+                "gpu_utilization": gpu.get("utilization"),
+                "gpu_clock": gpu.get("sm_clock_mhz"),
+                "gpu_power": gpu.get("power_w"),
+                "gpu_temperature": gpu.get("temperature_c"),
+                "gpu_throttled": gpu.get("throttled"),
+            }
+            for name, value in each.items():
+                self._scalar(name, value, step, rank.rank)
+
+    def _append_to_rank_log(self, record: StepRecord, window: Totals, state: TrainerState) -> None:
+        if self._rank_log is None or not record.step_seconds:
+            return
+        line = {
+            "kind": "record",
+            "time": time.time(),
+            "step": state.global_step,
+            "steps": len(record.step_seconds),
+            "step_seconds": record.step_seconds,
+            "evaluation_seconds": self.evaluation_seconds - self._apart[0],
+            "saving_seconds": self.saving_seconds - self._apart[1],
+            "padding": window.padding,
+            "ranks": [asdict(rank) for rank in record.ranks],
+        }
+        self._rank_log.append(line)
+
+    def _count_clipped(self, norms: list[float], args: Any) -> float | None:
+        """Share of these steps that were clipped; None if nothing is clipped."""
+        if not args.max_grad_norm or not norms:
+            return None
+        clipped = sum(norm > args.max_grad_norm for norm in norms)
+        self._norms = [self._norms[0] + len(norms), self._norms[1] + clipped]
+        return clipped / len(norms)
+
+    def _fullest_gpu(self, record: StepRecord) -> float | None:
+        reserved = [rank.reserved_gib for rank in record.ranks if rank.reserved_gib is not None]
+        if not reserved or not self.hardware.memory_gib:
+            return None
+        fullest = max(reserved) / self.hardware.memory_gib
+        self._fullest = max(fullest, self._fullest or 0.0)
+        return fullest
+
+    def _throughput(self, totals: Totals) -> float | None:
+        return metrics.rate(totals.tokens / distributed.ranks().world_size, totals.seconds)
+
+    def _mfu(self, totals: Totals) -> float | None:
+        flops = metrics.training_flops(self.size, tokens=totals.tokens, squared_lengths=totals.squared_lengths)
+        return metrics.mfu(flops, totals.seconds, distributed.ranks().world_size, self.hardware.peak_bf16_tflops)
+
+    # --- evaluations --------------------------------------------------------------------------------------------------
+
+    def _log_evaluation(self, logs: dict[str, float], state: TrainerState) -> None:
+        step = state.global_step
+        if step <= self._evaluated_at or (self._start_step and step == 0):
+            return  # of the same weights: at the end of the run, or of the base model by the run that is resumed
+        self._evaluated_at = step
+        loss = logs["eval_loss"]
+        self.evaluations.append({"step": step, "loss": loss})
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        self._scalar("eval_loss", loss, step)
+        self._scalar("eval_perplexity", perplexity, step)
+        self._scalar("eval_token_accuracy", logs.get("eval_token_accuracy"), step)
+        self._scalar("eval_entropy", logs.get("eval_entropy"), step)
+        if self.writer and self._trainer.eval_document_losses:
+            losses = np.array(self._trainer.eval_document_losses)
+            self.writer.add_histogram(tag("eval_document_loss"), losses, step)
+        if self.progress and self._training_since is not None:
+            accuracy = logs.get("eval_token_accuracy")
+            words = f"held-out loss {loss:.4f}, perplexity {perplexity:.4g}"
+            self.progress.line(state, words if accuracy is None else f"{words}, token accuracy {accuracy:.1%}")
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training_since is None:
+            return
+        if self.dashboard.samples is not None:  # inside the trainer's `evaluate`, so its time counts as evaluation
+            samples = self.dashboard.samples()
+            self.show_samples(samples, state.global_step)
+            if self.progress:
+                for sample in samples[:1]:
+                    self.progress.sample(*sample)
+        self.write_review(state.global_step)
+
+    def show_samples(self, samples: Samples, step: int) -> None:
+        """The text page of answers, if rows may be shown."""
+        if self.writer and samples and self.dashboard.include_rows:
+            self.writer.add_text("5 samples", pages.samples_page(samples), step)
+
+    def write_review(self, step: int) -> None:
+        """The review page and the picture of the last record's steps, as of now."""
+        if self.writer is None:
+            return
+        if self.last is not None and any(rank.step for rank in self.last.ranks):
+            self.writer.add_image("5 ranks/a typical step", pages.timeline(self.last.ranks), step)
+        if self.dashboard.review is not None:
+            self.writer.flush()
+            self.writer.add_text("1 review", self.dashboard.review(), step)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training_since is not None:
+            self.training_seconds += time.perf_counter() - self._training_since
+            self._training_since = None
+        self.monitor.close()
+        if self.progress:
+            self.progress.close()
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Leave the terminal as it was, write the last pages and close the TensorBoard file."""
+        if self.progress:
+            self.progress.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self.writer:
+            if self.first_step_at is not None:
+                self.write_review(self._trainer.state.global_step)
+                self.writer.add_summary(pages.session_end(succeeded=kind is None), 0)
+            self.writer.close()
+
+    def _scalar(self, name: str, value: float | None, step: int, n: int | None = None) -> None:
+        if self.writer and value is not None:
+            self.writer.add_scalar(tag(name, n), float(value), step)
+
+    def results(self) -> dict[str, Any]:
+        """Fields of run.json. Rates and step times leave the first step out, which compiles."""
+        measured = self._run if self._run.seconds else None
+        known, clipped = self._norms
+        return {
+            "tokens": self.tokens_seen,
+            "losses": self.losses,
+            "evaluations": self.evaluations,
+            "tokens_per_second_per_gpu": self._throughput(measured) if measured else None,
+            "rows_per_second": metrics.rate(measured.rows, measured.seconds) if measured else None,
+            "mfu": self._mfu(measured) if measured else None,
+            "step_seconds_median": metrics.median(self.step_seconds),
+            "padding_fraction": measured.padding if measured else None,
+            "clipped_fraction": clipped / known if known else None,
+            "training_seconds": self.training_seconds,
+            "evaluation_seconds": self.evaluation_seconds,
+            "saving_seconds": self.saving_seconds,
+            **self._communication(),
+            "peak_memory_gib": distributed.gather_objects(memory.peak_gib()),
+            "memory_fraction": self._fullest,
+            "allocator_retries": self._retries,
+            "warnings": [self.writer.warning] if self.writer and self.writer.warning else [],
+        }
+
+    def _communication(self) -> dict[str, Any]:
+        """The share (0 to 1) of a step in which gradients travel and nothing is computed: the median over the steps
+        that DDP accounts for, averaged over ranks, by the median step. Waiting for a slower rank is in it."""
+        if distributed.ranks().world_size == 1:
+            return {"exposed_communication_fraction": 0.0, "exposed_communication_unknown": None}
+        exposed = metrics.median(self.monitor.exposed)
+        known = [one for one in distributed.gather_objects(exposed) if one is not None]
+        step = metrics.median(self.step_seconds)
+        if not known or not step:
+            why = "DDP accounts for a step when the next one begins; the run was too short for that"
+            return {"exposed_communication_fraction": None, "exposed_communication_unknown": why}
+        share = sum(known) / len(known) / step
+        return {"exposed_communication_fraction": share, "exposed_communication_unknown": None}
+
+
+def _whereabouts(hardware: Hardware) -> dict[str, Any]:
+    """Which machine and GPU this rank is on."""
+    facts: dict[str, Any] = {"host": socket.gethostname(), "device": hardware.name, "gpu": None, "uuid": None}
+    if hardware.device == "cuda":
+        index = torch.cuda.current_device()
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        facts |= {"gpu": index, "uuid": None if uuid is None else f"GPU-{uuid}"}
+    return facts | {"memory_gib": hardware.memory_gib}
+
+
+class ProgressLines:
+    """A progress bar on a terminal, one line per record elsewhere. For rank 0."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._total = total
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("training", total=total)
+            self._bar.start()
+
+    def step(self, state: TrainerState) -> None:
+        """One optimizer step is done."""
+        if self._bar:
+            self._bar.update(self._task, completed=state.global_step)
+
+    def log(self, state: TrainerState, loss: float, grad_norm: float | None, per_gpu: float | None) -> None:
+        """Show the figures of a record."""
+        parts = [f"loss {loss:.4f}"]
+        if grad_norm is not None:
+            parts.append(f"gradient norm {grad_norm:.3f}")
+        if per_gpu is not None:
+            parts.append(f"{per_gpu:,.0f} tokens/s per device")
+        text = ", ".join(parts)
+        if self._bar:
+            self._bar.update(self._task, description=text)
+        else:
+            self.line(state, text)
+
+    def line(self, state: TrainerState, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        self._print(f"step {state.global_step}/{self._total}: {text}")
+
+    def sample(self, prompt: str, answer: str, reference: str) -> None:
+        """An answer of the current model, on one line each for answer and reference."""
+        self._print(f"  {_one_line(prompt, 60)} -> {_one_line(answer, 120)}")
+        self._print(f"  expected: {_one_line(reference, 120)}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
+def _one_line(text: str, longest: int) -> str:
+    words = " ".join(text.split())
+    printable = "".join(character if character.isprintable() else "?" for character in words)
+    return printable if len(printable) <= longest else f"{printable[: longest - 3]}..."
