@@ -264,11 +264,8 @@ def settings(run: Run) -> dict[str, Any]:
     """Settings by dotted key, and what they were resolved to: world size, batch, backend, GPU."""
     found: dict[str, Any] = {}
     for section, values in mapping(run.at("config")).items():
-        for key, value in mapping(values).items():
-            if key == "extra":
-                found |= {f"{section}.{name}": _shown(one) for name, one in mapping(value).items()}
-            else:
-                found[f"{section}.{key}"] = _shown(value)
+        flat = mapping(values) | mapping(mapping(values).get("extra"))
+        found |= {text(f"{section}.{key}") or "?": _shown(value) for key, value in flat.items() if key != "extra"}
     for key, path in _RESOLVED.items():
         if run.at(path) is not None:
             found[key] = _shown(run.at(path))

@@ -7,6 +7,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 MAD = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
 BLOCK = 20_000  # windows whose medians are taken at once
+BLOCK_POINTS = 50
 
 
 def running_median(values: np.ndarray, half: int) -> np.ndarray:
@@ -29,9 +30,19 @@ def window_medians(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def noise(values: np.ndarray) -> float:
-    """Standard deviation of the values about their running median, from the median absolute deviation."""
-    residuals = values - running_median(values, 5)
-    return MAD * float(np.median(np.abs(residuals))) * 1.1  # the median of 11 points follows the noise by a tenth
+    """Standard deviation of single values about their trend, from the median of |second differences|: neither a slope
+    nor single outliers move it."""
+    return MAD * float(np.median(np.abs(np.diff(values, 2)))) / np.sqrt(6) if len(values) > 2 else 0.0
+
+
+def usual_height(residuals: np.ndarray, share: float) -> np.ndarray:
+    """For each residual, the size that this share of its neighborhood stays below: noise changes along a run. Blocks
+    of BLOCK_POINTS, interpolated; at least half of that of all."""
+    sizes = np.abs(residuals)
+    blocks = np.array_split(np.arange(len(sizes)), max(len(sizes) // BLOCK_POINTS, 1))
+    heights = [np.quantile(sizes[block], share) for block in blocks]
+    local = np.interp(np.arange(len(sizes)), [block.mean() for block in blocks], heights)
+    return np.maximum(local, np.quantile(sizes, share) / 2)
 
 
 def level(values: np.ndarray, start: float, end: float) -> float:

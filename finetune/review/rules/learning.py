@@ -17,16 +17,18 @@ from finetune.review.run import Run, evaluations
 
 FEWEST = 15  # losses, for a statement about their course
 RISE = 1.2  # last tenth by the least running median; calibrated
-RISE_NOISE = 2.0  # standard deviations of the loss
+RISE_NOISE = 2.0  # standard deviations of a single loss
+RISE_ERRORS = 5.0  # standard errors of the two medians, which matter in short runs: the least is the least of many
 RISE_OF_FALL = 0.02  # of the fall from the first losses to the least: a floor of nearly zero doubles by chance
 SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
+SPIKE_TAIL = 3.0  # plus ln(n): the noise of small batches has an exponential tail, in which n losses reach ln(n)
 SPIKE_HEIGHT = 0.10  # of the trend
 SPIKE_OF_FALL = 0.02
 SPIKES = 2
 FROZEN_NORM = 1e-8
-FROZEN_STEPS = 40
-FROZEN_ERROR = 0.005  # of the loss: only if its noise would have shown a fall of 1 %
-FROZEN_EVALUATION = 1e-3  # relative change of the evaluation loss, which has no sampling noise
+FROZEN_STEPS = 100
+FROZEN_ERROR = 0.001  # of the loss: only if its noise would have shown a fall of 0.3 %
+FROZEN_EVALUATION = 1e-5  # relative change of the evaluation loss, which has no sampling noise
 PLATEAU_STEPS = 60
 PLATEAU_FALL = 0.02  # of the total fall, in the last half; calibrated
 PLATEAU_RATE = 0.10  # of the peak learning rate
@@ -34,6 +36,8 @@ SLOW_STEPS = 50
 SLOW_FALL = 0.05  # of the total fall, in the last tenth; calibrated
 SLOW_CLIPPED = 0.10
 CLIPPED = 0.90  # of the steps after warm-up; calibrated
+CLIPPED_RISE = 1.05  # last tenth by the least running median; from RISE on, the run diverges
+CLIPPED_STEPS = 50
 CLIPPED_FAR = 10.0  # gradient norm by max_grad_norm: then clipping, not single rows, shapes the run
 OVERFIT = 1.02  # evaluation loss by its minimum; calibrated
 OVERFIT_LAST = 2  # evaluations in a row
@@ -81,8 +85,15 @@ class Rise:
     least: float
     least_step: int
     last: float
-    noise: float
+    noise: float  # standard deviation of a single loss
+    error: float  # standard error of `last - least`
     fall: float  # from the first losses to the least
+
+    def is_above(self, factor: float) -> bool:
+        """Whether the last losses are above `factor` times the least, beyond their noise."""
+        height = self.last - self.least
+        floor = max(RISE_NOISE * self.noise, RISE_ERRORS * self.error, RISE_OF_FALL * self.fall)
+        return self.last > factor * self.least and height >= floor
 
 
 def rise(run: Run) -> Rise | None:
@@ -92,13 +103,16 @@ def rise(run: Run) -> Rise | None:
     if len(values) < FEWEST:
         return None
     width = max(5, len(values) // 10)
+    end = max(3, len(values) // 10)
     medians = curve.window_medians(values, width)
     place = int(medians.argmin())
+    noise = curve.noise(values)
     return Rise(
         least=float(medians[place]),
         least_step=int(series.steps[min(place + width // 2, len(values) - 1)]),
-        last=float(np.median(values[-max(3, len(values) // 10) :])),
-        noise=curve.noise(values),
+        last=float(np.median(values[-end:])),
+        noise=noise,
+        error=noise * 1.2533 * math.sqrt(1 / width + 1 / end),
         fall=max(float(np.median(values[:3])) - float(medians[place]), 0.0),
     )
 
@@ -107,11 +121,9 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """The median loss of the last tenth is above 1.2 times the least running median, by at least twice the noise
     (1.4826 MAD) and 2 % of the fall before. Calibrated."""
     found = rise(run)
-    if found is None or found.last <= RISE * found.least:
+    if found is None or not found.is_above(RISE):
         return None
     height = found.last - found.least
-    if height < RISE_NOISE * found.noise or height < RISE_OF_FALL * found.fall:
-        return None
     checkpoint = checkpoint_before(run, found.least_step)
     total = run.steps or found.least_step
     return Finding(
@@ -140,18 +152,19 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     trend = curve.running_median(values, min(10, len(values) // 6))
     residuals = values - trend
     distances = np.abs(residuals)
-    # The noise changes along a run: that of the neighborhood counts, and at least half of the run's.
     local = np.maximum(curve.running_median(distances, 25), float(np.median(distances)) / 2)
     fall = max(float(np.median(values[:3])) - float(np.min(trend)), 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         scores = np.where(local > 0, 0.6745 * residuals / local, np.where(residuals > 0, np.inf, 0.0))
-    high = (scores > SPIKE_Z) & (residuals > SPIKE_HEIGHT * np.abs(trend)) & (residuals > SPIKE_OF_FALL * fall)
+    floor = np.maximum(SPIKE_HEIGHT * np.abs(trend), SPIKE_OF_FALL * fall)
+    floor = np.maximum(floor, (SPIKE_TAIL + math.log(len(values))) * curve.usual_height(residuals, 0.8))
+    high = (scores > SPIKE_Z) & (residuals > floor)
     return [int(step) for step in series.steps[high]], float(scores[high].max()) if high.any() else 0.0
 
 
 def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Two or more losses with a modified Z-score above 7 against the trend: the dual-GPU study's 3.5, doubled because
-    a run has thousands of points; each at least 10 % above the trend."""
+    a run has thousands of points; each at least 10 % above the trend, and beyond the tail of the noise."""
     found, score = spike_steps(run)
     if len(found) < SPIKES or diverging(run) is not None or _clipped_far(run):
         return None
@@ -174,8 +187,8 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """The gradient norm is below 1e-8, or the loss stays within its noise over the whole run while the learning rate
-    is above 0, by definition. The noise must be small enough to have shown a fall of 1 %, and the evaluation loss,
-    which has none, must not have moved either."""
+    is above 0, by definition. The evaluation loss has no noise and decides if there are two; the noise of the training
+    loss must be small enough to have shown a fall of 0.3 %."""
     norms = run.series("gradient_norm").finite()
     rates = run.series("learning_rate").finite()
     trains = not len(rates) or float(rates.values.max()) > 0
@@ -183,7 +196,9 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     figures: tuple[str, str] | None = None
     if trains and len(norms) >= 3 and float(np.median(norms.values)) < FROZEN_NORM:
         figures = (f"gradient norm {number(float(np.median(norms.values)))}", f"threshold {FROZEN_NORM:g}")
-    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and not _evaluation_moved(run):
+    elif trains and (same := _same_evaluations(run)) is not None:
+        figures = (f"evaluation loss {same[0]:.6g} before and after", f"relative change {same[1]:.1g}")
+    elif trains and len(series) >= FROZEN_STEPS and _flat(series.values) and len(_evaluation_losses(run)) < 2:
         fall = curve.level(series.values, 0, 0.25) - curve.level(series.values, 0.75, 1)
         figures = (f"loss fell by {number(fall)}", f"noise {number(curve.noise(series.values))}")
     if figures is None:
@@ -199,7 +214,7 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         "shows one row with its supervised tokens)",
         gain=f"{run.steps or len(series)} steps that train",
         lost=1.0,
-        confidence="high" if "gradient" in figures[0] else "medium",
+        confidence="medium" if "fell" in figures[0] else "high",
         charts=("loss", "gradient_norm", "learning_rate"),
     )
 
@@ -212,11 +227,19 @@ def _flat(values: np.ndarray) -> bool:
     return usual > 0 and error <= FROZEN_ERROR * usual and abs(fall) <= 2 * error
 
 
-def _evaluation_moved(run: Run) -> bool:
-    values = evaluations(run).finite().values
+def _evaluation_losses(run: Run) -> np.ndarray:
     known = [run.number(f"eval_loss_{when}") for when in ("before", "after")]
-    both = np.concatenate([values, [one for one in known if one is not None]])
-    return len(both) > 1 and float(both.max() - both.min()) > FROZEN_EVALUATION * abs(float(np.median(both)))
+    return np.concatenate([evaluations(run).finite().values, [one for one in known if one is not None]])
+
+
+def _same_evaluations(run: Run) -> tuple[float, float] | None:
+    """The evaluation loss and its relative change, if it did not change over the run."""
+    values, series = _evaluation_losses(run), evaluations(run)
+    apart = len(series) > 1 and int(series.steps[-1] - series.steps[0]) >= 1
+    if len(values) < 2 or not (apart or run.number("eval_loss_after") is not None) or float(values.min()) <= 0:
+        return None
+    change = float(values.max() - values.min()) / float(np.median(values))
+    return (float(values[-1]), change) if change <= FROZEN_EVALUATION else None
 
 
 def plateau(run: Run, others: Sequence[Run] = ()) -> Finding | None:
@@ -261,9 +284,10 @@ def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     unfinished = run.status not in ("done", "not recorded")
     if unfinished or len(values) < SLOW_STEPS or clipped is None or clipped >= SLOW_CLIPPED:
         return None
-    fall = curve.level(values, 0.8, 0.9) - curve.level(values, 0.9, 1)
+    # Inside the last tenth, from its halves: most schedules end with a steep fall just before it.
+    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
     whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
-    error = curve.error_of_difference(values, 0.1)
+    error = 2 * curve.error_of_difference(values, 0.05)
     if fall <= 3 * error or whole <= 4 * error or fall <= SLOW_FALL * whole or _other_course(run):
         return None
     rate = run.number("config.training.learning_rate")
@@ -301,12 +325,13 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     if share is None or share < CLIPPED or diverging(run) is not None or spikes(run) is not None:
         return None
     found, (spiky, _) = rise(run), spike_steps(run)
-    rises = found is not None and found.last - found.least > RISE_NOISE * found.noise + RISE_OF_FALL * found.fall
-    if not spiky and not rises:
+    rises = found is not None and len(losses(run)) >= CLIPPED_STEPS and found.is_above(CLIPPED_RISE)
+    if len(spiky) < SPIKES and not rises:
         return None
     norms, most = run.series("gradient_norm").finite().after(_warm_up(run)), _max_norm(run)
     usual = float(np.median(norms.values)) if len(norms) else math.nan
-    course = f"spikes at {named(spiky)}" if spiky else f"the loss rose by {number(found.last - found.least)}"  # pyright: ignore[reportOptionalMemberAccess]
+    height = number(found.last - found.least) if found is not None else "0"
+    course = f"spikes at {named(spiky)}" if len(spiky) >= SPIKES else f"the loss rose by {height}"
     return Finding(
         rule="clipping",
         level="warning",

@@ -56,7 +56,7 @@ def near_limit(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         evidence=f"The fullest GPU: {share} of its memory (threshold {percent(FULL)}); {again or 0:.0f} allocator "
         "retries (threshold 1). A longer row can end the run.",
         advice=advice,
-        gain="no stalls by the allocator, no out-of-memory error" + (f" ({again:.0f} retries)" if again else ""),
+        gain=f"below {percent(FULL)} of the memory: no stalls by the allocator, no out-of-memory error",
         confidence="high" if again else confidence(full or 0.0, FULL, 10),
         charts=("fullest", "allocator_retries", "reserved_of_rank"),
     )

@@ -1,0 +1,362 @@
+"""Each rule on runs of plain numbers: just beyond its threshold and just short of it; and what findings say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.review.rules import RULES, learning, ranks, speed, straggler
+from finetune.review.run import Run
+from finetune.review.verdict import findings, verdict
+from tests.review.synthetic import losses, run
+
+
+def fired(one: Run, *others: Run) -> list[str]:
+    return sorted(found.rule for found in findings(one, others))
+
+
+def evaluation(*values: float) -> dict[str, tuple[list[int], list[float]]]:
+    return {"eval_loss": ([20 * (place + 1) for place in range(len(values))], list(values))}
+
+
+def changed(values: np.ndarray, at: dict[int, float]) -> np.ndarray:
+    found = values.copy()
+    for place, more in at.items():
+        found[place] += more
+    return found
+
+
+def rising(factor: float) -> np.ndarray:
+    """Falls to 1 in the first half, then rises to `factor`."""
+    down = losses(100, noise=0.01)
+    return np.concatenate([down, np.linspace(1.0, factor, 80), np.full(20, factor)])
+
+
+def linear(count: int = 200, noise: float = 0.01) -> np.ndarray:
+    return np.linspace(3, 1, count) + np.random.default_rng(2).normal(0, noise, count)
+
+
+CONSTANT_RATE = {"learning_rate": ([1, 200], [1e-3, 1e-3])}
+CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
+FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
+SLOW_STEP = {"data_wait": 0.1}
+HOST_BOUND = {rank: {"wait": 0.04} for rank in range(2)}
+IDLE = {rank: {"utilization": 0.7} for rank in range(2)}
+ROWS = {"rows_read": 1000, "rows_kept": 900}
+SEARCH = {"attempts": [{"per_device": 16, "tokens_per_second": 1000.0, "fits": True, "peak_bytes": 1}]}
+SLOW_TOKENS = {"tokens_per_gpu": ([50, 100, 200], [690.0] * 3)}
+
+FIRING: dict[str, list[Callable[[], Run]]] = {
+    "data-wait": [
+        lambda: run(phases={"data_wait": 0.112}),
+        lambda: run(world=1, phases={"data_wait": 0.5}),
+        lambda: run(world=8, phases={"data_wait": 0.3}, jitter=0.01),
+    ],
+    "straggler": [
+        lambda: run(slow={1: {"forward": 0.105}}),
+        lambda: run(slow={0: {"data_wait": 0.12}}),
+        lambda: run(world=8, slow={5: {"backward": 0.2}}, jitter=0.02),
+        lambda: run(world=4, slow={1: {"forward": 0.3}, 2: {"forward": 0.3}}),
+        lambda: run(gpu=False, slow={1: {"forward": 0.32}}),
+        lambda: run(world=4, slow={3: {"optimizer": 3.0}}),
+    ],
+    "communication": [
+        lambda: run(phases={"communication": 0.12}),
+        lambda: run(phases={"communication": 0.7}),
+        lambda: run(world=8, phases={"communication": 0.4}, jitter=0.02),
+        lambda: run(gpu=False, phases={"communication": 0.6}),
+    ],
+    "padding": [lambda: run(record={"padding_fraction": 0.201}), lambda: run(record={"padding_fraction": 0.7})],
+    "host-bound": [lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE), lambda: run(world=1, by_rank=HOST_BOUND, gpu_of=IDLE)],
+    "small-batch": [
+        lambda: run(by_rank={r: {"reserved_gib": 49.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
+                    series=SLOW_TOKENS)
+    ],
+    "memory-near-limit": [
+        lambda: run(by_rank={1: {"reserved_gib": 92.5}}),
+        lambda: run(by_rank={1: {"allocator_retries": 1}}),
+        lambda: run(record={"memory_fraction": 0.93}),
+    ],
+    "memory-uneven": [
+        lambda: run(by_rank={1: {"peak_gib": 42.1}}),
+        lambda: run(world=8, by_rank={6: {"peak_gib": 60.0}}),
+    ],
+    "throttling": [
+        lambda: run(gpu_of={1: {"throttled": 0.11, "reasons": ["power cap"]}}),
+        lambda: run(world=4, gpu_of={2: {"sm_clock_mhz": 1600.0}}),
+        lambda: run(world=1, gpu_of={0: {"throttled": 1.0, "reasons": ["thermal"]}}),
+    ],
+    "evaluation-share": [
+        lambda: run(record={"evaluation_seconds": 43.0}, series=evaluation(1.5, 1.4, 1.3)),
+        lambda: run(record={"training_seconds": None}, evaluation_seconds=2.6, series=evaluation(1.5, 1.4, 1.3)),
+    ],
+    "not-finite": [
+        lambda: run(loss=changed(losses(), {150: math.nan})),
+        lambda: run(loss=changed(losses(), {0: math.inf})),
+        lambda: run(series={"gradient_norm": ([5, 6], [0.5, math.inf])}),
+    ],
+    "diverging": [lambda: run(loss=rising(1.25)), lambda: run(loss=rising(9.0)),
+                  lambda: run(loss=np.concatenate([np.full(5, 2.0), np.linspace(2, 6, 35)]))],
+    "spikes": [
+        lambda: run(loss=changed(losses(), {90: 0.4, 140: 0.4})),
+        lambda: run(loss=changed(losses(), {place: 3.0 for place in range(40, 200, 10)})),
+    ],
+    "frozen": [
+        lambda: run(series={"gradient_norm": ([1, 2, 3], [0.0, 9e-9, 0.0])}),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200)),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.5, 40), series=evaluation(5.9, 5.9, 5.9)),
+    ],
+    "plateau": [lambda: run(loss=losses(end=2.0), series=CONSTANT_RATE)],
+    "too-slow": [lambda: run(loss=linear())],
+    "clipping": [
+        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]), series=CLIPPED),
+        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}),
+                    series=CLIPPED | {"gradient_norm": (list(range(1, 201)), [20.0] * 200)}),
+    ],
+    "overfitting": [lambda: run(series=evaluation(1.5, 1.0, 1.021, 1.03)), lambda: run(series=evaluation(1, 2, 3))],
+    "leak": [lambda: run(record={"ledger": {"eval": {"rows_read": 50, "leaked": {"rows": 1, "first": None}}}})],
+    "rows-lost": [
+        lambda: run(record={"ledger": {"train": ROWS | {"dropped": {"no_label": 51}}}}),
+        lambda: run(record={"ledger": {"train": ROWS | {"truncated": 101}}}),
+        lambda: run(record={"ledger": {"eval": ROWS | {"truncated": 900}}}),
+    ],
+}  # fmt: skip
+
+SILENT: dict[str, list[Callable[[], Run]]] = {
+    "data-wait": [lambda: run(phases={"data_wait": 0.105}), lambda: run(world=1, gpu=False)],
+    "straggler": [
+        lambda: run(slow={1: {"forward": 0.09}}),
+        lambda: run(gpu=False, slow={1: {"forward": 0.27}}),
+        lambda: run(world=8, jitter=0.2),
+        lambda: run(world=2, jitter=0.3),
+        lambda: run(world=1, slow={0: {"forward": 5.0}}),
+        lambda: run(gpu=False, slow={1: {"forward": 0.8}}, count=2),  # two records prove little
+    ],
+    "communication": [
+        lambda: run(phases={"communication": 0.1}),
+        lambda: run(world=1, phases={"communication": 0.9}),
+        lambda: run(slow={1: {"forward": 2.0}}),  # waiting for a straggler
+        lambda: run(gpu=False, phases={"communication": 0.3}),
+    ],
+    "padding": [lambda: run(record={"padding_fraction": 0.199}), lambda: run(record={"padding_fraction": None})],
+    "host-bound": [
+        lambda: run(by_rank={r: {"wait": 0.06} for r in (0, 1)}, gpu_of=IDLE),
+        lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": 0.82} for r in (0, 1)}),
+        lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE, phases={"data_wait": 0.4}),
+        lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE, phases={"communication": 0.4}),
+        lambda: run(by_rank=HOST_BOUND, gpu_of={r: {"utilization": None} for r in (0, 1)}),
+        lambda: run(gpu=False),
+    ],
+    "small-batch": [
+        lambda: run(by_rank={r: {"reserved_gib": 51.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
+                    series=SLOW_TOKENS),
+        lambda: run(by_rank={r: {"reserved_gib": 20.0} for r in (0, 1)}, series=SLOW_TOKENS),
+        lambda: run(by_rank={r: {"reserved_gib": 20.0} for r in (0, 1)}, record={"micro_batch_search": SEARCH},
+                    series={"tokens_per_gpu": ([50, 100], [710.0] * 2)}),
+    ],
+    "memory-near-limit": [lambda: run(by_rank={1: {"reserved_gib": 91.0}})],
+    "memory-uneven": [
+        lambda: run(by_rank={1: {"peak_gib": 41.9}}),
+        lambda: run(gpu=False, by_rank={1: {"peak_gib": 80.0}}),
+        lambda: run(world=1),
+    ],
+    "throttling": [
+        lambda: run(gpu_of={1: {"throttled": 0.09}}),
+        lambda: run(gpu_of={1: {"sm_clock_mhz": 1640.0}}),
+        lambda: run(world=1, gpu_of={0: {"sm_clock_mhz": 500.0}}),
+        lambda: run(gpu=False),
+    ],
+    "evaluation-share": [
+        lambda: run(record={"evaluation_seconds": 39.0}, series=evaluation(1.5, 1.4, 1.3)),
+        lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5)),  # one evaluation cannot be rarer
+    ],
+    "not-finite": [lambda: run(loss=changed(losses(), {150: 1e30}))],
+    "diverging": [
+        lambda: run(loss=rising(1.18)),
+        lambda: run(loss=losses(end=0.01, noise=0.003)),  # a floor of nearly zero
+        lambda: run(loss=np.random.default_rng(4).normal(1, 0.3, 200).clip(0.1)),
+    ],
+    "spikes": [
+        lambda: run(loss=changed(losses(), {90: 0.6})),  # a single one
+        lambda: run(loss=changed(losses(), {90: 0.1, 140: 0.1})),
+        lambda: run(loss=losses(noise=0.2)),
+        lambda: run(loss=np.exp(-np.arange(200) / 20) * 6 + np.random.default_rng(5).exponential(0.02, 200)),
+    ],
+    "frozen": [
+        lambda: run(series={"gradient_norm": ([1, 2, 3], [0.0, 2e-8, 2e-8])}),
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.9, 200)),  # too noisy to tell
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 90)),  # too short
+        lambda: run(loss=np.random.default_rng(3).normal(6, 0.015, 200), series=evaluation(6.0, 5.99, 5.98)),
+    ],
+    "plateau": [
+        lambda: run(loss=losses(end=2.0)),  # the schedule has ended
+        lambda: run(loss=linear(), series=CONSTANT_RATE),
+        lambda: run(loss=losses(end=2.0, noise=1.5), series=CONSTANT_RATE),  # too noisy to tell
+    ],
+    "too-slow": [
+        lambda: run(),
+        lambda: run(loss=linear(), record={"status": "running"}),
+        lambda: run(loss=linear(40)),
+        lambda: run(loss=linear(), series=CLIPPED),
+    ],
+    "clipping": [
+        lambda: run(series=CLIPPED),  # without harm
+        lambda: run(loss=changed(losses(), {90: 0.5}), series=CLIPPED),  # a single spike
+        lambda: run(loss=changed(losses(), {90: 0.5, 140: 0.5}), series=CLIPPED),  # spikes, whose advice is better
+        lambda: run(loss=np.concatenate([losses(100, noise=0.01), np.linspace(1, 1.15, 100)]),
+                    series={"clipped": ([100, 200], [0.88, 0.88])}),
+    ],
+    "overfitting": [
+        lambda: run(series=evaluation(1.5, 1.0, 1.019, 1.019)),
+        lambda: run(series=evaluation(1.5, 1.0, 1.5, 1.01)),
+        lambda: run(series=evaluation(1.5, 1.0, 1.5)),
+        lambda: run(loss=rising(9.0), series=evaluation(1.5, 1.0, 1.5, 2.0)),
+    ],
+    "leak": [
+        lambda: run(record={"ledger": {"eval": {"rows_read": 50, "leaked": {"rows": 0, "first": None}}}}),
+        lambda: run(record={"ledger": {"eval": {"rows_read": 50}}}),
+    ],
+    "rows-lost": [
+        lambda: run(record={"ledger": {"train": ROWS | {"dropped": {"no_label": 30, "empty": 19}}}}),
+        lambda: run(record={"ledger": {"train": ROWS | {"truncated": 99}}}),
+    ],
+}  # fmt: skip
+
+
+def cases(table: dict[str, list[Callable[[], Run]]]) -> list[Any]:
+    return [
+        pytest.param(name, make, id=f"{name}-{place}") for name, of in table.items() for place, make in enumerate(of)
+    ]
+
+
+@pytest.mark.parametrize(("rule", "make"), cases(FIRING))
+def test_a_rule_fires_beyond_its_threshold_and_no_other_does(rule: str, make: Callable[[], Run]) -> None:
+    assert fired(make()) == [rule]
+
+
+@pytest.mark.parametrize(("rule", "make"), cases(SILENT))
+def test_a_rule_is_silent_below_its_threshold(rule: str, make: Callable[[], Run]) -> None:
+    assert rule not in fired(make())
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_healthy_runs_have_no_findings(world: int, gpu: bool) -> None:
+    assert fired(run(world=world, gpu=gpu, jitter=0.03)) == []
+
+
+def test_every_rule_is_tried_and_names_the_source_of_its_threshold() -> None:
+    assert FIRING.keys() == SILENT.keys()
+    assert RULES.keys() == FIRING.keys() | {"efficiency", "hang"}
+    for name, rule in RULES.items():
+        assert inspect.getdoc(rule), name
+
+
+def test_findings_state_numbers_advice_and_gain() -> None:
+    for makers in FIRING.values():
+        for make in makers:
+            for found in findings(make()):
+                for text in (found.evidence, found.gain, *found.figures):
+                    assert any(sign.isdigit() for sign in text), (found.rule, text)
+                assert found.advice and found.headline and len(found.figures) == 2
+                assert math.isfinite(found.lost)
+
+
+# --- what a finding says ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "more"),
+    [
+        ("its loader", {"slow": {1: {"data_wait": 0.3}}}),
+        ("its rows: 1.30 times the others' tokens",
+         {"slow": {1: {"forward": 0.3}}, "by_rank": {1: {"tokens": 13_000}}}),
+        ("its rows: 1.40 times the others' attention",
+         {"slow": {1: {"forward": 0.3}}, "by_rank": {1: {"squared_lengths": 1_400_000}}}),
+        ("its clocks: 1400 MHz, the others 1900 MHz",
+         {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1400}}}),
+        ("its clocks: throttled in 90 % of samples (thermal)",
+         {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"throttled": 0.9, "reasons": ["thermal"]}}}),
+        ("another process", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"other_processes": 1}}}),
+        ("its computation, mostly in its backward phase", {"slow": {1: {"backward": 0.3}}}),
+    ],
+)  # fmt: skip
+def test_a_straggler_is_named_with_its_cause(expected: str, more: dict[str, Any]) -> None:
+    found = straggler.check(run(**more))
+    assert found is not None
+    assert "rank 1 (host host0, GPU 1, NVIDIA H200)" in found.headline
+    assert expected in found.evidence
+    assert found.lost == pytest.approx(0.3 / 1.3, rel=0.02)
+    assert "1.3 s -> about 1 s" in found.gain
+
+
+def test_communication_says_when_one_gpu_is_cheaper() -> None:
+    texts = [ranks.communication(run(phases={"communication": seconds})) for seconds in (0.2, 0.5)]
+    assert ["One GPU is likely cheaper" in found.evidence for found in texts if found] == [False, True]
+
+
+def of_speed(name: str, world: int, rate: float) -> Run:
+    found = run(world=world, series={"rows_per_second": ([50, 100, 200], [rate] * 3)})
+    object.__setattr__(found, "name", name)
+    return found
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(139.0, ["efficiency"]), (141.0, []), (80.0, ["efficiency"])])
+def test_efficiency_is_judged_against_the_one_gpu_run(rate: float, expected: list[str]) -> None:
+    one, two = of_speed("one", 1, 100.0), of_speed("two", 2, rate)
+    assert fired(two, one) == expected
+    assert fired(two) == fired(one, two) == []
+
+
+def test_efficiency_ignores_another_model() -> None:
+    other = of_speed("one", 1, 100.0)
+    other.record["config"]["model"] = {"model_name_or_path": "another"}
+    assert fired(of_speed("two", 2, 90.0), other) == []
+
+
+def test_a_hang_report_is_a_finding_until_training_goes_on() -> None:
+    hang = {
+        "missing": [{"rank": 1, "step": 7, "phase": "data", "seconds": 140.0}],
+        "answered": [{"rank": 0}],
+        "step": 7,
+    }
+    found = run(record={"status": "failed"})
+    object.__setattr__(found, "hang", hang)
+    object.__setattr__(found, "hang_time", 50.0)
+    [only] = findings(found)
+    assert (only.rule, only.headline) == ("hang", "Rank 1 did not answer")
+    assert "step 7, in data for 140 s" in only.evidence
+    object.__setattr__(found, "record", found.record | {"status": "done"})
+    assert fired(Run(**{**vars_of(found), "hang": hang, "hang_time": 50.0})) == []
+
+
+def vars_of(one: Run) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+def test_the_verdict_is_one_sentence_with_two_numbers_and_a_confidence() -> None:
+    one = run(slow={1: {"forward": 0.5}})
+    sentence, confidence = verdict(one, findings(one))
+    assert sentence.startswith("rank 1 (host host0, GPU 1, NVIDIA H200) holds the others up: own work 1.48 s per step")
+    assert "33 % of each step lost" in sentence and confidence == "high"
+    healthy = run()
+    assert verdict(healthy, findings(healthy)) == (
+        "Nothing limits the run: exposed communication 2.0 %, data wait 1.0 %.",
+        "high",
+    )
+
+
+def test_what_spoils_the_result_comes_before_what_costs_time() -> None:
+    one = run(phases={"data_wait": 0.9}, loss=rising(5.0))
+    assert [found.rule for found in findings(one)] == ["diverging", "data-wait"]
+
+
+def test_shares_that_the_fixtures_calibrate_are_what_the_rules_compare() -> None:
+    assert straggler.value(run(slow={1: {"forward": 0.49}})) == pytest.approx(1.5)
+    assert speed.host_lead(run()) == pytest.approx(0.5)
+    assert learning.clipped_share(run(series=CLIPPED)) == 1.0
