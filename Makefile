@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NEWEST := .venv-newest
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
 .PHONY: help install demo quick test test-full test-newest check docs format notebooks
@@ -24,7 +25,7 @@ install: $(INSTALLED)
 # ask for CUDA libraries. Where even that fails, the transformers backend serves.
 # On a GPU host the versions that ran on GPUs go in; constraints-gpu.txt says why Unsloth comes without its dependencies.
 $(INSTALLED): pyproject.toml constraints.txt constraints-gpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 ifeq ($(GPU),)
@@ -53,16 +54,15 @@ test: $(INSTALLED)
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(ELSEWHERE)"
 
-# Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows.
-$(NEWEST)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(NEWEST)
+# Of the pinned versions only torch's stays; pip takes the newest of the rest that pyproject.toml allows, anew each time.
+test-newest:
+	@$(CHECK_PYTHON)
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install -q --upgrade pip
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt torch
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
-	@touch $@
-
-test-newest: $(NEWEST)/.installed
+	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
 
 check: $(INSTALLED)
