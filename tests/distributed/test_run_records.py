@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetune.runtime.tags import PHASES, tag
 from tests import launch
 
-
 pytestmark = pytest.mark.process
 
 
