@@ -14,7 +14,7 @@ from finetune.data import sources
 from finetune.engine import checkpoints, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
-from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
+from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher
 from finetune.runtime.command import console
 from finetune.runtime.hardware import when_full
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -56,7 +56,7 @@ def open_session(
     demo: ModuleType | None = None,
     hooks: Hooks = NO_HOOKS,
     without: Collection[str] = (),
-    on_failure: Callable[[str], None] | None = None,
+    on_failure: Callable[..., None] | None = None,
     before_loading: Callable[[Stack], None] | None = None,
 ) -> Job:
     """Start the backend, prepare the data, join the other ranks and load the model.
@@ -232,7 +232,8 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
         )
     interrupt.on_stuck(record.fail)
     try:
-        yield
+        with hang.reporting(record.path.parent / "hang"):
+            yield
     except BaseException as error:
         with interrupt.deferred():  # a signal meanwhile must not leave run.json at "running"
             record.fail(distributed.first_failure(describe(error)))

@@ -27,7 +27,7 @@ from finetune.data.plan import Plan, RankView
 from finetune.engine import checkpoints
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
-from finetune.runtime import distributed, files, interrupt, launcher
+from finetune.runtime import activity, distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
 
@@ -330,6 +330,7 @@ class SFTTrainer(trl.SFTTrainer):
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     @interrupt.busy()
+    @activity.during("evaluation")
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -349,6 +350,7 @@ class SFTTrainer(trl.SFTTrainer):
         order = layout.largest_first()[self.args.process_index :: self.args.world_size]
         losses = []
         for start in range(0, len(order), size):
+            activity.enter("evaluation")  # anew: a long evaluation is not a long phase as long as it gets on
             batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(self.model, self._prepare_inputs(batch), num_items_in_batch=one)
@@ -365,6 +367,7 @@ class SFTTrainer(trl.SFTTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @interrupt.busy()
+    @activity.during("saving")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write checkpoint-N under another name, and rename it when every rank's part is there and sealed."""
         output_dir = Path(self.args.output_dir)
