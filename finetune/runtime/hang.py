@@ -89,10 +89,14 @@ class Standing:
         return cls(**json.loads(text))
 
     def place(self) -> str:
-        """Such as "step 4, phase backward"."""
+        """Such as "step 4, phase backward", or "after step 4, phase saving"."""
         if self.phase in IN_STEP:
             return f"step {self.step}, phase {self.phase}"
         return f"{f'after step {self.step}' if self.step > 0 else 'before step 1'}, phase {self.phase}"
+
+    def at(self) -> str:
+        """The same with its preposition."""
+        return f"at {self.place()}" if self.phase in IN_STEP else self.place()
 
 
 def standing_of(rank: int, at: activity.Activity) -> Standing:
@@ -229,7 +233,7 @@ class Report:
         if not waiting:
             return who
         first = waiting[0]
-        return f"{who}; {_named(waiting)} waited {first.waited:.0f} s for it in {first.collective} of {first.place()}"
+        return f"{who}; {_named(waiting)} waited {first.waited:.0f} s for it in {first.collective} {first.at()}"
 
     def _of_a_collective_that_all_are_in(self) -> str:
         waiting = self.waiting
@@ -243,16 +247,17 @@ class Report:
         return f"the ranks wait for each other in different collectives: {where}"
 
     def _of_missing(self, rank: int) -> str:
+        verb = "keeps the others waiting" if self.working else "is missing"
         if rank not in self.silent:
             one = next(one for one in self.absent if one.rank == rank)
-            return f"rank {rank} is missing at {one.place()}, where it has been for {one.seconds:.0f} s"
+            return f"rank {rank} {verb} {one.at()}, where it has been for {one.seconds:.0f} s"
         last, waiting = self.silent[rank], self.waiting
         if last and not last.old:
             since = f"where it has been for {last.seconds:.0f} s"
-            return f"rank {rank} is missing at {last.place()}, {since}: it does not answer"
+            return f"rank {rank} {verb} {last.at()}, {since}: it does not answer"
         at = f" at step {self._step()}" if waiting and waiting[0].step > 0 else ""
         heard = f"last reported {last.place()}" if last else "never reported where it is"
-        return f"rank {rank} is missing{at}: it does not answer and {heard}"
+        return f"rank {rank} {verb}{at}: it does not answer and {heard}"
 
     def markdown(self) -> str:
         """report.md."""
@@ -406,7 +411,7 @@ class Watch:
         at, own = activity.current(), self.standing()
         if kind == TIMEOUT and own.collective:
             self._next_limit = own.waited + self.limit
-        if kind == SLOW and own.seconds >= SLOW_SECONDS / 2:
+        if own.seconds >= SLOW_SECONDS / 2:
             self._reported = at
         self._write_stacks(kind)
         self.store.set(f"{_ANSWER}/{self._number}/{self.rank}", own.to_json())
