@@ -196,7 +196,11 @@ class TrainingConfig:
     resume_with_changes: bool = _setting(
         False, "Resume with changed settings that affect the result (learning_rate, lora_alpha, ...): they take effect."
     )
-    ddp_timeout: int = _setting(1800, "Seconds a rank waits for the others before it fails.", AT_LEAST_1)
+    ddp_timeout: int = _setting(
+        600,
+        "Seconds a collective waits for a stuck rank before the run ends. Saving and loading may take longer.",
+        AT_LEAST_1,
+    )
     strategy: Literal["auto", "single", "ddp"] | None = _setting(
         None, "GPUs to use: auto = as many as are worth it, single = one, ddp = all, null = whatever was launched."
     )

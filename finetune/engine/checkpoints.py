@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
-from finetune.runtime import disk, distributed, files
+from finetune.runtime import activity, disk, distributed, files
 from finetune.runtime.files import remove, remove_atomically
 from finetune.runtime.files import staging as staging
 
@@ -237,8 +237,9 @@ def clear(output_dir: Path) -> None:
     """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
     for path in checkpoints(output_dir):
         remove_atomically(path)
-    if not (output_dir / "runs").is_symlink():
-        remove(output_dir / "runs")
+    for folder in ("runs", "hang"):
+        if not (output_dir / folder).is_symlink():
+            remove(output_dir / folder)
     shards = output_dir.glob("model-*-of-*.safetensors")
     for path in (*shards, *(output_dir / name for name in (FILE_NAME, "adapter_config.json", *FINAL_WEIGHTS))):
         remove(path)
@@ -293,8 +294,9 @@ def final_files(output_dir: Path) -> Iterator[Path]:
     remove(folder)
     folder.mkdir(parents=True)
     try:
-        yield folder
-        files.sync_tree(folder)
+        with activity.during("saving"):
+            yield folder
+            files.sync_tree(folder)
         written = sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.suffix == ".json")
         for path in written:
             os.replace(path, output_dir / path.name)

@@ -17,7 +17,7 @@ from finetune.data.prepare import Data, prepare
 from finetune.engine import invariants
 from finetune.engine.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, distributed, hardware
+from finetune.runtime import activity, bootstrap, distributed, hardware
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -83,14 +83,17 @@ def open_job(
     tokenizer = model.load_tokenizer(config)
     with bootstrap.quiet_ranks():
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
-    prepared = prepare(config, tokenizer, hooks)
+    with activity.during("preparing data"):
+        prepared = prepare(config, tokenizer, hooks)
     check_backend(stack)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
-    before_loading()
+    with activity.during("reading the checkpoint"):
+        before_loading()
     pack_length = config.data.row_length if config.data.packing else None
-    loaded = model.load(config, stack, row_length=config.data.row_length)
+    with activity.during("loading the model"):
+        loaded = model.load(config, stack, row_length=config.data.row_length)
     with bootstrap.quiet_ranks():
         loaded = hooks.replace("model", loaded, tokenizer)
     check_backend(stack)

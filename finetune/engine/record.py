@@ -40,8 +40,14 @@ class RunRecord:
             self.content.setdefault("warnings", []).append(warning)
             sys.stderr.write(f"warning: {warning}\n")
 
-    def fail(self, message: str) -> None:
-        """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own."""
+    def fail(self, message: str, *, in_place_of_main: bool = False) -> None:
+        """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own.
+
+        Args:
+            in_place_of_main: rank 0 does not answer, and this rank writes the file.
+        """
         if self.content:
             with contextlib.suppress(OSError):
                 self.update(status="failed", error=message)
+                if in_place_of_main:
+                    write_json(self.path, redact_tree(self.content))

@@ -13,7 +13,7 @@ from rich.text import Text
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.engine.model import generate
-from finetune.runtime import distributed
+from finetune.runtime import activity, distributed
 
 MOST_NEW_TOKENS = 256
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
@@ -45,6 +45,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     return found
 
 
+@activity.during("generating samples")
 def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     """Greedy answers, in order, on every rank; each rank generates its share."""
     me = distributed.ranks()

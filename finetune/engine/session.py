@@ -15,7 +15,7 @@ from finetune.engine import checkpoints, metrics, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact_tree
-from finetune.runtime import bootstrap, disk, distributed, interrupt, launcher
+from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher
 from finetune.runtime.command import console
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import out_of_memory_details
@@ -60,7 +60,7 @@ def open_session(
     demo: ModuleType | None = None,
     hooks: Hooks = NO_HOOKS,
     without: Collection[str] = (),
-    on_failure: Callable[[str], None] | None = None,
+    on_failure: Callable[..., None] | None = None,
     before_loading: Callable[[Stack], None] | None = None,
 ) -> Job:
     """Start the backend, prepare the data, join the other ranks and load the model.
@@ -285,7 +285,8 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
         )
     interrupt.on_stuck(record.fail)
     try:
-        yield
+        with hang.reporting(record.path.parent / "hang"):
+            yield
     except BaseException as error:
         with interrupt.deferred():  # a signal here must not leave the status at "running"
             record.fail(distributed.first_failure(describe(error)))

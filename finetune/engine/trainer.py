@@ -28,7 +28,7 @@ from finetune.data.plan import Plan, RankView
 from finetune.engine import checkpoints, token_statistics
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
-from finetune.runtime import distributed, files, interrupt, launcher
+from finetune.runtime import activity, distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
 
@@ -366,6 +366,7 @@ class SFTTrainer(trl.SFTTrainer):
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     @interrupt.busy()
+    @activity.during("evaluation")
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -385,6 +386,7 @@ class SFTTrainer(trl.SFTTrainer):
         order = layout.largest_first()[self.args.process_index :: self.args.world_size]
         losses, documents, tokens = [], [], []
         for start in range(0, len(order), size):
+            activity.enter("evaluation")  # anew: a long evaluation is not a long phase as long as it gets on
             batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
             inputs, self._eval_tokens = self._prepare_inputs(batch), None
             with self.compute_loss_context_manager():
@@ -418,6 +420,7 @@ class SFTTrainer(trl.SFTTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @interrupt.busy()
+    @activity.during("saving")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write checkpoint-N under a temporary name; rename it once all ranks' files and the manifest are there."""
         output_dir = Path(self.args.output_dir)

@@ -5,6 +5,7 @@ Importing this module does not import torch: the configuration is checked before
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime import interrupt, launcher
+from finetune.runtime import activity, hang, interrupt, launcher
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
 # A launcher ends all ranks as soon as one exits with an error, so a rank that reports nothing must not exit first.
@@ -123,10 +124,19 @@ def wants_cpu() -> bool:
 # --- the process group -----------------------------------------------------------------------------------------------
 
 _host_group: Any = None  # gloo: for objects and flags, so that neither touches the GPU
+_backstop_seconds = 0  # by which the timeout of the default process group exceeds the configured one
 
 
-def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] | None = None) -> None:
+def start(
+    *,
+    cpu: bool,
+    timeout_seconds: int,
+    timeout_setting: str | None = "training.ddp_timeout",
+    on_failure: Callable[..., None] | None = None,
+) -> None:
     """Create the process group with the configured timeout, before a library creates one with its default.
+
+    `timeout_setting` is the name of that timeout in messages, or None if the user cannot set it.
 
     `on_failure(message)` is called on this rank if another rank fails, just before this process exits.
 
@@ -140,7 +150,8 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
     import torch.distributed as dist
     from accelerate import PartialState
 
-    timeout = timedelta(seconds=timeout_seconds)
+    made_here = not dist.is_initialized()
+    timeout = timedelta(seconds=max(hang.START_SECONDS, timeout_seconds))
     state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
     if state.num_processes != me.world_size:
         raise UserError(
@@ -149,9 +160,36 @@ def start(*, cpu: bool, timeout_seconds: int, on_failure: Callable[[str], None] 
             "accelerate_configs/."
         )
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
-    here = gather_objects((socket.gethostname(), os.getpid()))
-    peers = {rank: pid for rank, (host, pid) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
-    threading.Thread(target=_watch_for_failures, args=(on_failure, peers), daemon=True).start()
+    here = gather_objects((socket.gethostname(), os.getpid(), activity.share()))
+    peers = {rank: pid for rank, (host, pid, _) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
+    _leave_timeouts_to_the_watch(timeout_seconds if made_here else None)
+    watch = hang.Watch(
+        rank=me.rank,
+        world_size=me.world_size,
+        store=_store(),
+        limit=timeout_seconds,
+        setting=timeout_setting,
+        store_rank=None if _launcher_hosts_store() else 0,
+        look=lambda rank: activity.of_process(peers[rank], here[rank][2]) if rank in peers else None,
+        fail=functools.partial(_end_hung, on_failure, _born(peers)),
+    )
+    hang.start(watch, _stop_watching)
+    threading.Thread(target=_watch_for_failures, args=(on_failure, peers, watch.round), daemon=True).start()
+
+
+def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
+    """Set torch's own timeouts, which end a run without naming a rank, later than those of `hang.Watch`.
+
+    Args:
+        seconds: of the default process group's collectives; None if it was created elsewhere and keeps its own.
+    """
+    global _backstop_seconds
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=hang.HOST_SECONDS), _host_group)
+    if seconds is not None:
+        _backstop_seconds = hang.BACKSTOP_SECONDS
+        _set_pg_timeout(timedelta(seconds=seconds + _backstop_seconds))
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
@@ -184,7 +222,7 @@ def group_timeout_seconds() -> float | None:
     from torch.distributed.distributed_c10d import _get_default_group
 
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    return _get_default_group()._get_backend(device).options._timeout.total_seconds()
+    return _get_default_group()._get_backend(device).options._timeout.total_seconds() - _backstop_seconds
 
 
 def finish() -> None:
@@ -207,7 +245,8 @@ def barrier() -> None:
     if _host_group is not None:
         import torch.distributed as dist
 
-        dist.barrier(group=_host_group)
+        with hang.waiting("barrier"):
+            dist.barrier(group=_host_group)
 
 
 def drain_nccl_work() -> None:
@@ -232,7 +271,8 @@ def gather_objects(value: Any) -> list[Any]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * ranks().world_size
-    dist.all_gather_object(values, value, group=_host_group)
+    with hang.waiting("all_gather_object"):
+        dist.all_gather_object(values, value, group=_host_group)
     return values
 
 
@@ -244,7 +284,8 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     import torch.distributed as dist
 
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, group=_host_group)
+    with hang.waiting("all_reduce"):
+        dist.all_reduce(tensor, group=_host_group)
     return tensor.tolist()
 
 
@@ -288,7 +329,8 @@ class DelayedFlag:
         if self._pending is None:
             return False
         work, tensor = self._pending
-        work.wait()
+        with hang.waiting("all_reduce of the stop flags"):
+            work.wait()
         self._pending = None
         return bool(tensor.item())
 
@@ -334,7 +376,9 @@ def first_failure(message: str) -> str:
     except Exception:  # the rank that hosts the store has ended: it failed first
         return "rank 0: it ended, and the process group's store with it"
     rank, first = json.loads(found)
-    return message if found == own else f"rank {rank}: {first}"
+    if rank == ranks().rank:  # this rank, or its watch, which has said that others are stuck
+        return first
+    return f"rank {rank}: {first}"
 
 
 def _store() -> Any:
@@ -343,16 +387,20 @@ def _store() -> Any:
     return _get_default_store()
 
 
-def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping[int, int]) -> None:
+def _watch_for_failures(
+    on_failure: Callable[..., None] | None, peers: Mapping[int, int], each_second: Callable[[], None]
+) -> None:
     """End this process soon after another rank has failed, even if the main thread is blocked in a collective.
 
     Args:
         on_failure: called with a message just before this process exits.
-        peers: process ids of the other ranks on this machine, by rank.
+        peers: process ids of the other ranks of this machine, by rank.
+        each_second: called before each look.
     """
     store = _store()
     while not _stop_watching.wait(FAILURE_POLL_SECONDS):
         try:
+            each_second()
             if not store.check([_FAILURE]):
                 continue
             rank, message = json.loads(store.get(_FAILURE))
@@ -372,6 +420,53 @@ def _watch_for_failures(on_failure: Callable[[str], None] | None, peers: Mapping
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
+
+
+def _born(peers: Mapping[int, int]) -> dict[int, tuple[int, float]]:
+    """Process id and time of creation, which together mean one process for good, of each rank on this machine."""
+    import psutil
+
+    found = {}
+    for rank, pid in peers.items():
+        with contextlib.suppress(psutil.Error):
+            found[rank] = (pid, psutil.Process(pid).create_time())
+    return found
+
+
+def _end_hung(
+    on_failure: Callable[..., None] | None,
+    peers: Mapping[int, tuple[int, float]],
+    message: str,
+    silent: Sequence[int],
+    store_answers: bool,
+) -> None:
+    """Report that ranks are missing and end this process, from any thread. Returns if another rank has failed first.
+
+    Of the missing ranks, those of this machine that cannot even answer are ended before this one: a launcher would
+    wait 30 s for each of them, and its own report names the rank that ended first.
+
+    Args:
+        on_failure: called with `message`, and with `in_place_of_main=True` if rank 0 cannot write its record.
+        peers: process ids and times of creation of the other ranks on this machine, by rank.
+        silent: the ranks that do not answer.
+        store_answers: whether the other ranks can be reached.
+    """
+    import psutil
+
+    own = json.dumps([ranks().rank, message])
+    if store_answers and _store().compare_set(_FAILURE, "", own).decode() != own:
+        return
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: [rank {ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+    if on_failure is not None:
+        on_failure(message, in_place_of_main=0 in silent)
+    for pid, born in (peers[rank] for rank in silent if rank in peers):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == born:
+                process.kill()
+    threading.Event().wait(3 * FAILURE_POLL_SECONDS)  # the others have noticed by then: they end first
+    os._exit(1)
 
 
 def _wait_for_lost_peer(peers: Mapping[int, int]) -> int:
