@@ -23,6 +23,7 @@ RISE_OF_FALL = 0.02  # of the fall from the first losses to the least: a floor o
 SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
 SPIKE_TAIL = 3.0  # plus ln(n): the noise of small batches has an exponential tail, in which n losses reach ln(n)
 SPIKE_HEIGHT = 0.10  # of the trend
+SPIKE_OF_SLOPE = 0.75  # of what the trend changes by in the neighborhood: a loss that falls steeply is unsteady
 SPIKE_OF_FALL = 0.02
 SPIKES = 2
 FROZEN_NORM = 1e-8
@@ -149,7 +150,8 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     values = series.values
     if len(values) < FEWEST:
         return [], 0.0
-    trend = curve.running_median(values, min(10, len(values) // 6))
+    half = min(10, len(values) // 6)
+    trend = curve.running_median(values, half)
     residuals = values - trend
     distances = np.abs(residuals)
     local = np.maximum(curve.running_median(distances, 25), float(np.median(distances)) / 2)
@@ -157,6 +159,8 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         scores = np.where(local > 0, 0.6745 * residuals / local, np.where(residuals > 0, np.inf, 0.0))
     floor = np.maximum(SPIKE_HEIGHT * np.abs(trend), SPIKE_OF_FALL * fall)
+    padded = np.pad(trend, half, mode="edge")
+    floor = np.maximum(floor, SPIKE_OF_SLOPE * np.abs(padded[2 * half :] - padded[: len(trend)]))
     floor = np.maximum(floor, (SPIKE_TAIL + math.log(len(values))) * curve.usual_height(residuals, 0.8))
     high = (scores > SPIKE_Z) & (residuals > floor)
     return [int(step) for step in series.steps[high]], float(scores[high].max()) if high.any() else 0.0
