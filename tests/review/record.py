@@ -27,7 +27,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 SCRIPT = launch.SPIES / "review_fault.py"
 MOST_BYTES = 200_000
 MODELS: dict[str, dict[str, int]] = {"small": {"hidden": 192, "layers": 4}, "wide": {"hidden": 512, "layers": 1}}
-FULL = ("--model.full_finetuning", "true", "--training.optim", "adamw_torch")
+FULL = {"model.full_finetuning": "true", "training.optim": "adamw_torch"}
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Fixture:
 
     Attributes:
         rule: the rule that is to fire, and no other; None for a healthy run.
-        arguments: of finetune.train, over those of every run.
+        settings: over those of every run.
         rows: writes train.jsonl and, if the run evaluates, eval.jsonl.
         fault: what tests/spies/review_fault.py plants, by environment variables.
         code: exit code of the run.
     """
 
     rule: str | None
-    arguments: Sequence[str] = ()
+    settings: dict[str, str] = field(default_factory=dict)
     ranks: int = 2
     rows: Callable[[Path], None] | None = None
     fault: dict[str, str] = field(default_factory=dict)
@@ -134,7 +134,8 @@ EVERY_RUN = {
     "logging.logging_steps": "5",
     "logging.generate_samples": "0",
 }
-EVALUATED = ("--data.eval_file", "eval.jsonl", "--training.eval_steps", "40")
+EVALUATED = {"data.eval_file": "eval.jsonl", "training.eval_steps": "40"}
+SINGLE_ROWS = {"training.global_batch_size": "2", "training.per_device_train_batch_size": "1"}
 
 
 def of_rank(kind: str, rank: int, seconds: float) -> dict[str, str]:
@@ -143,56 +144,64 @@ def of_rank(kind: str, rank: int, seconds: float) -> dict[str, str]:
 
 
 RUNS: dict[str, Fixture] = {
-    "healthy-lora": Fixture(None, rows=ragged, arguments=EVALUATED),
+    "healthy-lora": Fixture(
+        None,
+        rows=ragged,
+        settings=EVALUATED
+        | {"training.max_steps": "60", "training.eval_steps": "30", "training.global_batch_size": "48"},
+    ),
     "healthy-packed": Fixture(
-        None, rows=training_only, arguments=("--data.packing", "true", "--data.pack_length", "512",
-        "--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1"),
+        None,
+        rows=training_only,
+        settings={"data.packing": "true", "data.pack_length": "512"}
+        | {"training.global_batch_size": "4", "training.per_device_train_batch_size": "1"},
     ),
-    "healthy-one-rank": Fixture(None, ranks=1, rows=ragged, arguments=(*FULL, *EVALUATED, "--training.learning_rate", "1e-3")),
+    "healthy-one-rank": Fixture(
+        None, ranks=1, rows=ragged, settings=FULL | EVALUATED | {"training.learning_rate": "1e-3"}
+    ),
     "slow-loader": Fixture("data-wait", rows=training_only, fault={"FAULT": "slow loader", "FAULT_SECONDS": "0.15"}),
-    "slow-rank-compute": Fixture("straggler", rows=ragged, arguments=EVALUATED, fault=of_rank("slow compute", 1, 0.15)),
+    "slow-rank-compute": Fixture("straggler", rows=ragged, settings=EVALUATED, fault=of_rank("slow compute", 1, 0.15)),
     "slow-rank-loader": Fixture("straggler", rows=training_only, fault=of_rank("slow loader", 0, 0.15)),
-    "padding": Fixture(
-        "padding", rows=very_ragged, arguments=("--training.per_device_train_batch_size", "8"),
-    ),
+    "padding": Fixture("padding", rows=very_ragged, settings={"training.per_device_train_batch_size": "8"}),
     "communication": Fixture(
-        "communication", rows=short, model="wide", arguments=(*FULL, "--training.global_batch_size", "2",
-        "--training.per_device_train_batch_size", "1", "--training.optim", "sgd"),
+        "communication", rows=short, model="wide", settings=FULL | SINGLE_ROWS | {"training.optim": "sgd"}
     ),
     "evaluation-too-often": Fixture(
-        "evaluation-share", rows=much_held_out, arguments=("--data.eval_file", "eval.jsonl", "--training.eval_steps", "4")
+        "evaluation-share", rows=much_held_out, settings=EVALUATED | {"training.eval_steps": "4"}
     ),
     "diverging": Fixture(
-        "diverging", rows=training_only, arguments=(*FULL, "--training.learning_rate", "1",
-        "--training.max_steps", "60", "--training.warmup_steps", "60", "--training.lr_scheduler_type", "constant_with_warmup"),
+        "diverging",
+        rows=training_only,
+        settings=FULL
+        | {"training.learning_rate": "1", "training.max_steps": "60", "training.warmup_steps": "60"}
+        | {"training.lr_scheduler_type": "constant_with_warmup"},
     ),
     "nan": Fixture("not-finite", rows=training_only, fault={"FAULT": "not finite", "FAULT_STEPS": "47"}, code=1),
     "spikes": Fixture("spikes", rows=training_only, fault={"FAULT": "spikes", "FAULT_STEPS": "43,58,66"}),
     "frozen": Fixture("frozen", rows=training_only, fault={"FAULT": "frozen"}),
-    "leak": Fixture("leak", rows=leaked, arguments=EVALUATED),
+    "leak": Fixture("leak", rows=leaked, settings=EVALUATED),
     "rows-lost": Fixture("rows-lost", rows=without_answers),
-    "overfitting": Fixture("overfitting", rows=few_rows, arguments=(*FULL, "--data.eval_file", "eval.jsonl", "--training.eval_steps", "10",
-        "--training.global_batch_size", "8")),
-}  # fmt: skip
+    "overfitting": Fixture(
+        "overfitting",
+        rows=few_rows,
+        settings=FULL | EVALUATED | {"training.eval_steps": "10", "training.global_batch_size": "8"},
+    ),
+}
 
 
-def record(name: str, out: Path) -> Path:
-    """Make a run and keep what `review` reads of it in `out`."""
+def record(name: str, out: Path, **settings: str) -> Path:
+    """Make a run and keep what `review` reads of it in `out`. `settings` are over the fixture's."""
     fixture = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="review-") as scratch:
         folder = Path(scratch)
         tiny.make_model(folder / "model", **MODELS[fixture.model])
         assert fixture.rows is not None
         fixture.rows(folder)
-        settings = [word for key, value in EVERY_RUN.items() for word in (f"--{key}", value)]
-        for key, value in zip(fixture.arguments[::2], fixture.arguments[1::2], strict=True):
-            if key[2:] in EVERY_RUN:
-                settings[settings.index(key) + 1] = value
-            else:
-                settings += [key, value]
+        given = EVERY_RUN | fixture.settings | settings
         how = f"{fixture.ranks} rank{'s' if fixture.ranks > 1 else ''}"
         fault = {"FAULT": "none"} | fixture.fault
-        done = launch.run(how, settings, cache=folder, script=SCRIPT, **fault)
+        arguments = [word for key, value in given.items() for word in (f"--{key}", value)]
+        done = launch.run(how, arguments, cache=folder, script=SCRIPT, **fault)
         assert done.returncode == fixture.code, done.stdout[-4000:]
         keep(folder / "out", out, folder)
     return out

@@ -288,11 +288,9 @@ def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     unfinished = run.status not in ("done", "not recorded")
     if unfinished or len(values) < SLOW_STEPS or clipped is None or clipped >= SLOW_CLIPPED:
         return None
-    # Inside the last tenth, from its halves: most schedules end with a steep fall just before it.
-    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
-    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
+    share, fall, whole = late_fall(values)
     error = 2 * curve.error_of_difference(values, 0.05)
-    if fall <= 3 * error or whole <= 4 * error or fall <= SLOW_FALL * whole or _other_course(run):
+    if fall <= 3 * error or whole <= 4 * error or share <= SLOW_FALL or _other_course(run):
         return None
     rate = run.number("config.training.learning_rate")
     faster = f"training.learning_rate: {2 * rate:.2g}" if rate else "a higher learning rate"
@@ -301,13 +299,23 @@ def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         level="note",
         headline="The run ended while its loss still fell",
         figures=(f"fell by {number(fall)} in the last tenth", f"by {number(whole)} in all"),
-        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(fall / whole)} of its "
+        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(share)} of its "
         f"whole fall (threshold {percent(SLOW_FALL)}); {percent(clipped)} of the steps were clipped.",
         advice=f"{faster}, or more steps: training.resume_from_checkpoint: true with a larger training.max_steps",
         gain=f"about {number(fall)} nats per further tenth of the run",
         confidence="medium",
         charts=("loss", "learning_rate", "clipped"),
     )
+
+
+def late_fall(values: np.ndarray) -> tuple[float, float, float]:
+    """By how much the loss falls in the last tenth: as a share of its whole fall, in nats, and the whole fall.
+
+    Measured inside the last tenth, from its halves: most schedules end with a steep fall just before it.
+    """
+    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
+    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
+    return (fall / whole if whole > 0 else 0.0), fall, whole
 
 
 def clipped_share(run: Run) -> float | None:
@@ -354,14 +362,12 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """At the last two evaluations the loss is at least 1.02 times its minimum, while the training loss falls.
     Calibrated."""
+    found = overfit(run)
+    if found is None or found < OVERFIT - 1:
+        return None
     series = evaluations(run).finite()
-    if len(series) <= OVERFIT_LAST:
-        return None
     place = int(series.values.argmin())
-    least, last = float(series.values[place]), series.values[-OVERFIT_LAST:]
-    if place >= len(series) - OVERFIT_LAST or least <= 0 or float(last.min()) < OVERFIT * least:
-        return None
-    best = int(series.steps[place])
+    least, best = float(series.values[place]), int(series.steps[place])
     training = losses(run)
     then, now = _loss_around(training, best), _loss_around(training, int(training.steps[-1]) if len(training) else 0)
     if then is None or now is None or now >= then:
@@ -382,6 +388,14 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         confidence="high" if end >= 1.05 * least else "medium",
         charts=("eval_loss", "loss"),
     )
+
+
+def overfit(run: Run) -> float | None:
+    """How far the last evaluations all are above the least one before them, as a share of it."""
+    values = evaluations(run).finite().values
+    if len(values) <= OVERFIT_LAST or float(values.min()) <= 0:
+        return None
+    return max(float(values[-OVERFIT_LAST:].min()) / float(values[:-OVERFIT_LAST].min()) - 1, 0.0)
 
 
 def _loss_around(series: Series, step: int) -> float | None:

@@ -11,7 +11,7 @@ from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
 
 COMMUNICATION = 0.10  # of the step, exposed
-ALONE = 0.04  # of the step, on the rank that waits for no other; calibrated
+ALONE = 0.05  # of the step, on the rank that waits for no other; calibrated
 CHEAPER = 0.30  # above it a second GPU costs more than it brings
 EFFICIENCY = 0.70  # of N times one GPU
 UNEVEN = 0.05
@@ -23,7 +23,7 @@ CLOCK = 0.85  # of the others' median clock
 def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Exposed communication is at least 10 % of the step without a straggler. From 30 % on one GPU is likely cheaper:
     the published dual-GPU study asks for an efficiency of 70 % to justify a second GPU. Ranks that are late by turns,
-    as on a busy machine, wait for each other as well: at least 4 % (calibrated) must remain on the last one."""
+    as on a busy machine, wait for each other as well: at least 5 % (calibrated) must remain on the last one."""
     share, least, step = timing.exposed_communication(run), timing.least_communication(run), run.step_seconds
     if share is None or not step or share < COMMUNICATION or straggler.slowest(run) is not None:
         return None
@@ -111,15 +111,11 @@ def _gpu_hours(run: Run) -> float | None:
 def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Peak memory of the ranks differs by more than 5 %. House rule: the plan levels ranks within 2 %. GPUs alone: the
     memory of a CPU process is mostly libraries."""
-    if run.ranks is None or not run.on_gpus or run.ranks.world_size < 2:
+    found = _peaks(run)
+    if found is None or run.ranks is None:
         return None
-    peaks = run.ranks.column("peak_gib")
-    if not np.isfinite(peaks).any(axis=0).all():
-        return None
-    most = np.nanmax(peaks, axis=0)
-    rank = int(most.argmax())
-    usual = float(np.median(np.delete(most, rank)))
-    excess = float(most[rank]) - usual
+    rank, most, usual = found
+    excess = most - usual
     if usual <= 0 or excess / usual <= UNEVEN or excess < UNEVEN_GIB:
         return None
     about = run.ranks.about[rank]
@@ -132,15 +128,33 @@ def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="memory-uneven",
         level="note",
         headline=f"{run.ranks.names(rank)} needs more memory than the others",
-        figures=(f"{most[rank]:.2f} GiB", f"{usual:.2f} GiB on the others"),
+        figures=(f"{most:.2f} GiB", f"{usual:.2f} GiB on the others"),
         evidence=f"Peak memory of {run.ranks.names(rank)} is {percent(excess / usual)} above the others' "
         f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}",
         advice=f"nvidia-smi{where}   # on host {about['host'] or 'of that rank'}: who else is on this GPU? "
         "data.packing: true levels the rows",
         gain=f"up to {excess:.2f} GiB per GPU for a larger micro-batch",
-        confidence=confidence(excess / usual, UNEVEN, len(peaks)),
+        confidence=confidence(excess / usual, UNEVEN, len(run.ranks.steps)),
         charts=("peak_of_rank",),
     )
+
+
+def unevenness(run: Run) -> float | None:
+    """Peak memory of the fullest rank above the median of the others, as a share of it; GPUs alone."""
+    found = _peaks(run)
+    return found[1] / found[2] - 1 if found is not None and found[2] > 0 else None
+
+
+def _peaks(run: Run) -> tuple[int, float, float] | None:
+    """Column of the rank with the highest peak, that peak, and the median of the others' peaks in GiB."""
+    if run.ranks is None or not run.on_gpus or run.ranks.world_size < 2:
+        return None
+    peaks = run.ranks.column("peak_gib")
+    if not np.isfinite(peaks).any(axis=0).all():
+        return None
+    most = np.nanmax(peaks, axis=0)
+    rank = int(most.argmax())
+    return rank, float(most[rank]), float(np.median(np.delete(most, rank)))
 
 
 def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
