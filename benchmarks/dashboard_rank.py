@@ -40,7 +40,6 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     from finetune.runtime import distributed, gpu_sampler
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
-    timer = logger.monitor._timer
     every = trainer.args.logging_steps
 
     class Alternate(TrainerCallback):
@@ -64,6 +63,7 @@ def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
             self.seconds[self.on].append((time.perf_counter() - self.began) / (WINDOW - 4))
             self.on = not self.on
             state.logging_steps = every if self.on else 10**9
+            timer = logger.monitor._timer
             timer.on = self.on
             if hasattr(trainer.model_wrapped, "_set_ddp_runtime_logging_sample_rate"):
                 trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(every if self.on else 10**9)

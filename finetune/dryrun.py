@@ -99,19 +99,18 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     trainer, logger = trial.trainer, trial.logger
     full = None
     try:
-        trial.memory.reset()
-        with session.out_of_memory(trial.job):
-            trainer.train()
-        measured, results = trial.measure(process_start()), logger.results()
-        with session.out_of_memory(trial.job):
-            if trial.job.data.eval:
-                trainer.evaluate()
+        with logger:
+            trial.memory.reset()
+            with session.out_of_memory(trial.job):
+                trainer.train()
+            measured, results = trial.measure(process_start()), logger.results()
+            with session.out_of_memory(trial.job):
+                if trial.job.data.eval:
+                    trainer.evaluate()
     except RunError as error:
         if not is_out_of_memory(error):
             raise
         full = str(error)  # not the error itself: its frames keep the memory allocated
-    finally:
-        logger.close()
     if full is not None:
         if not holds_its_state(trial.trainer):
             reason = (

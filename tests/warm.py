@@ -45,7 +45,10 @@ class Server:
         said = self._process.stdout
         assert said is not None
         lines = iter(said.readline, "")  # libraries may speak first
-        assert any(line == "ready\n" for line in lines), (folder / "log").read_text()[-4000:]
+        if not any(line == "ready\n" for line in lines):
+            log = (folder / "log").read_text()[-4000:]
+            self.close()  # what is left open is an error in some later test
+            raise AssertionError(log)
 
     def run(
         self,
@@ -169,4 +172,4 @@ def parse(command: Sequence[str]) -> tuple[int, list[str]]:
 def _socket_for(argv: Sequence[str]) -> Path:
     if SOCKET in os.environ:
         return Path(os.environ[SOCKET])
-    return server("unsloth" if argv[1] == "finetune.bench.step_rank" else "transformers").socket
+    return server(kind_of(argv) if argv[1] == "finetune.bench.step_rank" else "transformers").socket

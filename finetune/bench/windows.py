@@ -13,6 +13,10 @@ from finetune.runtime import communication, hardware
 PROFILED = 3  # steps traced by torch's profiler on a GPU
 
 
+class WindowTimer(PhaseTimer):
+    """A timer beside the run's own; transformers warns of two callbacks of one class."""
+
+
 class Windows(TrainerCallback):
     """Times the steps of a trainer in `runs` windows of `steps`, each after `warm_up` steps. With several ranks, one
     more window of `steps` follows in which DDP reports the communication of every step.
@@ -26,7 +30,7 @@ class Windows(TrainerCallback):
         self.communication: list[tuple[float, float]] = []  # per step of the last window: exposed and hidden seconds
         self.states: list[Any] = []  # of this rank's GPU, at the start and at the end
         self.profile: dict[str, float] | None = None
-        self._timer = PhaseTimer(trainer, rank.device_type(), on=False)  # before this callback: it closes the step
+        self._timer = WindowTimer(trainer, rank.device_type(), on=False)  # before this callback: it closes the step
         self._profiler: Any = None
         trainer.add_callback(self)
 

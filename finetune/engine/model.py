@@ -382,7 +382,7 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
         raise UserError(
             f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
             f"Check the spelling, download it first with `hf download {name}`, or give a folder. "
-            f"(The library's error: {text.splitlines()[0][:200]})"
+            f"(The library reports: {text.splitlines()[0][:200]})"
         ) from error
 
 

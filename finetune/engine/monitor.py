@@ -80,8 +80,25 @@ class Monitor:
         self._last_totals: dict[int, float] = {}
         self._exposed: float | None = 0.0 if distributed.ranks().world_size == 1 else None
         self.exposed: list[float] = []  # seconds of each step that DDP measured
+        self._kept: list[dict[str, list[float]]] | None = None
         self._sampler: Any = None
         _note_norms(trainer.accelerator, self._norms)
+
+    def keep_steps(self) -> None:
+        """Keep the phases of every step, for `steps`."""
+        self._kept = []
+
+    @property
+    def steps(self) -> list[dict[str, list[float]]]:
+        """Seconds by phase of every step so far (see `phases.split`). Synchronizes with the device.
+
+        Raises:
+            ValueError: `keep_steps` was not called.
+        """
+        if self._kept is None:
+            raise ValueError("steps are kept after keep_steps() only")
+        self._kept += self._timer.take()
+        return self._kept
 
     def start(self, logging_steps: int) -> None:
         """Training begins: have DDP measure its communication in one step of each record."""
@@ -129,6 +146,8 @@ class Monitor:
         began = time.perf_counter()
         steps = self._timer.take()
         waited = time.perf_counter() - began if self._device == "cuda" else 0.0
+        if self._kept is not None:
+            self._kept += steps
         losses = self._trainer.take_step_losses()
         first = self._steps - len(steps) + 1
         if first == 1:

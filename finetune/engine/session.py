@@ -176,9 +176,9 @@ def build_trainer(
         eval_layout=job.eval_layout,
         callbacks=[logger, stop, callbacks.FirstGradients(), *profile, *dump],
     )
-    logger.attach(trainer)
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
+    logger.attach(trainer)  # after the hook: what that replaces is timed as well
     complete_early_stopping(trainer)
     return Build(trainer=trainer, logger=logger, stop=stop)
 

@@ -21,7 +21,6 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine import memory as process_memory
 from finetune.engine.job import Job
-from finetune.engine.phases import PhaseTimer
 from finetune.engine.session import build_trainer
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
@@ -292,7 +291,6 @@ class Trial:
     job: Job
     trainer: Any
     logger: Any
-    timer: PhaseTimer
     memory: Memory
     tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
 
@@ -300,7 +298,7 @@ class Trial:
     def steps(self) -> list[dict[str, list[float]]]:
         """Seconds of each step by phase, per micro-batch for forward and backward; for use after the training.
         Synchronizes with the device."""
-        return self.timer.stop()
+        return self.logger.monitor.steps
 
     def measure(self, started: float) -> Measurement:
         """Summarize the completed steps as a measurement of the job.
@@ -409,7 +407,7 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     trial = TrialJob(**fields)
     built = build_trainer(trial, folder)
     trainer = built.trainer
-    timer = PhaseTimer(trainer, job.stack.device)
+    built.logger.monitor.keep_steps()
     trainer.add_callback(TimeBudget(at_least=WORST_STEPS + ENOUGH))
     # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
@@ -417,7 +415,6 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         job=job,
         trainer=trainer,
         logger=built.logger,
-        timer=timer,
         memory=memory or memory_of(job.stack.device),
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

@@ -10,16 +10,18 @@ from statistics import fmean
 from typing import Any
 
 INTERVAL_SECONDS = 5.0
-# Bits of nvmlDeviceGetCurrentClocksEventReasons (NVML API reference, "NvmlClocksEventReasons") that slow a GPU down
-# under load; idle and application clocks are not among them.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (NVML API reference, "NvmlClocksEventReasons"). Idle and application
+# clocks are left out.
+POWER_CAP = 0x04
 THROTTLE_REASONS = {
-    0x04: "power cap",
+    POWER_CAP: "power cap",
     0x08: "hardware slowdown",
     0x20: "thermal limit (software)",
     0x40: "thermal limit (hardware)",
     0x80: "power brake (hardware)",
 }
-FIELDS = ("utilization", "sm_clock_mhz", "power_w", "temperature_c", "throttled", "samples", "reasons")
+_MEANS = ("utilization", "sm_clock_mhz", "power_w", "temperature_c", "other_processes")
+FIELDS = (*_MEANS, "throttled", "samples", "reasons")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class Sample:
     sm_clock_mhz: float
     power_w: float
     temperature_c: float
+    other_processes: float  # that compute on it, beside this project's rank
     reasons: int  # bits of THROTTLE_REASONS
 
 
@@ -72,14 +75,18 @@ class GpuSampler:
 
 
 def summary(samples: Sequence[Sample]) -> list[float]:
-    """Means of samples by FIELDS."""
+    """Means of samples by FIELDS.
+
+    The power cap does not count as throttled: it governs the clock of any GPU under full load. Healthy H200s report it
+    in all samples, at 1,770 to 1,950 of 1,980 MHz (benchmarks/results, 2026-11-23, dashboard).
+    """
     if not samples:
         return []
-    columns = [fmean(asdict(one)[name] for one in samples) for name in FIELDS[:4]]
+    columns = [fmean(asdict(one)[name] for one in samples) for name in _MEANS]
     reasons = 0
     for one in samples:
         reasons |= one.reasons
-    return [*columns, fmean(bool(one.reasons) for one in samples), len(samples), reasons]
+    return [*columns, fmean(bool(one.reasons & ~POWER_CAP) for one in samples), len(samples), reasons]
 
 
 def reason_names(bits: int) -> list[str]:
@@ -114,11 +121,18 @@ def _read_nvml(handle: Any) -> Sample:
         except pynvml.NVMLError:
             return float("nan")
 
+    def others() -> float:
+        try:
+            return float(max(len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1, 0))
+        except pynvml.NVMLError:
+            return float("nan")
+
     reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
     return Sample(
         utilization=rates.gpu / 100,
         sm_clock_mhz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
         power_w=ask(pynvml.nvmlDeviceGetPowerUsage) / 1e3,
         temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        other_processes=others(),
         reasons=int(reasons) & sum(THROTTLE_REASONS) if reasons == reasons else 0,
     )

@@ -279,7 +279,8 @@ METRICS = (
         name="gpu_throttled",
         tag="7 gpu/throttled, GPU {n} [0-1]",
         unit="0-1",
-        meaning="Share of the samples in which NVML names a reason that lowers the clock: power, heat or the board.",
+        meaning="Share of the samples in which NVML reports that heat or the board lowers the clock. The power cap does "
+        "not count: it governs any GPU under full load.",
     ),
     Metric(
         name="document_length",

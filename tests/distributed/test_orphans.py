@@ -145,8 +145,8 @@ from finetune.engine import session
 build = session.build_trainer
 
 
-def build_stuck(*arguments):
-    built = build(*arguments)
+def build_stuck(*arguments, **named):
+    built = build(*arguments, **named)
     trainer = built.trainer
     trained, saved = trainer.training_step, trainer.save_model
 
@@ -213,8 +213,8 @@ from finetune.engine import session
 build = session.build_trainer
 
 
-def build_faulty(*arguments):
-    built = build(*arguments)
+def build_faulty(*arguments, **named):
+    built = build(*arguments, **named)
     trainer = built.trainer
     healthy = type(trainer).training_step
 

@@ -51,8 +51,8 @@ class Watch(TrainerCallback):
                 Path(os.environ["WAITS"]).write_text("\\n".join(one for one in waits if "synchronizing" in one))
 
 
-def build_watched(*arguments):
-    built = build(*arguments)
+def build_watched(*arguments, **named):
+    built = build(*arguments, **named)
     trainer = built.trainer
     trainer.add_callback(Watch())
     return built

@@ -149,7 +149,7 @@ def test_ddp_is_read_when_it_has_measured(two_ranks: None, monkeypatch: pytest.M
 
 def test_one_gpu_reports_for_all_of_its_machine() -> None:
     width = len(gpu_sampler.FIELDS)
-    sample = [0.5, 1500.0, 400.0, 60.0, 0.25, 4.0, float(0x04 | 0x40)]
+    sample = [0.5, 1500.0, 400.0, 60.0, 0.0, 0.25, 4.0, float(0x04 | 0x40)]
     unknown = [math.nan] * width
     blocks = [[*sample, *unknown], [*unknown, *unknown], [*unknown, *sample], [*unknown, *unknown]]
     found = monitor._gpus(blocks)
@@ -158,14 +158,19 @@ def test_one_gpu_reports_for_all_of_its_machine() -> None:
 
 
 def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([(1.0, 0), (0.0, 0x20), None, (0.5, 0x20)])
+    looks = iter([(1.0, 0x04), (0.0, 0x24), None, (0.5, 0x20)])  # the power cap alone is not throttling
 
     def read(handle: str) -> gpu_sampler.Sample:
         found = next(looks)
         if found is None:
             raise RuntimeError("the GPU is lost")
         return gpu_sampler.Sample(
-            utilization=found[0], sm_clock_mhz=1000.0, power_w=math.nan, temperature_c=50.0, reasons=found[1]
+            utilization=found[0],
+            sm_clock_mhz=1000.0,
+            power_w=math.nan,
+            temperature_c=50.0,
+            other_processes=0.0,
+            reasons=found[1],
         )
 
     sampler = gpu_sampler.GpuSampler(["gpu"], read)
@@ -174,5 +179,5 @@ def test_samples_become_means_and_all_reasons(monkeypatch: pytest.MonkeyPatch) -
         sampler.sample()
     (found,) = sampler.take()
     means = dict(zip(gpu_sampler.FIELDS, found, strict=True))
-    assert (means["utilization"], means["throttled"], means["samples"], means["reasons"]) == (0.5, 2 / 3, 3, 0x20)
+    assert (means["utilization"], means["throttled"], means["samples"], means["reasons"]) == (0.5, 2 / 3, 3, 0x24)
     assert math.isnan(means["power_w"]) and sampler.take() == [[]]

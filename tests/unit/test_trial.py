@@ -304,9 +304,9 @@ def test_a_score_in_tensorboard() -> None:
     one = {"predicted": 1.0, "measured": 0.8, "error": 0.25}
     scoring.write(writer, {"source": "a file", "reason": None, **dict.fromkeys(scoring.FIELDS, one)}, 7)
     assert writer.scalars["9 prediction/error of step time [1]"] == 0.25 and len(writer.scalars) == 3
-    assert "| step_seconds | 1 | 0.8 | +25.0% |" in writer.texts["prediction"]
+    assert "| step_seconds | 1 | 0.8 | +25.0% |" in writer.texts["6 prediction"]
     scoring.write(writer, {"source": None, "reason": "no dry run", **dict.fromkeys(scoring.FIELDS)}, 7)
-    assert writer.texts["prediction"] == "not scored: no dry run"
+    assert writer.texts["6 prediction"] == "not scored: no dry run"
     scoring.write(None, {"reason": None}, 7)  # a rank that does not write
 
 

@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path):
 
 @pytest.mark.process
 def test_tensorboard_on_a_full_disk_warns_once(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from finetune.engine.callbacks import EventFile
+    from finetune.engine.event_file import EventFile
 
     events = EventFile(small_disk / "runs")
     assert not (small_disk / "runs").exists()  # made at the first write
