@@ -130,13 +130,22 @@ def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline=f"{run.ranks.names(rank)} needs more memory than the others",
         figures=(f"{most:.2f} GiB", f"{usual:.2f} GiB on the others"),
         evidence=f"Peak memory of {run.ranks.names(rank)} is {percent(excess / usual)} above the others' "
-        f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}",
+        f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}{_company(run, rank)}",
         advice=f"nvidia-smi{where}   # on host {about['host'] or 'of that rank'}: who else is on this GPU? "
         "data.packing: true levels the rows",
         gain=f"up to {excess:.2f} GiB per GPU for a larger micro-batch",
         confidence=confidence(excess / usual, UNEVEN, len(run.ranks.steps)),
         charts=("peak_of_rank",),
     )
+
+
+def _company(run: Run, rank: int) -> str:
+    """How many other processes compute on the GPU of a rank, as a sentence."""
+    if run.ranks is None:
+        return ""
+    known = run.ranks.column("gpu_other_processes")[:, rank]
+    known = known[np.isfinite(known)]
+    return f" Other processes on its GPU: {np.median(known):.0f}." if len(known) else ""
 
 
 def unevenness(run: Run) -> float | None:
@@ -172,7 +181,7 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     rank = max(bad, key=lambda one: (np.nan_to_num(1 - slow[one]), np.nan_to_num(throttled[one])))
     share, about = float(np.nan_to_num(throttled[rank])), run.ranks.about[rank]
-    reasons = ", ".join(name for name, _ in run.ranks.reasons[rank].most_common(3)) or "no reason recorded"
+    reasons = run.ranks.throttle_reasons(rank) or "no reason recorded"
     clock = f"{clocks[rank]:.0f} MHz" if np.isfinite(clocks[rank]) else "clock not recorded"
     clock += f" against {usual[rank]:.0f} MHz on the others" if np.isfinite(usual[rank]) else ""
     more = f" {len(bad) - 1} more GPUs are throttled." if len(bad) > 1 else ""
