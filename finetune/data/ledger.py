@@ -37,6 +37,7 @@ class Ledger:
     duplicates: int = 0
     tokens: int = 0
     label_tokens: int = 0
+    leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def drop(self, reason: str, where: str, detail: str) -> None:
@@ -64,6 +65,7 @@ class Ledger:
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
             "length_histogram": dict(zip([*map(str, BUCKETS), "longer"], self.histogram, strict=True)),
+            **({} if self.leaked is None else {"leaked": self.leaked}),
         }
 
 
@@ -96,6 +98,8 @@ def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]
     if any(one["split"] for one in each):
         line("  rows split into pieces", [f"{one['split']:,}" for one in each])
     line("  exact duplicates", [f"{one['duplicates']:,}" for one in each])
+    if any(one.get("leaked") for one in each):
+        line("  also training rows", [f"{one['leaked']['rows']:,}" if one.get("leaked") else "" for one in each])
     line("tokens", [f"{one['tokens']:,}" for one in each])
     shares = [one["label_tokens"] / max(one["tokens"], 1) for one in each]
     line("  supervised", [f"{one['label_tokens']:,} ({share:.0%})" for one, share in zip(each, shares, strict=True)])

@@ -14,6 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.config import Config
 from finetune.data import formats, sources, store
 from finetune.data.formats import Format, RowError
@@ -183,6 +185,7 @@ def _build(
 ) -> dict[str, Any]:
     names = ["train"] + (["eval"] if held_out is not None or config.data.eval_fraction else [])
     ledgers = {name: Ledger() for name in names}
+    overlap = Overlap()
     writers = {name: store.Writer(folder, name) for name in names}
     threshold = int(config.data.eval_fraction * 2**64)
 
@@ -190,10 +193,12 @@ def _build(
         return "eval" if threshold and _draw(config.training.seed, number) < threshold else "train"
 
     train_format, rows = _detect(rows, config)
-    _encode_all(rows, train_format, config, encoder, has_template, ledgers, writers, split_of)
+    _encode_all(rows, train_format, config, encoder, has_template, ledgers, writers, split_of, overlap)
     if held_out is not None:
         eval_format, held_out = _detect(held_out, config)
-        _encode_all(held_out, eval_format, config, encoder, has_template, ledgers, writers, lambda number: "eval")
+        _encode_all(held_out, eval_format, config, encoder, has_template, ledgers, writers, lambda _: "eval", overlap)
+    if "eval" in ledgers:
+        ledgers["eval"].leaked = overlap.to_dict()
     for name in names:
         writers[name].close()
         if not ledgers[name].rows_kept:
@@ -241,6 +246,7 @@ def _encode_all(
     ledgers: dict[str, Ledger],
     writers: dict[str, store.Writer],
     split_of: Any,
+    overlap: Overlap,
 ) -> None:
     """Encode every row, in order, into the writer of its split."""
     seen: dict[str, set[bytes]] = {name: set() for name in ledgers}
@@ -261,8 +267,35 @@ def _encode_all(
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
+                if "eval" in ledgers:
+                    overlap.add(name, piece.input_ids, where)
             ledger.truncated += len(result) == 1 and result[0].shortened
             ledger.split += len(result) > 1
+
+
+class Overlap:
+    """Evaluation rows that have the same token ids as a training row."""
+
+    def __init__(self) -> None:
+        self._train: set[bytes] = set()
+        self._eval: list[tuple[bytes, str]] = []  # digest and position; training rows may come later
+
+    def add(self, split: str, ids: np.ndarray, where: str) -> None:
+        """Note a document of a split."""
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
+        if split == "train":
+            self._train.add(digest)
+        else:
+            self._eval.append((digest, where))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the ledger: how many rows, and where the first is; its line is None if the source has none."""
+        found = list(dict.fromkeys(where for digest, where in self._eval if digest in self._train))
+        if not found:
+            return {"rows": 0, "first": None}
+        file, _, line = found[0].rpartition(":")
+        first = {"file": file, "line": int(line)} if line.isdecimal() else {"file": found[0], "line": None}
+        return {"rows": len(found), "first": first}
 
 
 def _encoded_chunks(

@@ -22,6 +22,7 @@ COUNTS = ("tokens", "squared_lengths", "allocator_retries")
 MEMORY = ("peak_gib", "reserved_gib")
 GPU = ("utilization", "sm_clock_mhz", "power_w", "temperature_c", "throttled", "samples", "other_processes")
 WARM_UP = 10  # steps that are left out: compilation, first allocations
+POWER_CAP = "power cap"
 SHORT = 20  # steps of a run that is too short for it: only the first step is left out
 
 
@@ -55,6 +56,12 @@ class Ranks:
     def column(self, name: str) -> np.ndarray:
         """float64 [typical records, ranks]; NaN where not recorded."""
         return self.columns[name][self.typical()]
+
+    def throttle_reasons(self, column: int) -> str:
+        """The most frequent reasons of a rank's GPU, for a sentence; the power cap, which healthy GPUs report under
+        full load, only if there is no other."""
+        reasons = [name for name, _ in self.reasons[column].most_common(4)]
+        return ", ".join([name for name in reasons if name != POWER_CAP] or reasons)
 
     def names(self, column: int) -> str:
         """The rank of a column for a sentence, such as `rank 1 (host a, GPU 1, NVIDIA H200)`."""

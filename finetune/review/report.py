@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 NOT_RECORDED = "not recorded"
 SHOWN_FINDINGS = 12
 SHOWN_KEYS = 40
+SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
 PARTS = {"step_seconds": "step time", "peak_memory_gib": "peak memory", "tokens_per_second_per_gpu": "tokens/s per GPU"}
 SHOWN = (  # metrics of the table, in its order
     *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped", "tokens_per_gpu", "tokens_total"),
     *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )
+SUMMARY = ("loss", "eval_loss", "tokens_per_gpu", "mfu", "step_seconds", "padding", "peak_of_rank")
 _NAMES = {"peak_of_rank": "peak memory, fullest rank", "gpu_utilization": "GPU utilization"}
 
 
@@ -37,12 +39,16 @@ def show(review: Review, console: Console) -> None:
             _print(console, f"  {problem}", "yellow")
     for one in review.runs:
         _show_findings(one, console)
-    _table(console, "Metrics", ["", *(one.name for one in review.runs)], metric_rows(review.runs))
+    names = [one.name for one in review.runs]
+    if len(names) <= SIDE_BY_SIDE:
+        _table(console, "Metrics", ["", *names], metric_rows(review.runs))
+    else:
+        _table(console, "Metrics", ["", *map(label, SUMMARY)], run_rows(review.runs))
     compared = assemble.comparison(review.runs)
     if compared:
-        names = compared["runs"]
-        _table(console, "Settings that differ", ["", *names], setting_rows(compared["configuration"]))
         _table(console, "Speed-up and efficiency", _SCALING, scaling_rows(compared["scaling"]))
+    if compared and len(names) <= SIDE_BY_SIDE:
+        _table(console, "Settings that differ", ["", *names], setting_rows(compared["configuration"]))
         _table(console, "Training loss at equal tokens", ["tokens", *names], token_rows(compared["at_equal_tokens"]))
     rows = [row for one in review.runs for row in predicted_rows(one, named=len(review.runs) > 1)]
     _table(console, "Predicted and measured", ["", "predicted", "measured", "error"], rows)
@@ -102,6 +108,20 @@ def metric_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
         if any(name in one for one in values):
             cells = [value_with_unit(name, one[name]) if name in one else NOT_RECORDED for one in values]  # pyright: ignore[reportArgumentType]
             rows.append([label(name), *cells])
+    return rows
+
+
+def run_rows(reviewed: Sequence[Reviewed]) -> list[list[str]]:
+    """A line per run with the metrics of SUMMARY."""
+    rows = []
+    for one in reviewed:
+        values = assemble.metrics(one.run)
+        rows.append(
+            [
+                one.name,
+                *("-" if (found := values.get(name)) is None else value_with_unit(name, found) for name in SUMMARY),
+            ]
+        )
     return rows
 
 

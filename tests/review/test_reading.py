@@ -311,7 +311,7 @@ HUGE = 10**400
 WRONG: list[Any] = [None, True, "text", -1, HUGE, 1e308, [], {}, [[]], HOSTILE, {"a": {"b": []}}]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
 def test_values_of_wrong_types_do_no_harm(tmp_path: Path, wrong: Any) -> None:
     def spoiled(tree: Any) -> list[Any]:
         """The tree with each of its values in turn replaced."""
@@ -385,6 +385,15 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {"rule", "level", "evidence", "advice", "gain"} <= finding.keys() and finding["rule"] == "efficiency"
     row = found["comparison"]["scaling"][1]
     assert row["speed_up"] == pytest.approx(1.3) and row["efficiency"] == pytest.approx(0.65)
+
+
+def test_many_runs_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(8):
+        make_run(tmp_path / f"run{number}", loss=synthetic.losses(20), slow={1: {"forward": number / 2}})
+    assert command.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"\u2502 run{number} ") == 2 for number in range(8)), shown  # metrics, speed-up
+    assert shown.count("straggler") == 7
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

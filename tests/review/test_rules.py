@@ -69,7 +69,7 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(phases={"communication": 0.12}),
         lambda: run(phases={"communication": 0.7}),
         lambda: run(world=8, phases={"communication": 0.4}, jitter=0.02),
-        lambda: run(gpu=False, phases={"communication": 0.6}),
+        lambda: run(gpu=False, phases={"communication": 0.12}),
     ],
     "padding": [lambda: run(record={"padding_fraction": 0.201}), lambda: run(record={"padding_fraction": 0.7})],
     "host-bound": [lambda: run(by_rank=HOST_BOUND, gpu_of=IDLE), lambda: run(world=1, by_rank=HOST_BOUND, gpu_of=IDLE)],
@@ -141,7 +141,7 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
         lambda: run(phases={"communication": 0.1}),
         lambda: run(world=1, phases={"communication": 0.9}),
         lambda: run(slow={1: {"forward": 2.0}}),  # waiting for a straggler
-        lambda: run(gpu=False, phases={"communication": 0.3}),
+        lambda: run(gpu=False, phases={"communication": 0.03}, jitter=0.4),  # late by turns
     ],
     "padding": [lambda: run(record={"padding_fraction": 0.199}), lambda: run(record={"padding_fraction": None})],
     "host-bound": [

@@ -207,6 +207,20 @@ def test_held_out_rows_are_a_fixed_share_and_disjoint(tmp_path: Path, tokenizer:
     assert 60 < len(texts[1]) < 140
 
 
+def test_evaluation_rows_that_are_training_rows_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [chat(f"number {index}", f"it is {index}") for index in range(20)]
+    train = write(tmp_path / "train.jsonl", rows)
+    held_out = write(tmp_path / "eval.jsonl", [chat("another", "row"), rows[7], rows[3], chat("one", "more")])
+    ledger = prepared(tmp_path, tokenizer, train, "--data.eval_file", str(held_out)).ledgers["eval"]
+    assert ledger["leaked"] == {"rows": 2, "first": {"file": str(held_out), "line": 2}}
+    own = write(tmp_path / "own.jsonl", [chat("another", "row"), chat("another", "row")])
+    assert prepared(tmp_path, tokenizer, train, "--data.eval_file", str(own)).ledgers["eval"]["leaked"]["rows"] == 0
+    ledgers = prepared(tmp_path, tokenizer, train).ledgers
+    assert "leaked" not in ledgers["train"] and "eval" not in ledgers
+    twice = prepared(tmp_path, tokenizer, f"[{train}, {train}]", "--data.eval_fraction", "0.5").ledgers["eval"]
+    assert twice["leaked"]["rows"] > 0  # a row and its copy may be in different splits
+
+
 def test_weights_repeat_or_sample_rows(tmp_path: Path, tokenizer: Any) -> None:
     one = write(tmp_path / "one.jsonl", [chat(f"one {index}", "x") for index in range(50)])
     two = write(tmp_path / "two.jsonl", [chat(f"two {index}", "x") for index in range(200)])

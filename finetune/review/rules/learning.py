@@ -23,6 +23,7 @@ RISE_OF_FALL = 0.02  # of the fall from the first losses to the least: a floor o
 SPIKE_Z = 7.0  # modified Z-score: 3.5 of the dual-GPU study, doubled because a run has thousands of points
 SPIKE_TAIL = 3.0  # plus ln(n): the noise of small batches has an exponential tail, in which n losses reach ln(n)
 SPIKE_HEIGHT = 0.10  # of the trend
+SPIKE_OF_SLOPE = 0.75  # of what the trend changes by in the neighborhood: a loss that falls steeply is unsteady
 SPIKE_OF_FALL = 0.02
 SPIKES = 2
 FROZEN_NORM = 1e-8
@@ -149,7 +150,8 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     values = series.values
     if len(values) < FEWEST:
         return [], 0.0
-    trend = curve.running_median(values, min(10, len(values) // 6))
+    half = min(10, len(values) // 6)
+    trend = curve.running_median(values, half)
     residuals = values - trend
     distances = np.abs(residuals)
     local = np.maximum(curve.running_median(distances, 25), float(np.median(distances)) / 2)
@@ -157,6 +159,8 @@ def spike_steps(run: Run) -> tuple[list[int], float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         scores = np.where(local > 0, 0.6745 * residuals / local, np.where(residuals > 0, np.inf, 0.0))
     floor = np.maximum(SPIKE_HEIGHT * np.abs(trend), SPIKE_OF_FALL * fall)
+    padded = np.pad(trend, half, mode="edge")
+    floor = np.maximum(floor, SPIKE_OF_SLOPE * np.abs(padded[2 * half :] - padded[: len(trend)]))
     floor = np.maximum(floor, (SPIKE_TAIL + math.log(len(values))) * curve.usual_height(residuals, 0.8))
     high = (scores > SPIKE_Z) & (residuals > floor)
     return [int(step) for step in series.steps[high]], float(scores[high].max()) if high.any() else 0.0
@@ -284,11 +288,9 @@ def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     unfinished = run.status not in ("done", "not recorded")
     if unfinished or len(values) < SLOW_STEPS or clipped is None or clipped >= SLOW_CLIPPED:
         return None
-    # Inside the last tenth, from its halves: most schedules end with a steep fall just before it.
-    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
-    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
+    share, fall, whole = late_fall(values)
     error = 2 * curve.error_of_difference(values, 0.05)
-    if fall <= 3 * error or whole <= 4 * error or fall <= SLOW_FALL * whole or _other_course(run):
+    if fall <= 3 * error or whole <= 4 * error or share <= SLOW_FALL or _other_course(run):
         return None
     rate = run.number("config.training.learning_rate")
     faster = f"training.learning_rate: {2 * rate:.2g}" if rate else "a higher learning rate"
@@ -297,13 +299,23 @@ def too_slow(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         level="note",
         headline="The run ended while its loss still fell",
         figures=(f"fell by {number(fall)} in the last tenth", f"by {number(whole)} in all"),
-        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(fall / whole)} of its "
+        evidence=f"In the last tenth of the steps the loss fell by {number(fall)}, {percent(share)} of its "
         f"whole fall (threshold {percent(SLOW_FALL)}); {percent(clipped)} of the steps were clipped.",
         advice=f"{faster}, or more steps: training.resume_from_checkpoint: true with a larger training.max_steps",
         gain=f"about {number(fall)} nats per further tenth of the run",
         confidence="medium",
         charts=("loss", "learning_rate", "clipped"),
     )
+
+
+def late_fall(values: np.ndarray) -> tuple[float, float, float]:
+    """By how much the loss falls in the last tenth: as a share of its whole fall, in nats, and the whole fall.
+
+    Measured inside the last tenth, from its halves: most schedules end with a steep fall just before it.
+    """
+    fall = 2 * (curve.level(values, 0.9, 0.95) - curve.level(values, 0.95, 1))
+    whole = float(np.median(values[:3])) - curve.level(values, 0.9, 1)
+    return (fall / whole if whole > 0 else 0.0), fall, whole
 
 
 def clipped_share(run: Run) -> float | None:
@@ -350,14 +362,12 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """At the last two evaluations the loss is at least 1.02 times its minimum, while the training loss falls.
     Calibrated."""
+    found = overfit(run)
+    if found is None or found < OVERFIT - 1:
+        return None
     series = evaluations(run).finite()
-    if len(series) <= OVERFIT_LAST:
-        return None
     place = int(series.values.argmin())
-    least, last = float(series.values[place]), series.values[-OVERFIT_LAST:]
-    if place >= len(series) - OVERFIT_LAST or least <= 0 or float(last.min()) < OVERFIT * least:
-        return None
-    best = int(series.steps[place])
+    least, best = float(series.values[place]), int(series.steps[place])
     training = losses(run)
     then, now = _loss_around(training, best), _loss_around(training, int(training.steps[-1]) if len(training) else 0)
     if then is None or now is None or now >= then:
@@ -378,6 +388,14 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         confidence="high" if end >= 1.05 * least else "medium",
         charts=("eval_loss", "loss"),
     )
+
+
+def overfit(run: Run) -> float | None:
+    """How far the last evaluations all are above the least one before them, as a share of it."""
+    values = evaluations(run).finite().values
+    if len(values) <= OVERFIT_LAST or float(values.min()) <= 0:
+        return None
+    return max(float(values[-OVERFIT_LAST:].min()) / float(values[:-OVERFIT_LAST].min()) - 1, 0.0)
 
 
 def _loss_around(series: Series, step: int) -> float | None:

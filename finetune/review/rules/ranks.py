@@ -11,7 +11,7 @@ from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
 
 COMMUNICATION = 0.10  # of the step, exposed
-COMMUNICATION_CPU = 0.30  # gloo through the memory of a loaded machine; calibrated
+ALONE = 0.05  # of the step, on the rank that waits for no other; calibrated
 CHEAPER = 0.30  # above it a second GPU costs more than it brings
 EFFICIENCY = 0.70  # of N times one GPU
 UNEVEN = 0.05
@@ -22,15 +22,18 @@ CLOCK = 0.85  # of the others' median clock
 
 def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Exposed communication is at least 10 % of the step without a straggler. From 30 % on one GPU is likely cheaper:
-    the published dual-GPU study asks for an efficiency of 70 % to justify a second GPU."""
-    share = timing.exposed_communication(run)
-    step = run.step_seconds
-    limit = COMMUNICATION if run.on_gpus else COMMUNICATION_CPU
-    if share is None or not step or share < limit or straggler.slowest(run) is not None:
+    the published dual-GPU study asks for an efficiency of 70 % to justify a second GPU. Ranks that are late by turns,
+    as on a busy machine, wait for each other as well: at least 5 % (calibrated) must remain on the last one."""
+    share, least, step = timing.exposed_communication(run), timing.least_communication(run), run.step_seconds
+    if share is None or not step or share < COMMUNICATION or straggler.slowest(run) is not None:
+        return None
+    if least is not None and least < ALONE:
         return None
     records = timing.records_of(run, "communication")
     one = " One GPU is likely cheaper." if share >= CHEAPER else ""
-    unknown = "" if run.ranks is not None else " Ranks were not recorded: waiting for a slower rank may be in it."
+    unknown = " Ranks were not recorded: waiting for a slower rank may be in it."
+    if least is not None:
+        unknown = f" {percent(least)} remain on the rank that waits for no other."
     batch = run.number("batch.per_device")
     larger = f"training.per_device_train_batch_size: {2 * batch:.0f}" if batch else "a larger micro-batch"
     return Finding(
@@ -39,13 +42,13 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline="Communication between the GPUs limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
-        f"{run.world_size} ranks (threshold {percent(limit)}); no rank is behind.{one}{unknown}",
+        f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
         advice=f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it, "
         "`finetune doctor` shows the links and NCCL settings",
         gain=f"at most {percent(-share)} of the step; half of it with twice the work per step"
         + (", or the same run on one GPU at a lower cost" if one else ""),
         lost=share,
-        confidence=confidence(share, limit, records),
+        confidence=confidence(share, COMMUNICATION, records),
         charts=("communication", "step_seconds"),
     )
 
@@ -108,15 +111,11 @@ def _gpu_hours(run: Run) -> float | None:
 def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Peak memory of the ranks differs by more than 5 %. House rule: the plan levels ranks within 2 %. GPUs alone: the
     memory of a CPU process is mostly libraries."""
-    if run.ranks is None or not run.on_gpus or run.ranks.world_size < 2:
+    found = _peaks(run)
+    if found is None or run.ranks is None:
         return None
-    peaks = run.ranks.column("peak_gib")
-    if not np.isfinite(peaks).any(axis=0).all():
-        return None
-    most = np.nanmax(peaks, axis=0)
-    rank = int(most.argmax())
-    usual = float(np.median(np.delete(most, rank)))
-    excess = float(most[rank]) - usual
+    rank, most, usual = found
+    excess = most - usual
     if usual <= 0 or excess / usual <= UNEVEN or excess < UNEVEN_GIB:
         return None
     about = run.ranks.about[rank]
@@ -129,15 +128,42 @@ def memory_uneven(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="memory-uneven",
         level="note",
         headline=f"{run.ranks.names(rank)} needs more memory than the others",
-        figures=(f"{most[rank]:.2f} GiB", f"{usual:.2f} GiB on the others"),
+        figures=(f"{most:.2f} GiB", f"{usual:.2f} GiB on the others"),
         evidence=f"Peak memory of {run.ranks.names(rank)} is {percent(excess / usual)} above the others' "
-        f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}",
+        f"{usual:.2f} GiB (threshold {percent(UNEVEN)}).{rows}{_company(run, rank)}",
         advice=f"nvidia-smi{where}   # on host {about['host'] or 'of that rank'}: who else is on this GPU? "
         "data.packing: true levels the rows",
         gain=f"up to {excess:.2f} GiB per GPU for a larger micro-batch",
-        confidence=confidence(excess / usual, UNEVEN, len(peaks)),
+        confidence=confidence(excess / usual, UNEVEN, len(run.ranks.steps)),
         charts=("peak_of_rank",),
     )
+
+
+def _company(run: Run, rank: int) -> str:
+    """How many other processes compute on the GPU of a rank, as a sentence."""
+    if run.ranks is None:
+        return ""
+    known = run.ranks.column("gpu_other_processes")[:, rank]
+    known = known[np.isfinite(known)]
+    return f" Other processes on its GPU: {np.median(known):.0f}." if len(known) else ""
+
+
+def unevenness(run: Run) -> float | None:
+    """Peak memory of the fullest rank above the median of the others, as a share of it; GPUs alone."""
+    found = _peaks(run)
+    return found[1] / found[2] - 1 if found is not None and found[2] > 0 else None
+
+
+def _peaks(run: Run) -> tuple[int, float, float] | None:
+    """Column of the rank with the highest peak, that peak, and the median of the others' peaks in GiB."""
+    if run.ranks is None or not run.on_gpus or run.ranks.world_size < 2:
+        return None
+    peaks = run.ranks.column("peak_gib")
+    if not np.isfinite(peaks).any(axis=0).all():
+        return None
+    most = np.nanmax(peaks, axis=0)
+    rank = int(most.argmax())
+    return rank, float(most[rank]), float(np.median(np.delete(most, rank)))
 
 
 def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
@@ -155,7 +181,7 @@ def throttling(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         return None
     rank = max(bad, key=lambda one: (np.nan_to_num(1 - slow[one]), np.nan_to_num(throttled[one])))
     share, about = float(np.nan_to_num(throttled[rank])), run.ranks.about[rank]
-    reasons = ", ".join(name for name, _ in run.ranks.reasons[rank].most_common(3)) or "no reason recorded"
+    reasons = run.ranks.throttle_reasons(rank) or "no reason recorded"
     clock = f"{clocks[rank]:.0f} MHz" if np.isfinite(clocks[rank]) else "clock not recorded"
     clock += f" against {usual[rank]:.0f} MHz on the others" if np.isfinite(usual[rank]) else ""
     more = f" {len(bad) - 1} more GPUs are throttled." if len(bad) > 1 else ""

@@ -127,7 +127,7 @@ def _clocks(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
         return f"its clocks: {mine:.0f} MHz, the others {usual:.0f} MHz", advice
     mine, usual = _against(ranks.column("gpu_throttled"), rank)
     if mine - usual >= THROTTLED:
-        reasons = ", ".join(name for name, _ in ranks.reasons[rank].most_common(2))
+        reasons = ranks.throttle_reasons(rank)
         return f"its clocks: throttled in {percent(mine)} of samples" + (f" ({reasons})" if reasons else ""), advice
     return None
 

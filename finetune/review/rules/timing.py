@@ -27,17 +27,22 @@ def data_wait(run: Run) -> float | None:
 
 
 def exposed_communication(run: Run) -> float | None:
-    """Median over records of the least exposed communication of any rank, by its step.
+    """Median over records of the exposed communication, mean over ranks, by the step.
 
-    A rank that is behind does not wait for the others, so the least is communication alone and not the wait for a
-    slower rank. Runs without records by rank have their mean over ranks, which contains that wait.
+    Waiting for whichever rank is slower in a step is in it: see `least_communication`.
     """
     if run.world_size is None or run.world_size < 2:
         return None
     found = shares(run, "communication")
     if found.size:
-        return float(np.median(np.nanmin(found, axis=1)))
+        return float(np.median(np.nanmean(found, axis=1)))
     return run.number("exposed_communication_fraction")
+
+
+def least_communication(run: Run) -> float | None:
+    """The same of the rank with the least in each record: the last one to arrive waits for no other."""
+    found = shares(run, "communication")
+    return float(np.median(np.nanmin(found, axis=1))) if found.size and found.shape[1] > 1 else None
 
 
 def own_work_ratios(run: Run) -> np.ndarray:

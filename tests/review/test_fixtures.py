@@ -1,0 +1,138 @@
+"""Recorded runs of the real trainer: each planted fault is named and no other, and healthy runs have no finding.
+
+`python -m tests.review.record` records them; `RECORDED_ON_GPUS` come from benchmarks/dashboard_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.review import review
+from finetune.review import run as runs
+from finetune.review.rules import RULES, curve, learning, memory, ranks, speed, straggler, timing
+from finetune.review.run import Run
+from tests.review import record
+
+RECORDED_ON_GPUS: dict[str, str | None] = {
+    name: rule
+    for name, rule in {
+        "h200-healthy-two": None,
+        "h200-healthy-one": None,
+        "h200-host-bound": "host-bound",
+        "h200-memory": "memory-near-limit",
+    }.items()
+    if (record.FIXTURES / name).exists()
+}
+EXPECTED = {name: one.rule for name, one in record.RUNS.items()} | RECORDED_ON_GPUS
+HEALTHY = [name for name, rule in EXPECTED.items() if rule is None]
+
+
+def rules_of(folder: Path) -> list[str]:
+    """The rules that fire for a recorded run."""
+    return [one["rule"] for one in review([folder]).to_dict()["runs"][0]["findings"]]
+
+
+def healthy() -> list[Run]:
+    return [runs.read(record.FIXTURES / name) for name in HEALTHY]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_fixture_names_its_fault_and_no_other(name: str) -> None:
+    rule = EXPECTED[name]
+    assert rules_of(record.FIXTURES / name) == ([rule] if rule else [])
+
+
+def test_every_fixture_is_known_and_small() -> None:
+    assert {path.name for path in record.FIXTURES.iterdir()} == EXPECTED.keys()
+    for name in EXPECTED:
+        files = [file for file in (record.FIXTURES / name).rglob("*") if file.is_file()]
+        assert sum(file.stat().st_size for file in files) < record.MOST_BYTES, name
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "cause"), [("slow-rank-compute", 1, "computation"), ("slow-rank-loader", 0, "loader")]
+)
+def test_a_slow_rank_is_named_with_its_cause(name: str, rank: int, cause: str) -> None:
+    one = review([record.FIXTURES / name]).to_dict()["runs"][0]
+    assert one["verdict"].startswith(f"rank {rank} ")
+    assert f"Cause: its {cause}" in one["findings"][0]["evidence"]
+
+
+def test_the_first_leaked_row_is_named() -> None:
+    finding = review([record.FIXTURES / "leak"]).to_dict()["runs"][0]["findings"][0]
+    assert "5 of 21 evaluation rows" in finding["evidence"] and "eval.jsonl, line 17" in finding["evidence"]
+
+
+def test_throttling_is_named_in_a_recorded_run(tmp_path: Path) -> None:
+    """A recorded healthy run, to whose second rank a GPU is given that NVML reports as too hot."""
+    out = record.FIXTURES / "healthy-lora"
+    lines = [json.loads(line) for line in (out / "runs" / "ranks.jsonl").read_text().splitlines()]
+    for line in lines:
+        for one in line["ranks"]:
+            hot = one["rank"] == 1
+            one["gpu"] = {"utilization": 0.99, "sm_clock_mhz": 1200.0 if hot else 1980.0, "samples": 4}
+            one["gpu"] |= {"throttled": 0.75 if hot else 0.0, "reasons": ["thermal"] if hot else []}
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.json").write_text((out / "run.json").read_text())
+    assert rules_of(tmp_path) == ["throttling"]
+
+
+# --- thresholds -------------------------------------------------------------------------------------------------------
+
+
+def fall_in_last_tenth(run: Run) -> float | None:
+    """As a share of the whole fall; 0 if it is within the noise, as the rule has it."""
+    values = learning.losses(run).values
+    if len(values) < learning.SLOW_STEPS:
+        return None
+    share, fall, _ = learning.late_fall(values)
+    return share if fall > 3 * 2 * curve.error_of_difference(values, 0.05) else 0.0
+
+
+# Rule -> what it compares for a run, and its threshold for that run: larger means worse.
+CALIBRATED = {
+    "data-wait": (timing.data_wait, lambda run: speed.DATA_WAIT),
+    "straggler": (
+        lambda run: None if straggler.value(run) is None else straggler.value(run) - 1,
+        lambda run: straggler.threshold(run, 100) - 1,
+    ),
+    "communication": (timing.least_communication, lambda run: ranks.ALONE),
+    "evaluation-share": (timing.evaluation_share, lambda run: speed.EVALUATION),
+    "diverging": (
+        lambda run: None if learning.rise(run) is None else learning.rise(run).last / learning.rise(run).least - 1,
+        lambda run: learning.RISE - 1,
+    ),
+    "too-slow": (fall_in_last_tenth, lambda run: learning.SLOW_FALL),
+    "overfitting": (learning.overfit, lambda run: learning.OVERFIT - 1),
+    "memory-uneven": (ranks.unevenness, lambda run: ranks.UNEVEN),
+}
+
+
+@pytest.mark.parametrize("rule", CALIBRATED)
+def test_a_calibrated_threshold_is_three_times_the_largest_healthy_value(rule: str) -> None:
+    value, threshold = CALIBRATED[rule]
+    known = [(found, threshold(run)) for run in healthy() if (found := value(run)) is not None]
+    assert rule in RULES and all(3 * found <= limit for found, limit in known), known
+
+
+def test_host_lead_and_memory_of_healthy_gpus_are_far_from_the_thresholds() -> None:
+    """Here less is worse for the lead; memory is a share of what there is."""
+    for run in healthy():
+        lead, full = speed.host_lead(run), memory.fullest(run)
+        assert not run.on_gpus or lead is None or lead >= 3 * speed.HOST_LEAD
+        assert full is None or full < memory.FULL
+
+
+# --- recorded anew ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["healthy-lora", "slow-rank-compute", "leak"])
+def test_a_run_recorded_now_gives_the_same(name: str, tmp_path: Path) -> None:
+    rule = record.RUNS[name].rule
+    out = record.record(name, tmp_path / name, **{"training.max_steps": "30", "training.eval_steps": "15"})
+    assert rules_of(out) == ([rule] if rule else [])
