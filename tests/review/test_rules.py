@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -301,9 +302,7 @@ def test_communication_says_when_one_gpu_is_cheaper() -> None:
 
 
 def of_speed(name: str, world: int, rate: float) -> Run:
-    found = run(world=world, series={"rows_per_second": ([50, 100, 200], [rate] * 3)})
-    object.__setattr__(found, "name", name)
-    return found
+    return replace(run(world=world, series={"rows_per_second": ([50, 100, 200], [rate] * 3)}), name=name)
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(139.0, ["efficiency"]), (141.0, []), (80.0, ["efficiency"])])
@@ -319,24 +318,28 @@ def test_efficiency_ignores_another_model() -> None:
     assert fired(of_speed("two", 2, 90.0), other) == []
 
 
-def test_a_hang_report_is_a_finding_until_training_goes_on() -> None:
-    hang = {
-        "missing": [{"rank": 1, "step": 7, "phase": "data", "seconds": 140.0}],
-        "answered": [{"rank": 0}],
-        "step": 7,
-    }
-    found = run(record={"status": "failed"})
-    object.__setattr__(found, "hang", hang)
-    object.__setattr__(found, "hang_time", 50.0)
-    [only] = findings(found)
-    assert (only.rule, only.headline) == ("hang", "Rank 1 did not answer")
-    assert "step 7, in data for 140 s" in only.evidence
-    object.__setattr__(found, "record", found.record | {"status": "done"})
-    assert fired(Run(**{**vars_of(found), "hang": hang, "hang_time": 50.0})) == []
+MISSING = [{"rank": 1, "step": 7, "phase": "data", "seconds": 140.0, "answered": False}]
+WAITING = {"rank": 0, "step": 7, "phase": "backward", "seconds": 130.0, "collective": "all_reduce", "waited": 130.0}
 
 
-def vars_of(one: Run) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+@pytest.mark.parametrize(
+    ("hang", "headline", "where"),
+    [
+        ({"missing": MISSING, "collective": "all_reduce"}, "Rank 1 did not answer", "step 7, in data for 140 s"),
+        ({"missing": [MISSING[0] | {"answered": True}]}, "Rank 1 kept the others waiting", "step 7, in data"),
+        ({"missing": [{"rank": rank} for rank in range(9)]}, "Ranks 0, 1, 2, 3 and 5 more did not answer", "step 8"),
+        ({"missing": [], "collective": "barrier"}, "Rank 0 and all others waited for each other", "in backward"),
+        ({"missing": []}, "Rank 0 was in one phase for long", "step 7, in backward for 130 s"),
+    ],
+)
+def test_a_hang_report_is_a_finding_until_training_goes_on(hang: dict[str, Any], headline: str, where: str) -> None:
+    hang = {"answered": [WAITING], "step": 8, "time": 250.0} | hang
+    stuck = replace(run(record={"status": "failed"}), hang=hang)
+    [only] = findings(stuck)
+    assert (only.rule, only.headline) == ("hang", headline)
+    assert where in only.evidence
+    assert fired(replace(stuck, hang=hang | {"time": 150.0})) == []  # the last record is of 200 s
+    assert [found.level for found in findings(replace(run(), hang=hang))] == ["note"]
 
 
 def test_the_verdict_is_one_sentence_with_two_numbers_and_a_confidence() -> None:

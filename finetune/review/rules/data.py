@@ -65,7 +65,8 @@ def _losses_of(run: Run, split: str) -> list[tuple[float, float, str, str]]:
     dropped = sum(reasons.values())
     if dropped >= DROPPED * read:
         reason = max(reasons, key=lambda name: reasons[name])
-        example = text(mapping(ledger.get("examples")).get(reason))
+        # Where, not how: details may quote the row, and reviews leave the machine.
+        example = (text(mapping(ledger.get("examples")).get(reason)) or "").partition(": ")[0]
         first = f", such as {example}" if example else ""
         sentence = (
             f"{split}: {dropped:,} of {read:,} rows ({percent(dropped / read)}, threshold {percent(DROPPED)}) dropped, "

@@ -1,8 +1,9 @@
-"""A rank that did not answer, by the report that the others wrote."""
+"""Ranks that waited for each other too long, by the report that they wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,42 +13,60 @@ from finetune.review.values import count, mapping, number, sequence, text
 
 
 def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """There is a hang report of the last start: a rank was missing in a collective, or in one phase for too long."""
-    if run.hang is None or _is_older(run):
+    """There is a hang report (hang/report.json) and no record of a later step: by definition."""
+    if run.hang is None or _went_on(run):
         return None
-    missing = [mapping(one) for one in sequence(run.hang.get("missing"))[:64]]
-    names = [f"rank {count(one.get('rank'))}" for one in missing if count(one.get("rank")) is not None]
-    one = missing[0] if missing else {}
-    step = count(one.get("step")) or count(run.hang.get("step"))
-    phase, seconds = text(one.get("phase")) or "an unrecorded phase", number(one.get("seconds"))
-    who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "a rank"
-    since = f" for {duration(seconds)}" if seconds is not None else ""
-    collective = text(run.hang.get("collective"))
-    answered = len(sequence(run.hang.get("answered")))
+    missing = [
+        one for one in map(mapping, sequence(run.hang.get("missing"))[:64]) if count(one.get("rank")) is not None
+    ]
+    answered = [mapping(one) for one in sequence(run.hang.get("answered"))[:1024]]
+    first = missing[0] if missing else max(answered, key=lambda one: number(one.get("seconds")) or 0.0, default={})
+    step = count(first.get("step")) or count(run.hang.get("step"))
+    seconds = number(first.get("seconds"))
+    where = f"step {'not recorded' if step is None else step}, in {text(first.get('phase')) or 'a phase not recorded'}"
+    where += f" for {duration(seconds)}" if seconds is not None else ""
+    who, what = _who(missing, first), _what(run.hang, missing)
+    collective, waited = text(run.hang.get("collective")), number(run.hang.get("waited_seconds"))
+    waits = f" The others waited in {collective}" if collective else ""
+    waits += f" for {duration(waited)}" if collective and waited is not None else ""
     ended = run.status != "done"
     return Finding(
         rule="hang",
         level="warning" if ended else "note",
-        headline=f"{who} did not answer".replace("rank", "Rank", 1).replace("a Rank", "A rank"),
-        figures=(
-            f"step {step if step is not None else 'not recorded'}, in {phase}{since}",
-            f"{answered} ranks answered",
-        ),
-        evidence=f"{who}: no answer at step {step if step is not None else 'not recorded'}, in {phase}{since}; "
-        f"{answered} ranks answered" + (f", waiting in {collective}" if collective else "") + ".",
-        advice="read hang/report.md and hang/rank-N.txt, the Python stacks of the ranks; training.ddp_timeout: "
-        "2 x the longest phase, if it was only slow",
-        gain=f"the whole run: it ended at step {run.steps or step or 0}"
-        if ended
-        else f"{since.strip() or 'a pause'} per pause",
+        headline=f"{who} {what}",
+        figures=(where, f"{len(answered)} ranks answered"),
+        evidence=f"{who} {what}: {where}; {len(answered)} ranks answered.{waits}{'.' if waits else ''}",
+        advice="read hang/report.md and the Python stacks in hang/rank-N.txt; if the rank was only slow, "
+        f"training.ddp_timeout: {_longer(run.hang, seconds)}",
+        gain=f"the steps after step {run.steps or step or 0}" if ended else f"{duration(seconds or 0.0)} per pause",
         lost=1.0 if ended else 0.0,
-        charts=(),
     )
 
 
-def _is_older(run: Run) -> bool:
-    """Whether training went on after the report: records are newer."""
-    if run.ranks is None or run.hang_time is None:
+def _who(missing: list[dict[str, Any]], first: dict[str, Any]) -> str:
+    ranks = [count(one.get("rank")) for one in missing]
+    if not ranks:
+        rank = count(first.get("rank"))
+        return "A rank" if rank is None else f"Rank {rank}"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{more}"
+
+
+def _what(hang: dict[str, Any], missing: list[dict[str, Any]]) -> str:
+    if missing:
+        return "kept the others waiting" if all(one.get("answered") is True for one in missing) else "did not answer"
+    return "and all others waited for each other" if text(hang.get("collective")) else "was in one phase for long"
+
+
+def _longer(hang: dict[str, Any], seconds: float | None) -> int:
+    """Twice the longest wait, in seconds."""
+    return max(2 * round(max(seconds or 0.0, number(hang.get("waited_seconds")) or 0.0)), 600)
+
+
+def _went_on(run: Run) -> bool:
+    """Whether training went on after the report: there are records that are newer."""
+    if run.ranks is None or run.hang is None:
         return False
+    written = number(run.hang.get("time")) or run.hang_time
     times = run.ranks.times[np.isfinite(run.ranks.times)]
-    return len(times) > 0 and float(times[-1]) > run.hang_time and run.status in ("done", "interrupted")
+    return written is not None and len(times) > 0 and float(times[-1]) > written

@@ -19,14 +19,15 @@ THRESHOLD = 1.10  # own work by the median of the others'; calibrated on GPUs
 THRESHOLD_CPU = 1.30  # processes that share the cores of a CPU vary more; calibrated
 THRESHOLD_FEW = 2.0  # with fewer than FEW records chance is not ruled out
 FEW = 3
+BEHIND = 0.5  # of the threshold's excess, in 80 % of the records
 LOST = 0.03  # share of the step that the others wait: less is not worth the search
 EXPLAINED = 0.5  # share of the additional work that a cause must account for
 THROTTLED = 0.10  # samples more than on the others
 
 
 def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """Own work of one rank is at least THRESHOLD times the median of the others in 80 % of the records, and at least
-    3 % of the step is lost to it. The threshold is calibrated against healthy runs."""
+    """Own work of one rank is at least THRESHOLD times the median of the others, the same rank is behind by half of
+    that in 80 % of the records, and at least 3 % of the step is lost to it. Calibrated against healthy runs."""
     found = slowest(run)
     if found is None:
         return None
@@ -42,8 +43,8 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"own work {duration(own)} per step against {duration(usual)} on the others",
             f"{percent(lost)} of each step lost",
         ),
-        evidence=f"Own work of {_name(run, rank)} is {ratio:.2f} times the median of the others in at least 80 % of "
-        f"{records} records (threshold {threshold(run, records):.2f}). Cause: {cause}.",
+        evidence=f"Own work of {_name(run, rank)} is {ratio:.2f} times the median of the others (threshold "
+        f"{threshold(run, records):.2f}), and it is behind in at least 80 % of {records} records. Cause: {cause}.",
         advice=advice,
         gain=f"step {duration(step)} -> about {duration(max(step - (own - usual), 0.0))} ({percent(-lost)})",
         lost=lost,
@@ -59,9 +60,9 @@ def threshold(run: Run, records: int) -> float:
 
 
 def value(run: Run) -> float | None:
-    """What the threshold is compared with: the largest ratio that one rank reaches in 80 % of the records."""
+    """What the threshold is compared with: the median ratio of the rank that is behind most consistently."""
     ratios = timing.own_work_ratios(run)
-    return float(timing.consistent_ratio(ratios).max()) if ratios.size else None
+    return float(np.median(ratios[:, timing.consistent_ratio(ratios).argmax()])) if ratios.size else None
 
 
 def slowest(run: Run) -> tuple[int, float, float, float, float] | None:
@@ -70,14 +71,15 @@ def slowest(run: Run) -> tuple[int, float, float, float, float] | None:
     step = run.step_seconds
     if not ratios.size or not step:
         return None
-    consistent = timing.consistent_ratio(ratios)
+    consistent, limit = timing.consistent_ratio(ratios), threshold(run, len(ratios))
     rank = int(consistent.argmax())
+    ratio = float(np.median(ratios[:, rank]))
     own = np.nanmedian(run.phase("own_work"), axis=0)
     usual = float(np.median(np.delete(own, rank)))
     lost = (float(own[rank]) - usual) / step
-    if consistent[rank] < threshold(run, len(ratios)) or lost < LOST:
+    if ratio < limit or consistent[rank] < 1 + BEHIND * (limit - 1) or lost < LOST:
         return None
-    return rank, float(consistent[rank]), float(own[rank]), usual, step
+    return rank, ratio, float(own[rank]), usual, step
 
 
 def _name(run: Run, column: int) -> str:
