@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "convert an Unsloth notebook into a script for any number of GPUs, or report why not",
     "doctor": "report on this machine, its software and what would stop a run; for bug reports",
     "advise": "choose the number of GPUs and the settings for your configuration, from measurements",
+    "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"data"},
     {"engine"},
     {"measure"},
-    {"dryrun", "bench", "doctor", "prepare", "convert"},
+    {"dryrun", "bench", "doctor", "prepare", "convert", "review", "dashboard"},
     {"train", "parity", "script"},
     {"advise"},
     {"cli"},
