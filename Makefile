@@ -7,7 +7,7 @@ NEWEST := .venv-newest
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: help install demo quick test test-full test-newest check docs format notebooks
+.PHONY: dashboard help install demo quick test test-full test-newest check docs format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
 	@echo "make quick   install and run the tests that start no process: a minute"
@@ -42,6 +42,11 @@ endif
 
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
+
+# TensorBoard with the Review tab, on the demo's run.
+dashboard: $(INSTALLED)
+	test -f outputs/demo/run.json || $(MAKE) demo
+	$(BIN)/finetune dashboard outputs/demo
 
 ELSEWHERE := not gpu and not multigpu and not corpus
 

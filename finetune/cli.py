@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "report this machine, its software and anything that would stop a run; for bug reports",
     "advise": "recommend a number of GPUs and settings for your configuration, from measurements",
     "review": "read what runs recorded: what limits them, what to change, how they compare",
+    "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }
 

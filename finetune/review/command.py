@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 from finetune.review import run as runs
@@ -45,7 +44,8 @@ def run(argv: list[str]) -> int:
     if options.json:
         write_json(options.json, result.to_dict())
     if options.html:
-        page = importlib.import_module("finetune.review.page")
+        from finetune.review import page
+
         options.html.write_text(page.html(result.to_dict()), encoding="utf-8")
         print_line(f"wrote {options.html}")
     return FAILED if options.strict and result.warned else DONE

@@ -5,7 +5,7 @@ because the TensorBoard plugin reads it inside the user's TensorBoard.
 
 A tag never contains a parenthesis: TensorBoard's custom-scalars tab names a line `TAG (RUN)`, takes the run from what
 follows the first "(", and would leave the chart empty. Units are in brackets instead. Group names begin with a number
-because TensorBoard sorts them by name and unfolds the first two. After the group a tag has at most 32 characters,
+because TensorBoard sorts them by name and unfolds the first two; in the first group the losses sort before the rest. After the group a tag has at most 32 characters,
 which is what a card of TensorBoard shows.
 """
 
@@ -58,14 +58,14 @@ METRICS = (
     ),
     Metric(
         name="eval_perplexity",
-        tag="1 learning/eval perplexity",
+        tag="1 learning/perplexity, eval",
         unit="",
         written="evaluation",
         meaning="exp(eval loss): the number of equally likely tokens that the model hesitates between.",
     ),
     Metric(
         name="eval_token_accuracy",
-        tag="1 learning/eval token accuracy [0-1]",
+        tag="1 learning/token accuracy, eval [0-1]",
         unit="0-1",
         written="evaluation",
         meaning="Share of supervised held-out tokens to which the model gives the highest probability.",
@@ -73,7 +73,7 @@ METRICS = (
     ),
     Metric(
         name="eval_entropy",
-        tag="1 learning/eval entropy [nats]",
+        tag="1 learning/token entropy, eval [nats]",
         unit="nats",
         written="evaluation",
         meaning="Mean entropy of the model's distribution over the next token, at supervised held-out tokens.",
@@ -89,7 +89,7 @@ METRICS = (
     ),
     Metric(
         name="entropy",
-        tag="1 learning/entropy [nats]",
+        tag="1 learning/token entropy [nats]",
         unit="nats",
         meaning="Mean entropy of the model's distribution over the next token. Absent if the fused loss of this "
         "backend does not return it.",

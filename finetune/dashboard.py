@@ -1,0 +1,108 @@
+"""`finetune dashboard [FOLDER]`: TensorBoard on all runs below a folder, with the link to the review."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import threading
+import urllib.parse
+from pathlib import Path
+
+from finetune.errors import RunError, UserError
+from finetune.runtime.command import DONE, print_line, run_with_options
+from finetune.runtime.files import write_json
+from finetune.runtime.options import Options
+from finetune.runtime.tags import tag
+
+PURPOSE = (
+    "Start TensorBoard on all runs below FOLDER (default: outputs), and print the link to the review. Ctrl-C ends it."
+)
+FOLDER = "outputs"
+LOOPBACK = "localhost"
+PINNED = ("loss", "eval_loss", "tokens_per_gpu", "step_seconds")  # what a user asks first: is it learning, is it fast
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted. Returns 130 then, 2 for no runs or bad input, 1 if the port is in use."""
+    return run_with_options(_options().format_help(), argv, _run)
+
+
+def _options() -> Options:
+    options = Options("dashboard", PURPOSE, configuration=False, usage="[FOLDER] [options]")
+    options.add_argument("folder", nargs="?", type=Path, default=Path(FOLDER), metavar="FOLDER", help=argparse.SUPPRESS)
+    options.add("--host", str, "HOST", f"address to listen on (default: {LOOPBACK}, this machine only)", LOOPBACK)
+    options.add("--port", _port, "PORT", "port to listen on (default: the first free one from 6006)")
+    return options
+
+
+def _run(argv: list[str]) -> int:
+    from finetune.review.board.discover import find_runs
+
+    options, _ = _options().split(argv)
+    if not options.folder.is_dir():
+        raise UserError(f"no such folder: {options.folder}. Give the folder that holds the runs.")
+    runs = find_runs(options.folder)
+    if not runs:
+        raise UserError(f"no run below this folder: {options.folder}. Give the output_dir of a run, or a folder above.")
+    address = start(options.folder, options.host, options.port)
+    found = {"folder": str(options.folder), "runs": len(runs), **links(address)}
+    print_line(
+        f"TensorBoard on {len(runs)} {'run' if len(runs) == 1 else 'runs'} below {options.folder}. Ctrl-C ends it."
+    )
+    print_line(f"  review: {found['review']}")
+    print_line(f"  charts: {found['charts']}")
+    if options.json:
+        write_json(options.json, found)
+    threading.Event().wait()  # for Ctrl-C
+    return DONE
+
+
+def links(address: str) -> dict[str, str]:
+    """Addresses of the Review tab, and of the time series without smoothing and with the first charts pinned.
+
+    Args:
+        address: of TensorBoard, such as http://localhost:6006/.
+    """
+    cards = [{"plugin": "scalars", "tag": tag(name)} for name in PINNED]
+    pinned = urllib.parse.quote(json.dumps(cards, separators=(",", ":")), safe="")  # "+" would not become a space again
+    return {"review": f"{address}#finetune", "charts": f"{address}?smoothing=0&pinnedCards={pinned}#timeseries"}
+
+
+def start(folder: Path, host: str, port: int | None) -> str:
+    """Start TensorBoard in a thread of this process. Returns its address, which ends with a slash.
+
+    Raises:
+        RunError: the port is in use, or the host is not an address of this machine.
+    """
+    from tensorboard import default, program
+
+    from finetune.review.board.plugin import ReviewPlugin
+
+    plugins = default.get_plugins()
+    if ReviewPlugin not in plugins:  # run from a source folder that is not installed
+        plugins.append(ReviewPlugin)
+    server = program.TensorBoard(plugins=plugins)
+    chosen = {} if port is None else {"port": port}
+    server.configure(argv=("tensorboard",), logdir=str(folder), host=host, **chosen)
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # notes on how TensorBoard reads files
+            return server.launch()
+    except program.TensorBoardPortInUseError:
+        raise RunError(f"port in use: {port}. Give another with --port, or leave --port out.") from None
+    except (program.TensorBoardServerException, OSError) as error:  # a host that has another name, a port below 1024
+        raise RunError(f"TensorBoard cannot listen on host {host}: {error}. Check --host and --port.") from None
+
+
+def _port(text: str) -> int:
+    """A port number; 0 takes any that is free."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

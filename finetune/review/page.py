@@ -1,0 +1,70 @@
+"""What the Review tab shows, and the same as one file of HTML that needs neither TensorBoard nor a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from importlib import resources
+from typing import Any
+
+from finetune.runtime.tags import METRICS, PHASES
+
+# Nothing is loaded and only this script runs, whatever the names in a review contain.
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'sha256-{digest}'">
+<title>Review</title>
+</head>
+<body>
+<script type="application/json" id="review">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def content(review: dict[str, Any]) -> dict[str, Any]:
+    """A review with what else the tab needs: the phases in order, and label, unit and meaning of each metric.
+
+    Args:
+        review: `finetune.review.review(...).to_dict()`.
+    """
+    names = {
+        metric.name: {"label": _label(metric.tag), "unit": metric.unit, "meaning": metric.meaning} for metric in METRICS
+    }
+    return _without_nan({**review, "phases": PHASES, "names": names})
+
+
+def html(review: dict[str, Any]) -> str:
+    """A review as one file of HTML: it holds script and data, asks no host, and shows what the Review tab shows.
+
+    Args:
+        review: `finetune.review.review(...).to_dict()`.
+    """
+    # "<" would let a run's name end the script element. `dumps` escapes non-ASCII characters such as U+2028.
+    data = json.dumps(content(review), allow_nan=False).replace("<", "\\u003c")
+    script = resources.files("finetune.review.board").joinpath("tab.js").read_text(encoding="utf-8") + "\nrender();\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _PAGE.format(digest=digest, data=data, script=script)
+
+
+def _label(tag: str) -> str:
+    """A tag without its group and unit: what people call the metric."""
+    return tag.partition("/")[2].partition(" [")[0].removesuffix(" of rank {n}")
+
+
+def _without_nan(value: Any) -> Any:
+    """A copy in which NaN and infinity are words, as JSON has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return value
