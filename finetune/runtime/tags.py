@@ -5,8 +5,8 @@ because the TensorBoard plugin reads it inside the user's TensorBoard.
 
 A tag never contains a parenthesis: TensorBoard's custom-scalars tab names a line `TAG (RUN)`, takes the run from what
 follows the first "(", and would leave the chart empty. Units are in brackets instead. Group names begin with a number
-because TensorBoard sorts them by name and unfolds the first two; in the first group the losses sort before the rest. After the group a tag has at most 32 characters,
-which is what a card of TensorBoard shows.
+because TensorBoard sorts them by name and unfolds the first two; in the first group the losses sort first, so that
+they are seen at once. After the group a tag has at most 32 characters, which is what a card of TensorBoard shows.
 """
 
 from __future__ import annotations
