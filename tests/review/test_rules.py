@@ -343,6 +343,16 @@ CLOSE: dict[str, tuple[str, Callable[[], Run], Callable[[], Run]]] = {
         lambda: run(phases={"communication": 5.0}, slow={1: {"forward": 0.16}}),
     ),
     "consistent": ("straggler", lambda: slow_in(3), lambda: slow_in(5)),
+    "few records": (
+        "communication",
+        lambda: run(count=2, phases={"communication": 0.3}),
+        lambda: run(count=2, phases={"communication": 0.2}),
+    ),
+    "few records of the loader": (
+        "data-wait",
+        lambda: run(count=2, phases={"data_wait": 0.3}),
+        lambda: run(count=2, phases={"data_wait": 0.2}),
+    ),
     "two pauses": (
         "evaluation-share",
         lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5, 1.4)),
@@ -376,6 +386,7 @@ def test_a_cause_explains_half_of_the_delay(seconds: float, expected: str) -> No
          {"slow": {1: {"forward": 0.3}}, "by_rank": {1: {"squared_lengths": 1_400_000}}}),
         ("its clocks: 1400 MHz, the others 1900 MHz",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1400}}}),
+        ("its computation", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1600}}}),
         ("its clocks: throttled in 90 % of samples (thermal)",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"throttled": 0.9, "reasons": ["thermal"]}}}),
         ("another process", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"other_processes": 1}}}),
