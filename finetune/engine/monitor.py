@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -69,7 +68,7 @@ class Monitor:
             tokens, squared_lengths: of each row of the plan, int64 [n_rows].
             device: "cuda" or "cpu".
         """
-        self._trainer, self._plan, self._device = trainer, plan, device
+        self._trainer, self._plan = trainer, plan
         self._tokens, self._squares = tokens, squared_lengths
         self._timer = PhaseTimer(trainer, device)
         self._norms: list[Any] = []
@@ -143,9 +142,7 @@ class Monitor:
 
     def record(self) -> StepRecord:
         """What all ranks did since the last call. The one host-device sync and the one collective of a record."""
-        began = time.perf_counter()
-        steps = self._timer.take()
-        waited = time.perf_counter() - began if self._device == "cuda" else 0.0
+        steps, waited = self._timer.take(), self._timer.host_lead
         if self._kept is not None:
             self._kept += steps
         losses = self._trainer.take_step_losses()

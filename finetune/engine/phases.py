@@ -37,6 +37,7 @@ class PhaseTimer(TrainerCallback):
         self.on = on
         self._clock = Clock(device)
         self._trainer = trainer
+        self.host_lead = 0.0  # seconds that the host was ahead of the device at the last step that was logged
         trainer.get_batch_samples = self._timed_fetch(trainer.get_batch_samples)
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
@@ -70,6 +71,9 @@ class PhaseTimer(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._mark(END)
         activity.enter("between steps", state.global_step)
+        # transformers synchronizes right after this, to log its loss, so this costs nothing more.
+        if self.on and getattr(control, "should_log", False):
+            self.host_lead = self._clock.wait()
 
     def _timed_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,14 @@ class Clock:
         event.record()
         self._marks.append((label, event))
 
+    def wait(self) -> float:
+        """Synchronize with the last mark. Returns the seconds that took: how far the host was ahead; 0.0 on a CPU."""
+        if not self._cuda or not self._marks:
+            return 0.0
+        began = time.perf_counter()
+        self._marks[-1][1].synchronize()
+        return time.perf_counter() - began
+
     def drain(self) -> list[tuple[str, float]]:
         """Read the intervals since the last call; synchronizes with the device.
 

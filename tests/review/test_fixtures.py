@@ -133,6 +133,13 @@ def test_host_lead_and_memory_of_healthy_gpus_are_far_from_the_thresholds() -> N
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["healthy-lora", "slow-rank-compute", "leak"])
 def test_a_run_recorded_now_gives_the_same(name: str, tmp_path: Path) -> None:
+    """Up to three times: on a busy machine a rank may really be slow, or communication take long."""
     rule = record.RUNS[name].rule
-    out = record.record(name, tmp_path / name, **{"training.max_steps": "30", "training.eval_steps": "15"})
-    assert rules_of(out) == ([rule] if rule else [])
+    found = []
+    for number in range(3):
+        out = tmp_path / str(number) / name
+        record.record(name, out, **{"training.max_steps": "30", "training.eval_steps": "15"})
+        found.append(rules_of(out))
+        if found[-1] == ([rule] if rule else []):
+            return
+    raise AssertionError(f"expected {rule}: {found}")

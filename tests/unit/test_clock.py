@@ -207,3 +207,16 @@ def test_the_end_closes_a_step_and_belongs_to_other() -> None:
     first, second = split(zip(labels, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], strict=True))
     assert first == {"data": [2], "forward": [4, 16], "backward": [8, 32], "optimizer": [64], "other": [128]}
     assert second == {"data": [256], "forward": [], "backward": [], "optimizer": [], "other": [512]}
+
+
+def test_the_lead_of_the_host_is_taken_at_steps_that_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before transformers synchronizes to log its loss; afterwards there is nothing left to wait for."""
+    gpu = FakeGpu(monkeypatch)
+    time = HandClock(monkeypatch)
+    monkeypatch.setattr(Event, "synchronize", lambda event: (time.spend(0.25), gpu.synchronized.append(event._at)))
+    trainer = FakeTrainer(lambda seconds: None)
+    timer = PhaseTimer(trainer, "cuda")
+    trainer.train(1)
+    assert timer.host_lead == 0.0 and gpu.synchronized == []
+    timer.on_step_end(None, trainer.state, types.SimpleNamespace(should_log=True))
+    assert timer.host_lead == 0.25 and len(gpu.synchronized) == 1

@@ -87,7 +87,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(monkeypatch: pytest.MonkeyPatch, steps: list[dict[str, list[float]]], losses: list[float]) -> Monitor:
     trainer = FakeTrainer(losses)
     made = Monitor(trainer, plan(8), np.arange(8) + 1, (np.arange(8) + 1) ** 2, "cpu")
-    monkeypatch.setattr(made, "_timer", types.SimpleNamespace(take=lambda: steps))
+    monkeypatch.setattr(made, "_timer", types.SimpleNamespace(take=lambda: steps, host_lead=0.0))
     return made
 
 
