@@ -113,6 +113,7 @@ def test_an_empty_file_and_a_very_long_record(tmp_path: Path, monkeypatch: pytes
     write(tmp_path, {LOSS: steps(1, 3, 1.0), "x" * 500: [(1, 1.0)], "after": [(1, 2.0)]})
     monkeypatch.setattr(events, "MOST_BYTES", 400)
     assert points(tmp_path, "after") == [(1, 2.0)]
+    assert sorted(events.read(list(tmp_path.glob("*")), (LOSS,))) == [LOSS, "after"]
 
 
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
@@ -429,6 +430,16 @@ def test_curves_stay_short_and_keep_what_is_not_finite(tmp_path: Path) -> None:
     make_run(tmp_path, loss=loss)
     curve = review([tmp_path]).to_dict()["runs"][0]["curve"]
     assert len(curve["loss"]) == 400 and curve["loss"].count(None) == 1 and curve["steps"][-1] == 3000
+
+
+def test_json_has_no_secrets(tmp_path: Path) -> None:
+    token = "hf_" + "Ab3" * 10
+    make_run(
+        tmp_path, record={"status": "failed", "error": f"401 for {token}", "config": {"model": {"revision": token}}}
+    )
+    content = json.dumps(review([tmp_path]).to_dict())
+    assert token not in content
+    assert "401 for ***" in content
 
 
 def test_markdown_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from finetune.review.rules import RULES, learning, ranks, speed, straggler
 from finetune.review.run import Run
 from finetune.review.verdict import findings, verdict
+from tests.review import synthetic
 from tests.review.synthetic import losses, run
 
 
@@ -46,7 +47,7 @@ CONSTANT_RATE = {"learning_rate": ([1, 200], [1e-3, 1e-3])}
 CLIPPED = {"clipped": ([100, 200], [1.0, 1.0])}
 FEW_CLIPPED = {"clipped": ([100, 200], [0.05, 0.05])}
 SLOW_STEP = {"data_wait": 0.1}
-HOST_BOUND = {rank: {"wait": 0.04} for rank in range(2)}
+HOST_BOUND = {rank: {"wait": 0.048} for rank in range(2)}
 IDLE = {rank: {"utilization": 0.7} for rank in range(2)}
 ROWS = {"rows_read": 1000, "rows_kept": 900}
 SEARCH = {"attempts": [{"per_device": 16, "tokens_per_second": 1000.0, "fits": True, "peak_bytes": 1}]}
@@ -268,6 +269,110 @@ def test_findings_state_numbers_advice_and_gain() -> None:
                 assert math.isfinite(found.lost)
 
 
+# --- closer to single thresholds -------------------------------------------------------------------------------------
+
+
+def piecewise(*points: tuple[int, float], noise: float = 1e-4) -> np.ndarray:
+    """200 losses through (step, loss)."""
+    steps, values = zip(*points, strict=True)
+    return np.interp(np.arange(200), steps, values) + np.random.default_rng(6).normal(0, noise, 200)
+
+
+def ending(rate: float) -> dict[str, tuple[list[int], list[float]]]:
+    return {"learning_rate": ([1, 200], [1e-3, rate])}
+
+
+def of_norm(norm: float) -> Run:
+    return run(series={"gradient_norm": ([1, 2, 3], [norm] * 3)})
+
+
+def slow_in(healthy: int) -> Run:
+    """A rank that is slow in all of its 19 records after the warm-up but so many."""
+    (starts, slow), (_, usual) = synthetic.lines(slow={1: {"forward": 0.5}}), synthetic.lines()
+    return run(ranks=(starts, slow[:-healthy] + usual[-healthy:]))
+
+
+FALLS = (0, 3.0), (20, 2.0)
+CLOSE: dict[str, tuple[str, Callable[[], Run], Callable[[], Run]]] = {
+    "norm": ("frozen", lambda: of_norm(0.95e-8), lambda: of_norm(1.05e-8)),
+    "rate": (
+        "plateau",
+        lambda: run(loss=losses(end=2.0), series=ending(1.05e-4)),
+        lambda: run(loss=losses(end=2.0), series=ending(0.95e-4)),
+    ),
+    "fall of the last half": (  # the medians of its quarters are half of its fall apart
+        "plateau",
+        lambda: run(loss=piecewise(*FALLS, (100, 2.0), (199, 1.972)), series=CONSTANT_RATE),
+        lambda: run(loss=piecewise(*FALLS, (100, 2.0), (199, 1.965)), series=CONSTANT_RATE),
+    ),
+    "fall of the last tenth": (
+        "too-slow",
+        lambda: run(loss=piecewise(*FALLS, (180, 2.0), (199, 1.94))),
+        lambda: run(loss=piecewise(*FALLS, (180, 2.0), (199, 1.955))),
+    ),
+    "clipped": (
+        "too-slow",
+        lambda: run(loss=linear(), series={"clipped": ([100, 200], [0.09] * 2)}),
+        lambda: run(loss=linear(), series={"clipped": ([100, 200], [0.11] * 2)}),
+    ),
+    "height of spikes": (
+        "spikes",
+        lambda: run(loss=changed(piecewise((0, 1.4), (30, 1.0), (199, 1.0)), {80: 0.105, 140: 0.105})),
+        lambda: run(loss=changed(piecewise((0, 1.4), (30, 1.0), (199, 1.0)), {80: 0.095, 140: 0.095})),
+    ),
+    "spikes on a slope": (
+        "spikes",
+        lambda: run(
+            loss=changed(piecewise((0, 11.0), (199, 1.0)), {125: 0.86, 165: 0.86}), record={"status": "running"}
+        ),
+        lambda: run(loss=changed(piecewise((0, 11.0), (199, 1.0)), {125: 0.74, 165: 0.74})),
+    ),
+    "rise by the fall before": (
+        "diverging",
+        lambda: run(loss=piecewise((0, 100.0), (10, 1.0), (150, 1.0), (170, 3.2), (199, 3.2))),
+        lambda: run(loss=piecewise((0, 100.0), (10, 1.0), (150, 1.0), (170, 2.7), (199, 2.7))),
+    ),
+    "communication alone": (
+        "communication",
+        lambda: run(gpu=False, phases={"communication": 0.08}, jitter=0.3),
+        lambda: run(gpu=False, phases={"communication": 0.05}, jitter=0.3),
+    ),
+    "lost": (
+        "straggler",
+        lambda: run(phases={"communication": 5.0}, slow={1: {"forward": 0.2}}),
+        lambda: run(phases={"communication": 5.0}, slow={1: {"forward": 0.16}}),
+    ),
+    "consistent": ("straggler", lambda: slow_in(3), lambda: slow_in(5)),
+    "few records": (
+        "communication",
+        lambda: run(count=2, phases={"communication": 0.3}),
+        lambda: run(count=2, phases={"communication": 0.2}),
+    ),
+    "few records of the loader": (
+        "data-wait",
+        lambda: run(count=2, phases={"data_wait": 0.3}),
+        lambda: run(count=2, phases={"data_wait": 0.2}),
+    ),
+    "two pauses": (
+        "evaluation-share",
+        lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5, 1.4)),
+        lambda: run(record={"evaluation_seconds": 90.0}, series=evaluation(1.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_close_to_a_threshold(name: str) -> None:
+    rule, beyond, short = CLOSE[name]
+    assert (fired(beyond()), rule in fired(short())) == ([rule], False)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.16, "its loader"), (0.14, "its computation")])
+def test_a_cause_explains_half_of_the_delay(seconds: float, expected: str) -> None:
+    found = straggler.check(run(slow={1: {"data_wait": seconds, "forward": 0.3 - seconds}}))
+    assert found is not None and expected in found.evidence
+
+
 # --- what a finding says ----------------------------------------------------------------------------------------------
 
 
@@ -281,6 +386,7 @@ def test_findings_state_numbers_advice_and_gain() -> None:
          {"slow": {1: {"forward": 0.3}}, "by_rank": {1: {"squared_lengths": 1_400_000}}}),
         ("its clocks: 1400 MHz, the others 1900 MHz",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1400}}}),
+        ("its computation", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"sm_clock_mhz": 1600}}}),
         ("its clocks: throttled in 90 % of samples (thermal)",
          {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"throttled": 0.9, "reasons": ["thermal"]}}}),
         ("another process", {"slow": {1: {"forward": 0.3}}, "gpu_of": {1: {"other_processes": 1}}}),

@@ -25,7 +25,8 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     the published dual-GPU study asks for an efficiency of 70 % to justify a second GPU. Ranks that are late by turns,
     as on a busy machine, wait for each other as well: at least 5 % (calibrated) must remain on the last one."""
     share, least, step = timing.exposed_communication(run), timing.least_communication(run), run.step_seconds
-    if share is None or not step or share < COMMUNICATION or straggler.slowest(run) is not None:
+    limit = timing.limit(run, COMMUNICATION, "communication")
+    if share is None or not step or share < limit or straggler.slowest(run) is not None:
         return None
     if least is not None and least < ALONE:
         return None

@@ -27,7 +27,7 @@ REPEATED = 2  # evaluations or checkpoints while it trains; a single one cannot 
 def data_wait(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     """Most ranks wait for rows for at least 10 % of the step. Calibrated against healthy runs."""
     share, step = timing.data_wait(run), run.step_seconds
-    if share is None or not step or share < DATA_WAIT:
+    if share is None or not step or share < timing.limit(run, DATA_WAIT):
         return None
     workers = count(run.at("config.training.extra.dataloader_num_workers")) or 0
     return Finding(
@@ -108,6 +108,8 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     nor communication explains it. Calibrated on an H200."""
     lead, busy, step = host_lead(run), utilization(run), run.step_seconds
     if not run.on_gpus or lead is None or busy is None or not step or lead >= HOST_LEAD or busy >= UTILIZATION:
+        return None
+    if timing.records_of(run) < timing.FEW:
         return None
     if any(rule(run) is not None for rule in (data_wait, ranks.communication, straggler.check)):
         return None

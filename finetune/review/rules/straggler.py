@@ -22,6 +22,7 @@ FEW = 3
 BEHIND = 0.5  # of the threshold's excess, in 80 % of the records
 LOST = 0.03  # share of the step that the others wait: less is not worth the search
 EXPLAINED = 0.5  # share of the additional work that a cause must account for
+EXPLAINED_BY_CLOCK = 0.8  # a GPU that computes more than the others also draws more power and lowers its clock
 THROTTLED = 0.10  # samples more than on the others
 
 
@@ -125,7 +126,7 @@ def _clocks(ranks: Ranks, rank: int, excess: float) -> tuple[str, str] | None:
     command = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER" + (f" -i {about['gpu']}" if about["gpu"] is not None else "")
     advice = f"{command}   # on host {about['host'] or 'of that rank'}: cooling, power limit"
     mine, usual = _against(ranks.column("gpu_sm_clock_mhz"), rank)
-    if mine > 0 and usual / mine - 1 >= EXPLAINED * excess:
+    if mine > 0 and usual / mine - 1 >= EXPLAINED_BY_CLOCK * excess:
         return f"its clocks: {mine:.0f} MHz, the others {usual:.0f} MHz", advice
     mine, usual = _against(ranks.column("gpu_throttled"), rank)
     if mine - usual >= THROTTLED:

@@ -6,6 +6,7 @@ import numpy as np
 
 from finetune.review.run import Run
 
+FEW = 3  # records: fewer must show twice the threshold
 CONSISTENT = 0.8  # share of the records in which the same rank must be behind
 
 
@@ -69,6 +70,11 @@ def consistent_ratio(ratios: np.ndarray) -> np.ndarray:
 def records_of(run: Run, phase: str = "step") -> int:
     """Records behind a figure."""
     return len(run.phase(phase))
+
+
+def limit(run: Run, threshold: float, phase: str = "step") -> float:
+    """A threshold for this run: of fewer than FEW records, twice as much is needed to rule out chance."""
+    return 2 * threshold if records_of(run, phase) < FEW and run.ranks is not None else threshold
 
 
 def evaluation_share(run: Run) -> float | None:
