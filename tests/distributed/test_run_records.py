@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+import urllib.parse
+import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from finetune.engine import pages
+from finetune.review import review
+from finetune.review.page import html
 from finetune.runtime.tags import PHASES, tag
 from tests import launch
 
@@ -83,6 +96,125 @@ def test_evaluation_and_saving_are_in_no_step(run: tuple[Path, dict]) -> None:
     tokens = sum(rank["tokens"] for record in records for rank in record["ranks"])
     first = found["tokens"] - round(found["tokens_per_second_per_gpu"] * 2 * steps)  # of the step that compiles
     assert 0 < first and tokens == found["tokens"]
+
+
+# --- TensorBoard on the run -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def address(run: tuple[Path, dict]) -> Iterator[str]:
+    """TensorBoard's address, as `finetune dashboard` starts it."""
+    command = [launch.command("python")[0], "-m", "finetune", "dashboard", str(run[0]), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=launch.environment(run[0].parent))
+    assert process.stdout is not None
+    try:
+        yield next(found.group(1) for line in process.stdout if (found := re.search(r"(http://\S+?)/?#finetune", line)))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(address: str, route: str, **parameters: str) -> Any:
+    """The JSON answer of a route of TensorBoard."""
+    url = f"{address}/data/{route}" + ("?" + urllib.parse.urlencode(parameters) if parameters else "")
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def test_tensorboard_has_data_for_every_panel(address: str) -> None:
+    """Over its own routes, which its pages use as well."""
+    plugins = get(address, "plugins_listing")
+    for name in ("scalars", "custom_scalars", "text", "hparams", "images", "histograms", "finetune"):
+        assert plugins[name]["enabled"], name
+    assert plugins["finetune"]["tab_name"] == "Review"
+    (name,) = get(address, "runs")
+    categories = get(address, "plugin/custom_scalars/layout")["category"]
+    assert [one["title"] for one in categories] == list(pages.layout())
+    empty = []
+    for chart in (chart for one in categories for chart in one["chart"]):
+        patterns = [pattern for pattern in chart.get("multiline", {}).get("tag", [])]
+        margins = [value for series in chart.get("margin", {}).get("series", []) for value in series.values()]
+        found = [get(address, "plugin/custom_scalars/scalars", tag=pattern, run=name) for pattern in patterns]
+        points = [len(values) for one in found for values in one["tag_to_events"].values()]
+        points += [len(get(address, "plugin/scalars/scalars", tag=one, run=name)) for one in margins]
+        empty += [] if any(points) else [chart["title"]]
+    only_on_gpus = {"MFU [0-1]", "fullest GPU [0-1]", *(chart for chart in pages.layout()["6 GPUs"])}
+    assert set(empty) == only_on_gpus
+    texts = get(address, "plugin/text/tags")[name]
+    assert {"1 review/text_summary", "2 data/text_summary"} <= set(texts)
+    (page,) = get(address, "plugin/text/text", run=name, tag="2 data/text_summary")
+    assert "<table>" in page["text"] and "rows read" in page["text"]
+
+
+def test_the_tab_has_the_verdict_of_review(address: str, run: tuple[Path, dict]) -> None:
+    (shown,) = get(address, "plugin/finetune/review")["runs"]
+    (reviewed,) = review([run[0]]).to_dict()["runs"]
+    assert shown["verdict"] == reviewed["verdict"] and shown["tensorboard"] == "runs/out"
+    assert set(shown["bars"]) == {"0", "1"} and len(shown["curve"]["loss"]) == 10
+
+
+def test_a_plugin_that_fails_leaves_tensorboard_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.review.board.plugin import ReviewPlugin
+
+    monkeypatch.setitem(sys.modules, "finetune.review.run", None)
+    monkeypatch.setitem(sys.modules, "finetune.review.board.discover", None)
+    plugin = ReviewPlugin(types.SimpleNamespace(logdir=str(tmp_path)))  # type: ignore[arg-type]
+    assert plugin.is_active() is False
+    assert "The review failed: ModuleNotFoundError" in plugin.review()["error"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium. FINETUNE_BROWSER=required turns the skip into a failure."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        why = "no Chromium: apt-get install -y --no-install-recommends chromium"
+        pytest.fail(why) if os.environ.get("FINETUNE_BROWSER") == "required" else pytest.skip(why)
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        chrome = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield chrome
+        chrome.close()
+
+
+def test_the_pages_in_a_browser(address: str, browser: Any) -> None:
+    """The loss is seen without a click, custom scalars have lines, and Review names what limits the run."""
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    errors, hosts = [], set()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: hosts.add(urllib.parse.urlsplit(request.url).netloc))
+    page.goto(address)
+    card = page.locator("card-view", has_text="1 learning/loss [nats]")
+    card.locator("line-chart").first.wait_for()
+    box = card.bounding_box()
+    assert box is not None and box["y"] < 1000  # on the first screen
+    page.goto("about:blank")
+    page.goto(f"{address}/#custom_scalars")
+    chart = page.locator("tf-custom-scalar-multi-line-chart-card", has_text="loss [nats per supervised token]")
+    chart.locator("svg path[d*='L']").first.wait_for(state="attached")
+    page.goto("about:blank")
+    page.goto(f"{address}/#finetune")
+    frame = page.frame_locator("iframe")
+    frame.locator("[data-panel=verdict]").wait_for()
+    assert frame.locator("rect[data-rank='1']").count() >= 4 and frame.locator("path[data-line=loss]").count() == 1
+    assert errors == [] and hosts <= {urllib.parse.urlsplit(address).netloc, ""}
+    page.close()
+
+
+def test_the_report_needs_no_network_and_shows_names_as_text(
+    tmp_path: Path, run: tuple[Path, dict], browser: Any
+) -> None:
+    reviewed = review([run[0]]).to_dict()
+    reviewed["runs"][0]["run"] = "</script><script>document.title = 'broken'</script>"
+    (tmp_path / "report.html").write_text(html(reviewed), encoding="utf-8")
+    page = browser.new_page(offline=True)
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("[data-panel=verdict]").wait_for()
+    assert page.locator("h2").first.text_content() == reviewed["runs"][0]["run"] and page.title() == "Review"
+    assert page.locator("path[data-line=loss]").count() == 1 and len(requested) == 1
+    page.close()
 
 
 def test_a_resumed_run_has_no_step_twice(run: tuple[Path, dict], tiny_model: Path, tiny_data: Path) -> None:
