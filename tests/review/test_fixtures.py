@@ -21,8 +21,8 @@ RECORDED_ON_GPUS: dict[str, str | None] = {
     for name, rule in {
         "h200-healthy-two": None,
         "h200-healthy-one": None,
-        "h200-host-bound": "host-bound",
         "h200-memory": "memory-near-limit",
+        "h200-slow-rank": "straggler",
     }.items()
     if (record.FIXTURES / name).exists()
 }
