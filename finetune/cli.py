@@ -16,8 +16,8 @@ COMMANDS = {
     "convert": "convert an Unsloth or TRL notebook into a script for any number of GPUs",
     "doctor": "report hardware, versions and anything that would stop a run; for bug reports",
     "advise": "recommend a number of GPUs for your configuration, from measurements",
-    "review": "explain recorded runs: what limits them, what to change, how they compare",
-    "bench": "benchmark this machine: collectives, compute, training steps, a published study",
+    "review": "read what runs recorded: what limits them, what to change, how they compare",
+    "bench": "measure this machine: communication, compute, training steps, a published study",
 }
 
 
