@@ -10,12 +10,12 @@ from finetune import __version__
 from finetune.runtime.command import BAD_INPUT, DONE
 
 COMMANDS = {
-    "train": "train a model; --dry-run runs and measures everything on one device first",
-    "prepare": "tokenize, mask and pack the data ahead of time, and print a summary of the rows",
-    "parity": "check that training your configuration gives the same result on any number of GPUs",
-    "convert": "convert an Unsloth notebook into a script for any number of GPUs, or report why not",
-    "doctor": "report this machine, its software and anything that would stop a run; for bug reports",
-    "advise": "recommend a number of GPUs and settings for your configuration, from measurements",
+    "train": "fine-tune a model; with --dry-run, measure the job on one device",
+    "prepare": "tokenize, mask and pack the data ahead of time, without a GPU",
+    "parity": "check that your configuration gives the same result on any number of GPUs",
+    "convert": "convert an Unsloth or TRL notebook into a script for any number of GPUs",
+    "doctor": "report hardware, versions and anything that would stop a run; for bug reports",
+    "advise": "recommend a number of GPUs for your configuration, from measurements",
     "review": "read what runs recorded: what limits them, what to change, how they compare",
     "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
     "bench": "measure this machine: communication, compute, training steps, a published study",
@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         lines = [f"  {name:10} {summary}" for name, summary in COMMANDS.items()]
-        sys.stdout.write("usage: finetune COMMAND [--help] ...\n\n" + "\n".join(lines) + "\n")
+        more = "`finetune COMMAND --help` lists the options of a command; `finetune --version` prints the version."
+        sys.stdout.write("usage: finetune COMMAND [options]\n\n" + "\n".join(lines) + f"\n\n{more}\n")
         return DONE if argv else BAD_INPUT
     if argv[0] == "--version":
         sys.stdout.write(f"{__version__}\n")

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from finetune.runtime.hardware import Hardware
 
 PURPOSE = (
-    "Choose the number of GPUs and the settings for your configuration: measure one GPU and the all-reduce, predict the"
-    " others, decide."
+    "Recommend a number of GPUs for your configuration: measure it on one GPU, measure the all-reduce, and predict the"
+    " other world sizes."
 )
 NOTES = (
-    "Exit code 0: advice was given, 1: the model does not fit on a GPU here, 2: bad input. docs/advise.md describes the"
-    " prediction."
+    "Exit code 0: done, 1: the model does not fit on one GPU, or a measurement failed, 2: bad input. docs/advise.md"
+    " describes the prediction."
 )
 
 
@@ -39,14 +39,14 @@ def own_options() -> Options:
     found = Options("advise", PURPOSE, notes=NOTES)
     default = "default: 1, 2, 4 and 8, up to the number of GPUs; 1,2 on a CPU"
     found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
-    found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run; 0 is allowed")
-    comm = "result of an earlier `finetune bench comm --json`, instead of measuring; also for GPUs that are not here"
+    found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run")
+    comm = "read the all-reduce from an earlier `finetune bench comm --json`, of this machine or another"
     found.add("--comm", path, "FILE.json", comm)
-    found.add_switch("--fastest", "choose the fastest number of GPUs at any efficiency (default: at least 70 %%)")
-    found.add_switch("--as-given", "keep the settings; do not search for better ones on one GPU")
-    found.add_switch("--rules", "measure nothing; apply the rule set study2025")
-    found.add("--out", path, "DIR", "write the accelerate profile, the environment and the launch command there")
-    found.add("--model", str, "NAME", "dense-258k or dense-6.9m: a dense model of the study instead of a configuration")
+    found.add_switch("--fastest", "recommend the fastest world size at any efficiency (default: at least 70 %%)")
+    found.add_switch("--as-given", "do not try faster settings on one GPU")
+    found.add_switch("--rules", "measure nothing; apply the rule set study2025 (docs/advise.md)")
+    found.add("--out", path, "DIR", "write the accelerate profile, NCCL environment and launch script to this folder")
+    found.add("--model", str, "NAME", "dense-258k or dense-6.9m: a model of the study instead of a configuration")
     found.add("--batch", count, "64", "global batch size, for --model")
     return found
 

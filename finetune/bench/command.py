@@ -13,10 +13,10 @@ from finetune.runtime.command import DONE, run_with_options
 from finetune.runtime.options import Options, count, counts, names, path
 
 WHAT = {
-    "comm": "all-reduce, reduce-scatter, all-gather and broadcast: latency and bandwidth by size",
-    "compute": "peak rates of this machine for matrix products and memory copies",
+    "comm": "latency and bandwidth of all-reduce, reduce-scatter, all-gather and broadcast, by size",
+    "compute": "peak rates of matrix products and memory copies",
     "step": "time per phase of a training step of your configuration, on each rank",
-    "study": "repeat a published study of one GPU against two: dense models of 258 K and 6.9 M parameters",
+    "study": "reproduce a published study of one GPU against two, on dense models of 258 K and 6.9 M parameters",
 }
 NOTES = "Exit code 0: done, 1: a rank failed, 2: bad input. docs/benchmarks.md describes each measurement."
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 def overview() -> str:
     """The help text of `finetune bench` without a benchmark."""
     lines = [f"  {name:9} {purpose}" for name, purpose in WHAT.items()]
-    usage = "usage: finetune bench WHAT [options]\n\nMeasure this machine. WHAT is one of:\n\n"
+    usage = "usage: finetune bench WHAT [options]\n\nBenchmark this machine. WHAT is one of:\n\n"
     return usage + "\n".join(lines) + f"\n\n`finetune bench WHAT --help` lists its options.\n{NOTES}\n"
 
 
@@ -77,9 +77,9 @@ def own_options(what: str) -> Options:
     """The options of a benchmark."""
     purpose = WHAT[what][:1].upper() + WHAT[what][1:] + "."
     found = Options(f"bench {what}", purpose, notes=NOTES, configuration=what in ("comm", "step"))
-    default = "1; several run at once" if what == "compute" else "1, 2, 4 and 8, up to the number of GPUs"
-    found.add("--world-sizes", counts, "1,2", f"world sizes: NCCL on GPUs, gloo on a CPU (default: {default})")
-    repeated = "repeated runs; the confidence interval is that of their mean"
+    default = "1; several run concurrently" if what == "compute" else "1, 2, 4 and 8, up to the number of GPUs"
+    found.add("--world-sizes", counts, "1,2", f"world sizes, with NCCL on GPUs and gloo on a CPU (default: {default})")
+    repeated = "number of runs; the confidence interval is over their means"
     found.add("--runs", count, "N", f"{repeated} (default: %(default)s; the published study: 50)", RUNS)
     found.add(
         "--steps", count, "N", f"measured steps per run, after {WARM_UP} warm-up steps (default: %(default)s)", MEASURED
@@ -89,9 +89,9 @@ def own_options(what: str) -> Options:
         found.add_switch("--settings", "compare the NCCL settings that matter on this topology, each in new processes")
     if what in ("step", "study"):
         plots = "Markdown, JSON and, with `pip install 'finetune[plots]'`, PNG"
-        found.add("--out", path, "DIR", f"write tables, figures and plots to this folder: {plots}")
+        found.add("--out", path, "DIR", f"write the results to this folder: {plots}")
     if what == "study":
-        found.add("--models", names, "NAME,...", "258K, 6.9M and, with LoRA on GPUs, llama-1.2b, llama-3b")
+        found.add("--models", names, "NAME,...", "258K, 6.9M and, as LoRA on GPUs, llama-1.2b, llama-3b")
     return found
 
 

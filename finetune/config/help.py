@@ -1,5 +1,4 @@
-"""The `--help` texts of the configuration: the settings everyone needs first, every key on one line, and a section in
-full."""
+"""The `--help` texts of the configuration: the common settings, all keys in one line each, or a section in full."""
 
 import textwrap
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from finetune.config.values import describe, show
 
 WIDTH = 100
 
-# What nearly everyone sets, in the order in which one thinks of it.
+# What nearly every user sets.
 COMMON = (
     "model.model_name_or_path",
     "model.load_in_4bit",
@@ -27,12 +26,13 @@ COMMON = (
 )
 
 OPTIONS = """\
-  --config FILE.yaml    settings in a YAML file; without a model, the embedded demo runs
-  --section.key VALUE   one setting, over the file's; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
+  --config FILE.yaml    YAML file with settings; without a model, the embedded demo runs
+  --section.key VALUE   one setting, overriding the file; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
 """
-JSON = "  --json PATH           also write the machine-readable result\n"
-DRY_RUN = "  --dry-run             run everything on one device and measure it; keep no output\n"
-HELP = "  -h, --help [SECTION]  this text, or every key of a section: model, lora, data, training, logging\n"
+JSON = "  --json PATH           also write the result as JSON\n"
+DRY_RUN = "  --dry-run             measure the job on one device (memory, step time, duration); save nothing else\n"
+EXIT_CODES = "Exit code 0: done, 1: failed, or dry run NO-GO, 2: bad input, 130: interrupted, checkpoint saved."
+HELP = "  -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging\n"
 
 
 def help_text(script: str | None = None) -> str:
@@ -44,9 +44,9 @@ def help_text(script: str | None = None) -> str:
     target = script or "-m finetune.train"
     lines = [
         f"usage: accelerate launch {target} [--config FILE.yaml] [--section.key VALUE ...] ...",
-        f"       python {target} ...   on one device, or as training.strategy says",
+        f"       python {target} ...   on one device, or as set by training.strategy",
         "",
-        "Fine-tune a language model on one GPU or many. Without --config, the embedded demo runs.",
+        "Fine-tune a language model on one GPU or many. Without a model, the embedded demo runs.",
         "",
         (OPTIONS + DRY_RUN + JSON + HELP).rstrip(),
         "",
@@ -59,7 +59,7 @@ def help_text(script: str | None = None) -> str:
         summary = (kind.__doc__ or "").splitlines()[0]
         lines.append(f" {section}: {summary}")
         lines += [_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON]
-    lines += ["", "Meaning of each: --help SECTION, or docs/configuration.md."]
+    lines += ["", "Descriptions: --help SECTION, or docs/configuration.md.", EXIT_CODES]
     return "\n".join(lines) + "\n"
 
 

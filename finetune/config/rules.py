@@ -51,7 +51,7 @@ MANAGED_ARGUMENTS = {
         "token use_auth_token": "keep tokens out of configurations: run `hf auth login`, or set the variable HF_TOKEN",
         "device_map device_map_planner_kwargs max_memory": "each rank loads the whole model onto its own device",
         "fast_inference gpu_memory_utilization float8_kv_cache disable_log_stats max_lora_rank": (
-            "it is for generation with vLLM, which does not run during training"
+            "it configures vLLM, which does not run during training"
         ),
         "auto_model on_model_resolved": "the model is always loaded for causal language modeling",
     },

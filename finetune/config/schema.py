@@ -44,46 +44,44 @@ def _setting(default: Any, help: str, allowed: Range | None = None) -> Any:
 class ModelConfig:
     """Which model to train, and how it is loaded."""
 
-    model_name_or_path: str | None = _setting(
-        None, "Model on the Hub or in a local folder. null runs the embedded demo.", NOT_EMPTY
-    )
+    model_name_or_path: str | None = _setting(None, "Hub name or local folder. null runs the embedded demo.", NOT_EMPTY)
     revision: str | None = _setting(None, "Branch, tag or commit on the Hub.")
     backend: Literal["auto", "unsloth", "transformers"] = _setting(
-        "auto", "auto uses Unsloth if it can be imported and supports the device, otherwise transformers."
+        "auto", "auto uses Unsloth if it can be imported and supports the device, otherwise plain transformers."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
         "auto", "Compute dtype. auto uses bfloat16 if the device supports it."
     )
-    load_in_4bit: bool = _setting(False, "QLoRA: keep the frozen base model in 4 bits (NF4).")
-    load_in_8bit: bool = _setting(False, "Keep the frozen base model in 8 bits (LLM.int8) instead of 4.")
+    load_in_4bit: bool = _setting(False, "QLoRA: load the frozen base model in 4 bits (NF4).")
+    load_in_8bit: bool = _setting(False, "Load the frozen base model in 8 bits (LLM.int8).")
     full_finetuning: bool = _setting(False, "Train all weights, without an adapter.")
     attn_implementation: str | None = _setting(
-        None, "Attention implementation by its transformers name. null lets the library choose."
+        None, "Attention implementation, such as sdpa. null lets the library choose."
     )
     chat_template: str | None = _setting(
         None,
-        "Template name or Jinja file. null uses the tokenizer's own; none joins prompt and completion unchanged.",
+        "Template name or Jinja file. null uses the tokenizer's own; none concatenates prompt and completion.",
     )
-    trust_remote_code: bool = _setting(False, "Run Python code that ships with the model.")
+    trust_remote_code: bool = _setting(False, "Allow Python code that comes with the model to run.")
     loader: Literal["FastLanguageModel", "FastModel"] | None = _setting(
         None, "Unsloth class that loads the model. null uses FastLanguageModel."
     )
     loader_kwargs: dict[str, Any] = _setting(
-        {}, "Further arguments for that class's from_pretrained, such as {unsloth_tiled_mlp: true}."
+        {}, "Further arguments for from_pretrained of the Unsloth class, such as {unsloth_tiled_mlp: true}."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The LoRA adapter. Not with model.full_finetuning."""
+    """The LoRA adapter. Not used in full fine-tuning."""
 
     r: int = _setting(16, "Rank of the adapter.", AT_LEAST_1)
     lora_alpha: int = _setting(
         16,
-        "Scale: the adapter's output is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
+        "The adapter's output is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora.",
         AT_LEAST_1,
     )
-    lora_dropout: float = _setting(0.0, "Dropout before the adapter. Unsloth's fast kernels need 0.", FRACTION)
+    lora_dropout: float = _setting(0.0, "Dropout on the adapter's input. Unsloth's fast kernels need 0.", FRACTION)
     target_modules: list[str] | str | None = _setting(
         None,
         'Module names, a PEFT regular expression, or "all-linear". null uses the seven attention and MLP projections.',
@@ -92,9 +90,9 @@ class LoraConfig:
     modules_to_save: list[str] | None = _setting(
         None, "Modules trained in full alongside the adapter, such as embed_tokens."
     )
-    use_rslora: bool = _setting(False, "Rank-stabilized LoRA: scale by 1 / sqrt(r).")
+    use_rslora: bool = _setting(False, "Rank-stabilized LoRA: scale by 1 / sqrt(r) instead of 1 / r.")
     bias: Literal["none", "all", "lora_only"] = _setting(
-        "none", "Biases to train: none, all of the model's, or those of the adapted modules."
+        "none", "Biases to train: none, all, or only those of the adapted modules."
     )
     random_state: int | None = _setting(None, "Seed for the adapter's initial weights. null uses training.seed.", SEED)
     adapter_kwargs: dict[str, Any] = _setting(
@@ -109,11 +107,11 @@ class DataConfig:
 
     train_file: str | list[str] | None = _setting(None, "Training rows: a path or glob, or a list of them.", NOT_EMPTY)
     weights: list[float] | None = _setting(
-        None, "How often each train_file is used per epoch: 2 is twice, 0.5 is half of its rows. null is once each."
+        None, "Passes over each train_file per epoch: 2 uses its rows twice, 0.5 half of them. null is 1 each."
     )
     dataset_name: str | None = _setting(None, "Dataset on the Hub, instead of train_file.", NOT_EMPTY)
-    dataset_config: str | None = _setting(None, "Configuration of the Hub dataset, such as main.")
-    split: str = _setting("train", "Split to train on.")
+    dataset_config: str | None = _setting(None, "Configuration (subset) of the Hub dataset, such as main.")
+    split: str = _setting("train", "Split of the dataset to train on.")
     eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
     eval_fraction: float = _setting(
         0.0, "Fraction of the training rows to hold out, instead of an eval_file.", FRACTION
@@ -121,28 +119,28 @@ class DataConfig:
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = _setting(
         "auto", "Row format. auto detects it and prints what it found."
     )
-    columns: dict[str, str] = _setting(
-        {}, "Role -> column of the file, such as {prompt: question, completion: answer}."
-    )
+    columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {prompt: question, completion: answer}.")
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
     max_length: int = _setting(2048, "Maximum length of a document, in tokens.", AT_LEAST_1)
     over_length: Literal["truncate", "drop", "split"] = _setting("truncate", "What to do with longer documents.")
     assistant_only_loss: bool = _setting(True, "Compute the loss on the assistant's turns only.")
-    last_turn_only: bool = _setting(False, "Of these turns, compute the loss on the last one only.")
+    last_turn_only: bool = _setting(False, "Compute the loss on the last of these turns only.")
     instruction_part: str | None = _setting(
         None,
-        "Rows of text: marker that starts a turn without loss, and ends the one that response_part starts.",
+        "Rows of text: marker that starts a user turn, which is masked from the loss.",
         NOT_EMPTY,
     )
     response_part: str | None = _setting(
         None,
-        "Rows of text: marker that starts a turn with loss; the rest is masked. auto finds both in the chat template.",
+        "Rows of text: marker that starts an assistant turn; the rest is masked. auto: from the chat template.",
         NOT_EMPTY,
     )
-    packing: bool = _setting(False, "Pack whole documents into rows of pack_length tokens. A batch then counts packs.")
+    packing: bool = _setting(
+        False, "Pack whole documents into rows of pack_length tokens. A batch size then counts packs."
+    )
     pack_length: int | None = _setting(None, "Tokens per pack. null uses max_length.", AT_LEAST_1)
-    num_proc: int | None = _setting(None, "Processes for tokenization. null uses all cores.", AT_LEAST_1)
-    cache_dir: str | None = _setting(None, "Folder for tokenized data. null uses the user's cache folder.")
+    num_proc: int | None = _setting(None, "Processes that tokenize. null uses all cores.", AT_LEAST_1)
+    cache_dir: str | None = _setting(None, "Cache folder for tokenized data. null uses the user's cache folder.")
 
     @property
     def row_length(self) -> int:
@@ -152,59 +150,64 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The optimization. Any other field of TRL's SFTConfig is accepted here by its own name."""
+    """Batches, optimizer and checkpoints. Any other field of TRL's SFTConfig is accepted by its own name."""
 
-    output_dir: str = _setting("outputs", "Folder for checkpoints, the final model, runs/ and run.json.", NOT_EMPTY)
+    output_dir: str = _setting(
+        "outputs", "Folder for checkpoints, final model, run.json and TensorBoard's runs/.", NOT_EMPTY
+    )
     global_batch_size: int | None = _setting(
         None,
         "Rows (or packs) per optimizer step over all GPUs. null is 16, or follows gradient_accumulation_steps.",
         AT_LEAST_1,
     )
     per_device_train_batch_size: int | None = _setting(
-        None, "Rows per GPU and forward pass. null uses the largest divisor up to 8.", AT_LEAST_1
+        None,
+        "Rows (or packs) per GPU and forward pass. null is the largest divisor up to 8 rows or 16,384 tokens of packs.",
+        AT_LEAST_1,
     )
     gradient_accumulation_steps: int | None = _setting(
-        None, "Forward passes per optimizer step. null follows from global_batch_size.", AT_LEAST_1
+        None, "Forward passes per optimizer step and GPU. null follows from global_batch_size.", AT_LEAST_1
     )
     per_device_eval_batch_size: int = _setting(
-        8, "Rows per GPU during evaluation. Does not change its result.", AT_LEAST_1
+        8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
     )
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
-    max_steps: int = _setting(-1, "Optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
-    learning_rate: float = _setting(2e-4, "Peak learning rate; about a tenth for full fine-tuning.", ABOVE_0)
+    max_steps: int = _setting(-1, "Total optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
+    learning_rate: float = _setting(2e-4, "Peak learning rate. Use about a tenth for full fine-tuning.", ABOVE_0)
     learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
         "none", "How to scale learning_rate with global_batch_size / base_global_batch_size. none keeps it."
     )
     base_global_batch_size: int | None = _setting(
-        None, "The global batch size that learning_rate was tuned for, for learning_rate_rule.", AT_LEAST_1
+        None, "Global batch size that learning_rate was tuned for. Used by learning_rate_rule.", AT_LEAST_1
     )
-    lr_scheduler_type: str = _setting("cosine", "Learning-rate schedule by its transformers name.")
+    lr_scheduler_type: str = _setting("cosine", "Learning-rate schedule, by its transformers name.")
     warmup_steps: float = _setting(0.0, "Warm-up steps. Below 1: a fraction of all steps.", AT_LEAST_0)
     weight_decay: float = _setting(0.0, "Decoupled weight decay.", AT_LEAST_0)
-    optim: str = _setting("adamw_torch_fused", "Optimizer by its transformers name, such as adamw_8bit.")
+    optim: str = _setting("adamw_torch_fused", "Optimizer, by its transformers name, such as adamw_8bit.")
     max_grad_norm: float = _setting(1.0, "Clip the gradient norm to this value. 0 is off.", AT_LEAST_0)
-    seed: int = _setting(42, "Seed for the adapter's initial weights, dropout and the order of the data.", SEED)
+    seed: int = _setting(42, "Seed for the adapter's initial weights, dropout and data order.", SEED)
     gradient_checkpointing: Literal["unsloth"] | bool = _setting(
-        "unsloth", "Recompute activations: unsloth (offloads to CPU memory), true (the standard kind) or false."
+        "unsloth", "Recompute activations: unsloth (also offloads to CPU memory), true (standard) or false."
     )
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)
     resume_from_checkpoint: bool | str = _setting(
-        False, "true resumes from the newest complete checkpoint in output_dir; or the path of a checkpoint."
+        False, "true: the newest complete checkpoint in output_dir; or the path of a checkpoint."
     )
     resume_with_changes: bool = _setting(
-        False, "Resume with changed settings that affect the result (learning_rate, lora_alpha, ...): they take effect."
+        False, "Allow settings that affect the result (learning_rate, lora_alpha, ...) to change on resume."
     )
     ddp_timeout: int = _setting(
         600,
-        "Seconds a collective waits for a stuck rank before the run ends. Saving and loading may take longer.",
+        "Seconds that a collective waits for a stuck rank before the run ends. Saving and loading may take longer.",
         AT_LEAST_1,
     )
     strategy: Literal["auto", "single", "ddp"] | None = _setting(
-        None, "GPUs to use: auto = as many as are worth it, single = one, ddp = all, null = whatever was launched."
+        None,
+        "GPUs to use: auto = as many as are worth it, single = one, ddp = all, null = as launched.",
     )
-    overwrite_output_dir: bool = _setting(False, "Start over in an output_dir that holds another run.")
+    overwrite_output_dir: bool = _setting(False, "Discard the run in output_dir and start over.")
     # Not a key: the SFTConfig fields that were given under `training:` and are none of the above.
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -216,20 +219,16 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What a run logs."""
+    """What a run logs and prints."""
 
     logging_steps: int = _setting(10, "Optimizer steps between log entries.", AT_LEAST_1)
-    profile_steps: int = _setting(
-        0, "Steps to trace with the torch profiler, starting after the third. 0 is off.", AT_LEAST_0
-    )
-    generate_samples: int = _setting(
-        3, "Sample answers to print after training, if rows have references. 0 is off.", AT_LEAST_0
-    )
+    profile_steps: int = _setting(0, "Steps to trace with torch.profiler, after the first three. 0 is off.", AT_LEAST_0)
+    generate_samples: int = _setting(3, "Held-out prompts to answer before and after training. 0 is off.", AT_LEAST_0)
     include_rows: bool = _setting(
         True,
-        "Show rows of the data in TensorBoard: sample answers, the first row dropped for each reason.",
+        "Show text of your data in TensorBoard: sample answers, and one dropped row per reason.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Least severe messages to show.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Minimum severity of messages.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,9 +81,10 @@ _MANAGED: tuple[tuple[str, str], ...] = (
         "publish the finished folder with `hf upload`",
     ),
     (
-        "deepspeed fsdp fsdp_config parallelism_config local_rank",
-        "it belongs to the launcher: accelerate launch --config_file ...",
+        "deepspeed fsdp fsdp_config parallelism_config",
+        "only DDP is supported: each GPU holds the whole model",
     ),
+    ("local_rank", "the launcher sets it"),
 )
 MANAGED = {name: reason for names, reason in _MANAGED for name in names.split()}
 

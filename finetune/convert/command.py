@@ -50,13 +50,14 @@ def own_options() -> Options:
     """The options of `finetune convert`."""
     found = Options(
         "convert",
-        "Convert an Unsloth notebook into a script that is safe on any number of GPUs: NAME.py, NAME.yaml and"
+        "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, NAME.yaml and"
         " NAME.report.json.",
-        notes="Exit code 0: written, 1: a verification failed, 2: bad input, 3: refused (the reason is printed).",
+        notes="Exit code 0: written, 1: verification failed, 2: bad input, 3: refused, with the reason. Needs ruff: pip"
+        " install 'finetune[convert]'.",
         configuration=False,
         usage="NOTEBOOK [options]",
     )
-    found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or .py exported from one")
+    found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or a .py export of one")
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
     found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's inference code")

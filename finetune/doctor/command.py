@@ -1,4 +1,4 @@
-"""`finetune doctor`: what this machine and its software are, and what would stop a run; text for a bug report."""
+"""`finetune doctor`: reports hardware, software and what would stop a run, for a bug report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from finetune.runtime.command import DONE, FAILED, run_command
 from finetune.runtime.files import write_json
 
 PURPOSE = (
-    "Report on this machine, its software and what would stop a run: paste it into a bug report. Exit code 0: a run"
-    " could start, 1: something would stop it, 2: bad input."
+    "Report hardware, software and what would stop a run; paste the output into a bug report. Exit code 0: a run can"
+    " start, 1: something would stop it, 2: bad input."
 )
 
 

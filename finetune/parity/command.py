@@ -27,10 +27,10 @@ from finetune.runtime.command import DONE, FAILED, console, print_line, run_with
 from finetune.runtime.options import Options, count, counts
 
 PURPOSE = (
-    "Check that training your configuration gives the same result on any number of GPUs: run its first optimizer steps"
-    " on each world size and compare gradients, losses and weights."
+    "Check that your configuration gives the same result on any number of GPUs: run its first optimizer steps on each"
+    " world size and compare gradients, losses and weights."
 )
-NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: invalid input."
+NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: bad input."
 
 
 def own_options() -> Options:

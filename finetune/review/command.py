@@ -11,8 +11,8 @@ from finetune.runtime.files import write_json
 from finetune.runtime.options import Options, path
 
 PURPOSE = (
-    "Review runs in words: what limits each of them, the numbers behind it, what to change and what that should bring."
-    " RUN is the output folder of a run, a folder with TensorBoard events (of TRL and Unsloth, too), or a folder of"
+    "Explain recorded runs: what limits each of them, the evidence, what to change and the expected gain."
+    " RUN is the output folder of a run, a folder of TensorBoard events (TRL's and Unsloth's included), or a folder of"
     " runs."
 )
 NOTES = "Exit code 0: reviewed, 1: with --strict, a rule of level warning fired, 2: no run."

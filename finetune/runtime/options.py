@@ -16,7 +16,7 @@ from finetune.errors import UserError
 
 _CONFIGURATION = """
 common to all commands:
-  --config FILE.yaml    settings in a YAML file
+  --config FILE.yaml    YAML file with settings
   --section.key VALUE   one setting, overriding the file, such as --training.learning_rate 2e-4
   --json PATH           also write the result as JSON
   -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging

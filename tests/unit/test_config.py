@@ -616,7 +616,7 @@ def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
         assert (line is None) == (name in COMMON), name
         assert line is None or describe(field.type) in line
     assert "  seed                         int (42)\n" in others
-    assert "Peak learning rate; about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
+    assert "Peak learning rate. Use about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
     assert text.startswith("usage: accelerate launch -m finetune.train [--config FILE.yaml]")
     assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 110
 
