@@ -2,8 +2,8 @@
 
     python -m benchmarks.dashboard_pictures RUN [RUN ...] --out docs/pictures
 
-Starts `finetune dashboard` on copies of what the runs recorded, opens each page in headless Chromium and waits until its
-charts are drawn. Needs Debian's chromium and the extra `dev`.
+Starts `finetune dashboard` on copies of what the runs recorded, opens each page in headless Chromium and waits for its
+charts. Needs Debian's chromium and the extra `dev`.
 """
 
 from __future__ import annotations
