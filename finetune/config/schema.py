@@ -193,7 +193,7 @@ class TrainingConfig:
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)
     resume_from_checkpoint: bool | str = _setting(
-        False, "true: the newest complete checkpoint in output_dir; or the path of a checkpoint."
+        False, "What to resume: true = the newest complete checkpoint in output_dir, or the path of a checkpoint."
     )
     resume_with_changes: bool = _setting(
         False, "Allow settings that affect the result (learning_rate, lora_alpha, ...) to change on resume."
