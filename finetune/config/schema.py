@@ -136,7 +136,7 @@ class DataConfig:
         NOT_EMPTY,
     )
     packing: bool = _setting(
-        False, "Pack whole documents into rows of pack_length tokens. A batch size then counts packs."
+        False, "Pack whole documents into rows of pack_length tokens. Batch sizes then count packs."
     )
     pack_length: int | None = _setting(None, "Tokens per pack. null uses max_length.", AT_LEAST_1)
     num_proc: int | None = _setting(None, "Processes that tokenize. null uses all cores.", AT_LEAST_1)
