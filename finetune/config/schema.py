@@ -136,7 +136,7 @@ class DataConfig:
         NOT_EMPTY,
     )
     packing: bool = _setting(
-        False, "Pack whole documents into rows of pack_length tokens. A batch size then counts packs."
+        False, "Pack whole documents into rows of pack_length tokens. Batch sizes then count packs."
     )
     pack_length: int | None = _setting(None, "Tokens per pack. null uses max_length.", AT_LEAST_1)
     num_proc: int | None = _setting(None, "Processes that tokenize. null uses all cores.", AT_LEAST_1)
@@ -193,7 +193,7 @@ class TrainingConfig:
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)
     resume_from_checkpoint: bool | str = _setting(
-        False, "true: the newest complete checkpoint in output_dir; or the path of a checkpoint."
+        False, "What to resume: true = the newest complete checkpoint in output_dir, or the path of a checkpoint."
     )
     resume_with_changes: bool = _setting(
         False, "Allow settings that affect the result (learning_rate, lora_alpha, ...) to change on resume."
