@@ -16,7 +16,7 @@ COMMANDS = {
     "convert": "convert an Unsloth or TRL notebook into a script for any number of GPUs",
     "doctor": "report hardware, versions and anything that would stop a run; for bug reports",
     "advise": "recommend a number of GPUs for your configuration, from measurements",
-    "review": "read what runs recorded: what limits them, what to change, how they compare",
+    "review": "explain recorded runs: what limits them, what to change, how they compare",
     "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }

@@ -33,7 +33,7 @@ def training_flops(size: ModelSize, *, tokens: int, squared_lengths: int) -> flo
 
 
 def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> float | None:
-    """Model FLOPs utilisation, 0 to 1: achieved over peak. None where the peak is not known."""
+    """Model FLOPs utilization, 0 to 1: achieved over peak. None where the peak is not known."""
     if peak_tflops is None or seconds <= 0:
         return None
     return flops / seconds / (gpus * peak_tflops * 1e12)
