@@ -34,7 +34,7 @@ def stuck(
     return done, json.loads(report.read_text()), launch.read(folder / "out").get("error", "")
 
 
-@pytest.mark.parametrize(("rank", "how"), [(1, "2 ranks"), (1, "torchrun")])
+@pytest.mark.parametrize(("rank", "how"), [(1, "2 ranks"), pytest.param(1, "torchrun", marks=pytest.mark.campaign)])
 def test_a_stopped_rank_is_named(tiny_model: Path, tiny_data: Path, tmp_path: Path, rank: int, how: str) -> None:
     """By one sentence, without a traceback. torchrun's own report blames it as well, and not the rank that waited."""
     done, report, error = stuck("stop", rank, tiny_model, tiny_data, tmp_path, how)

@@ -31,10 +31,10 @@ def trained(how: str, backend: str, model: Path, data: Path, folder: Path) -> di
 @pytest.mark.parametrize(
     ("backend", "warm_ranks", "fresh"),
     [
-        pytest.param("unsloth", "2 ranks", "torchrun", marks=pytest.mark.unsloth),
-        ("transformers", "1 rank", "python"),
+        ("transformers", "2 ranks", "torchrun"),
+        pytest.param("transformers", "1 rank", "python", marks=pytest.mark.campaign),
+        pytest.param("unsloth", "2 ranks", "torchrun", marks=[pytest.mark.unsloth, pytest.mark.campaign]),
         pytest.param("unsloth", "1 rank", "python", marks=[pytest.mark.unsloth, pytest.mark.campaign]),
-        pytest.param("transformers", "2 ranks", "torchrun", marks=pytest.mark.campaign),
     ],
 )
 def test_forked_ranks_train_as_fresh_ones(
