@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from finetune.config import Config, resolve_batch
 from finetune.engine import checkpoints, invariants, report, restart, resume, session
 from finetune.engine.record import RunRecord
+from finetune.errors import RunError
 from finetune.measure import strategy
 from finetune.runtime import distributed, interrupt, runlock
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
@@ -81,11 +82,12 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
     from finetune import review
     from finetune.engine import samples
     from finetune.measure import scoring
+    from finetune.review.rules.learning import divergence
 
     output_dir = Path(job.config.training.output_dir)
     held_out, count = job.data.eval, job.config.logging.generate_samples
     questions = samples.questions(held_out, job.tokenizer, count) if held_out else []
-    pages = session.dashboard(job, record, questions, review.markdown)
+    pages = session.dashboard(job, record, questions, review.markdown, divergence)
     built = session.build_trainer(job, output_dir, parity_dump, start_step=start.found.step, dashboard=pages)
     trainer, logger = built.trainer, built.logger
     checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
@@ -109,6 +111,9 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         record.try_update(
             steps=trainer.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
         )
+        if logger.diverged is not None:
+            checkpoint = output_dir / f"checkpoint-{trainer.state.global_step}"
+            raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
         if built.stop.stopped:
             record.update(status="interrupted", interrupted_by=interrupt.reason())
             report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")

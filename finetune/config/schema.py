@@ -192,6 +192,9 @@ class TrainingConfig:
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)
+    stop_on_divergence: bool = _setting(
+        False, "End the run with a checkpoint and an error if its loss diverges, by the rule of `finetune review`."
+    )
     resume_from_checkpoint: bool | str = _setting(
         False, "What to resume: true = the newest complete checkpoint in output_dir, or the path of a checkpoint."
     )

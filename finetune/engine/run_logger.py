@@ -62,6 +62,7 @@ class Dashboard:
     texts: dict[str, str] = field(default_factory=dict)  # Markdown pages by name, written when training begins
     hyperparameters: dict[str, Any] = field(default_factory=dict)  # of the HPARAMS table
     review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
+    divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
     samples: Callable[[], Samples] | None = None  # answers of the current model; called on every rank
     include_rows: bool = True  # whether prompts and answers may be shown
 
@@ -105,6 +106,7 @@ class RunLogger(TrainerCallback):
         self.tokens_seen = 0
         self.first_step_at: float | None = None
         self.last: StepRecord | None = None
+        self.diverged: str | None = None  # why the run was ended early, if it was
         self._start_step = start_step
         self._window, self._run = Totals(), Totals()
         self._apart = [0.0, 0.0]  # seconds of evaluation and saving at the last record
@@ -272,6 +274,10 @@ class RunLogger(TrainerCallback):
         if self.progress:
             norm = record.gradient_norms[-1] if record.gradient_norms else None
             self.progress.log(state, record.losses[-1] if record.losses else math.nan, norm, per_gpu)
+        # All ranks hold the same losses, so all stop after the same step.
+        if self.dashboard.divergence is not None and (why := self.dashboard.divergence(self.losses)) is not None:
+            self.diverged = f"The run diverges at step {state.global_step}: {why}."
+            control.should_save = control.should_training_stop = True
         bad = [step for step, loss in enumerate(record.losses, start=first) if not math.isfinite(loss)]
         if bad:
             raise RunError(

@@ -183,12 +183,19 @@ def build_trainer(
     return Build(trainer=trainer, logger=logger, stop=stop)
 
 
-def dashboard(job: Job, record: RunRecord, questions: list[Question], review: Callable[[Path], str]) -> Dashboard:
+def dashboard(
+    job: Job,
+    record: RunRecord,
+    questions: list[Question],
+    review: Callable[[Path], str],
+    divergence: Callable[[list[float]], str | None],
+) -> Dashboard:
     """The pages of TensorBoard.
 
     Args:
         record: run.json, as far as it is known when training begins.
         review: Markdown review of the run in a folder.
+        divergence: a sentence if the losses of all steps diverge; used with training.stop_on_divergence.
     """
     from finetune.engine import pages, samples
     from finetune.engine.job import layouts
@@ -216,6 +223,7 @@ def dashboard(job: Job, record: RunRecord, questions: list[Question], review: Ca
         },
         hyperparameters=given | about,
         review=lambda: review(record.path.parent),
+        divergence=divergence if config.training.stop_on_divergence else None,
         samples=answers if questions else None,
         include_rows=config.logging.include_rows,
     )

@@ -225,3 +225,19 @@ def test_a_resumed_run_has_no_step_twice(run: tuple[Path, dict], tiny_model: Pat
     events = events_of(out)
     assert [event.step for event in events.Scalars(tag("loss"))] == list(range(1, 13))
     assert [event.step for event in events.Scalars(tag("eval_loss"))] == [0, 5, 10, 12]
+
+
+@pytest.mark.campaign
+def test_a_run_that_diverges_ends_with_a_checkpoint(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    words = [*arguments(tiny_model, tiny_data, 200), "--training.stop_on_divergence", "true"]
+    # A rate that rises from a good one to one that is far too high.
+    words += ["--training.learning_rate", "1.0", "--training.lr_scheduler_type", "constant_with_warmup"]
+    words += ["--training.warmup_steps", "40", "--training.save_steps", "0", "--training.optim", "adamw_torch"]
+    words += ["--training.output_dir", str(tmp_path / "out")]
+    words += ["--model.full_finetuning", "true", "--training.eval_steps", "0", "--logging.generate_samples", "0"]
+    done = launch.run("2 ranks", words, cache=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout[-4000:]
+    found = launch.read(tmp_path / "out")
+    assert found["status"] == "failed" and "The run diverges at step" in found["error"]
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    assert f"{checkpoint} is saved" in found["error"] and int(checkpoint.name.split("-")[1]) < 200

@@ -469,3 +469,11 @@ def test_shares_that_the_fixtures_calibrate_are_what_the_rules_compare() -> None
     assert straggler.value(run(slow={1: {"forward": 0.49}})) == pytest.approx(1.5)
     assert speed.host_lead(run()) == pytest.approx(0.5)
     assert learning.clipped_share(run(series=CLIPPED)) == 1.0
+
+
+def test_divergence_of_a_running_run() -> None:
+    """What training.stop_on_divergence asks for at each record."""
+    falling = [5.0 * 0.97**step + 0.5 for step in range(120)]
+    assert learning.divergence(falling) is None and learning.divergence(falling[:5]) is None
+    rising = [*falling, *(0.7 + 0.1 * step for step in range(60))]
+    assert "the least was 0." in str(learning.divergence(rising))

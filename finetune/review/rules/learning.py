@@ -100,7 +100,21 @@ class Rise:
 def rise(run: Run) -> Rise | None:
     """The rise of the loss, or None with too few losses."""
     series = losses(run)
-    values = series.values
+    return rise_of(series.steps, series.values)
+
+
+def divergence(values: Sequence[float]) -> str | None:
+    """Whether a run with these losses of all its steps diverges by the rule below, as a sentence; for a run that is to
+    stop itself."""
+    kept = np.array([value for value in values if math.isfinite(value)])
+    found = rise_of(np.arange(1, len(kept) + 1), kept)
+    if found is None or not found.is_above(RISE):
+        return None
+    return f"loss {number(found.last)}, the least was {number(found.least)} at step {found.least_step}"
+
+
+def rise_of(steps: np.ndarray, values: np.ndarray) -> Rise | None:
+    """The rise of finite losses at these steps, or None with too few of them."""
     if len(values) < FEWEST:
         return None
     width = max(5, len(values) // 10)
@@ -110,7 +124,7 @@ def rise(run: Run) -> Rise | None:
     noise = curve.noise(values)
     return Rise(
         least=float(medians[place]),
-        least_step=int(series.steps[min(place + width // 2, len(values) - 1)]),
+        least_step=int(steps[min(place + width // 2, len(values) - 1)]),
         last=float(np.median(values[-end:])),
         noise=noise,
         error=noise * 1.2533 * math.sqrt(1 / width + 1 / end),
