@@ -53,13 +53,13 @@ def help_text(script: str | None = None) -> str:
         "Common settings:",
         *(line for name in COMMON for line in _described(name, f"--{name}", width=35)),
         "",
-        "All other settings (type, default):",
+        "All other settings (type, default); descriptions: --help SECTION, or docs/configuration.md",
     ]
     for section, kind in SECTIONS.items():
         summary = (kind.__doc__ or "").splitlines()[0]
         lines.append(f" {section}: {summary}")
         lines += [_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON]
-    lines += ["", "Descriptions: --help SECTION, or docs/configuration.md.", EXIT_CODES]
+    lines += ["", EXIT_CODES]
     return "\n".join(lines) + "\n"
 
 
