@@ -133,6 +133,7 @@ def test_one_rank_of_the_study_in_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [isinstance(found[world], Work) for world in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.campaign
 def test_the_lora_rows_of_the_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On ranks of a CPU, told that they are GPUs: a small shape in short packs, through the real trainer."""
     from dataclasses import replace

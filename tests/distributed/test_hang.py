@@ -67,6 +67,7 @@ def test_a_stopped_rank_0_is_named(tiny_model: Path, tiny_data: Path, tmp_path: 
     assert launch.read(tmp_path / "out")["status"] == "failed"
 
 
+@pytest.mark.campaign
 def test_a_rank_that_waits_for_its_rows_is_named_with_its_phase(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
