@@ -1,1 +1,22 @@
+"""Fine-tuning LLMs with Unsloth and TRL on one GPU or many.
+
+`from finetune import SFTTrainer` is TRL's trainer on this project's engine; `from finetune import script` is for
+scripts whose settings are in a YAML file.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.drop_in import SFTConfig as SFTConfig
+    from finetune.drop_in import SFTTrainer as SFTTrainer
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Only these two start the backend: the commands check their configuration before anything heavy is imported.
+    if name in ("SFTConfig", "SFTTrainer"):
+        from finetune import drop_in
+
+        return getattr(drop_in, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,15 +14,18 @@ class Verdict:
     name: str
     needed: bool | None  # None if the probe of a patch that was left out failed
     left_out: bool = False
+    missed: bool = False  # needed, but the library was imported before the patch could be applied
 
     @property
     def applied(self) -> bool:
-        return bool(self.needed) and not self.left_out
+        return bool(self.needed) and not self.left_out and not self.missed
 
     @property
     def reason(self) -> str:
         if self.left_out:
             return "left out by --without"
+        if self.missed:
+            return "the defect is present, but Unsloth was imported before this patch could be applied"
         return "the defect is present" if self.needed else "the defect is absent from the installed versions"
 
     def to_dict(self) -> dict[str, str | bool | None]:
@@ -30,9 +33,9 @@ class Verdict:
         return {"name": self.name, "needed": self.needed, "applied": self.applied, "reason": self.reason}
 
 
-def run(patches: Iterable[ModuleType], without: Collection[str] = ()) -> list[Verdict]:
+def run(patches: Iterable[ModuleType], without: Collection[str] = (), *, too_late: bool = False) -> list[Verdict]:
     """Apply each patch whose defect is present in this process. Patches named in `without` ("all" for every patch) are
-    only probed.
+    only probed; with `too_late`, all are.
 
     Raises:
         RuntimeError: a probe failed, so it is unknown whether the defect is present; or a patch did not work.
@@ -50,9 +53,10 @@ def run(patches: Iterable[ModuleType], without: Collection[str] = ()) -> list[Ve
             raise RuntimeError(
                 f"patch {name}: its probe failed, so it is unknown whether the defect is present: {error!r}"
             ) from error
-        if needed and not left_out:
+        if needed and not left_out and not too_late:
             patch.apply()
             if patch.needed():
                 raise RuntimeError(f"patch {name}: applied, but the defect is still present (see {patch.UPSTREAM})")
-        verdicts.append(Verdict(name=name, needed=needed, left_out=left_out))
+        missed = bool(needed) and too_late and not left_out
+        verdicts.append(Verdict(name=name, needed=needed, left_out=left_out, missed=missed))
     return verdicts

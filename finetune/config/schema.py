@@ -124,6 +124,7 @@ class DataConfig:
     max_length: int = _setting(2048, "Maximum length of a document, in tokens.", AT_LEAST_1)
     over_length: Literal["truncate", "drop", "split"] = _setting("truncate", "What to do with longer documents.")
     assistant_only_loss: bool = _setting(True, "Compute the loss on the assistant's turns only.")
+    completion_only_loss: bool | None = _setting(None, "Loss on the completion only. null: if the rows have one.")
     last_turn_only: bool = _setting(False, "Compute the loss on the last of these turns only.")
     instruction_part: str | None = _setting(
         None,

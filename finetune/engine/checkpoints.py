@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -237,12 +238,30 @@ def clear(output_dir: Path) -> None:
     """Remove an earlier run's checkpoints, records and final files, and nothing else in the folder."""
     for path in checkpoints(output_dir):
         remove_atomically(path)
-    for folder in ("runs", "hang"):
-        if not (output_dir / folder).is_symlink():
-            remove(output_dir / folder)
-    shards = output_dir.glob("model-*-of-*.safetensors")
-    for path in (*shards, *(output_dir / name for name in (FILE_NAME, "adapter_config.json", *FINAL_WEIGHTS))):
-        remove(path)
+    for path in _records_and_final_files(output_dir):
+        if not path.is_symlink():
+            remove(path)
+
+
+def set_aside(output_dir: Path) -> Path | None:
+    """Move an earlier run's checkpoints, records and final files to `earlier-run-N`. Every rank calls it. Returns that
+    folder; None if there is nothing to move."""
+    moved: Path | None = None
+    if distributed.ranks().is_main:
+        found = [path for path in (*checkpoints(output_dir), *_records_and_final_files(output_dir)) if path.exists()]
+        if found:
+            numbers = (number for number in itertools.count(1) if not (output_dir / f"earlier-run-{number}").exists())
+            moved = output_dir / f"earlier-run-{next(numbers)}"
+            moved.mkdir()
+            for path in found:
+                path.rename(moved / path.name)
+            files.sync_folder(output_dir)
+    return distributed.gather_objects(moved)[0]
+
+
+def _records_and_final_files(output_dir: Path) -> list[Path]:
+    names = ("runs", "hang", FILE_NAME, "adapter_config.json", *FINAL_WEIGHTS)
+    return [*output_dir.glob("model-*-of-*.safetensors"), *(output_dir / name for name in names)]
 
 
 def remove_leftovers(output_dir: Path) -> None:

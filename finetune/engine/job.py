@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Job:
     tokenizer: Any
     data: Data
     layout: Layout
-    eval_layout: Layout | None
+    eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     model: Any
     size: ModelSize
@@ -174,5 +174,7 @@ def model_size(model: Any) -> ModelSize:
 
 def layouts(job: Job) -> dict[str, dict[str, Any]]:
     """The composition of the rows in each split."""
-    found = {"train": job.layout.to_dict()}
-    return found | ({"eval": job.eval_layout.to_dict()} if job.eval_layout else {})
+    held_out = job.eval_layout or {}
+    named = held_out if isinstance(held_out, Mapping) else {"": held_out}
+    found = {"train": job.layout} | {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
+    return {split: layout.to_dict() for split, layout in found.items()}

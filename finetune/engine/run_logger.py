@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from finetune.runtime import distributed
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.tags import PHASES, SHOWN_RANKS, tag
 
+_EVALUATION = re.compile(r"eval_((?P<set>.+)_)?loss")
 Samples = list[tuple[str, str, str]]  # (prompt, the model's answer, reference)
 
 
@@ -115,7 +117,7 @@ class RunLogger(TrainerCallback):
         self._retries = 0
         self._fullest: float | None = None
         self._training_since: float | None = None
-        self._evaluated_at = -1
+        self._evaluated_at: dict[str, int] = {}  # step of the last evaluation of each set
         self._trainer: Any = None
         self._monitor: Monitor | None = None
 
@@ -125,6 +127,11 @@ class RunLogger(TrainerCallback):
         self._monitor = Monitor(trainer, self.plan, self.tokens, self.squared_lengths, self.hardware.device)
         trainer.evaluate = self._timed_apart("evaluation_seconds", trainer.evaluate)
         trainer._save_checkpoint = self._timed_apart("saving_seconds", trainer._save_checkpoint)
+
+    def detach(self) -> None:
+        """Give the trainer its own methods back."""
+        for name in ("evaluate", "_save_checkpoint"):
+            vars(self._trainer).pop(name, None)
 
     @property
     def monitor(self) -> Monitor:
@@ -222,8 +229,9 @@ class RunLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
     ) -> None:
         logs = logs or {}
-        if "eval_loss" in logs:
-            self._log_evaluation(logs, state)
+        for key in logs:
+            if (named := _EVALUATION.fullmatch(key)) is not None:
+                self._log_evaluation(logs, named["set"] or "", state)
         if "loss" not in logs:
             return
         record = self.monitor.record()
@@ -357,24 +365,29 @@ class RunLogger(TrainerCallback):
 
     # --- evaluations --------------------------------------------------------------------------------------------------
 
-    def _log_evaluation(self, logs: dict[str, float], state: TrainerState) -> None:
+    def _log_evaluation(self, logs: dict[str, float], name: str, state: TrainerState) -> None:
+        """The metrics of the held-out rows, or of the set `name` of several."""
         step = state.global_step
-        if step <= self._evaluated_at or (self._start_step and step == 0):
+        if step <= self._evaluated_at.get(name, -1) or (self._start_step and step == 0):
             return  # of the same weights: at the end of the run, or of the base model by the run that is resumed
-        self._evaluated_at = step
-        loss = logs["eval_loss"]
-        self.evaluations.append({"step": step, "loss": loss})
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        self._scalar("eval_loss", loss, step)
-        self._scalar("eval_perplexity", perplexity, step)
-        self._scalar("eval_token_accuracy", logs.get("eval_token_accuracy"), step)
-        self._scalar("eval_entropy", logs.get("eval_entropy"), step)
+        self._evaluated_at[name] = step
+        prefix, shown = (f"eval_{name}", f" ({name})") if name else ("eval", "")
+        loss, accuracy = logs[f"{prefix}_loss"], logs.get(f"{prefix}_token_accuracy")
+        self.evaluations.append({"step": step, "loss": loss} | ({"set": name} if name else {}))
+        values = {
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "eval_token_accuracy": accuracy,
+            "eval_entropy": logs.get(f"{prefix}_entropy"),
+        }
+        for metric, value in values.items():
+            if self.writer and value is not None:
+                self.writer.add_scalar(tag(metric) + shown, float(value), step)
         if self.writer and self._trainer.eval_document_losses:
             losses = np.array(self._trainer.eval_document_losses)
-            self.writer.add_histogram(tag("eval_document_loss"), losses, step)
+            self.writer.add_histogram(tag("eval_document_loss") + shown, losses, step)
         if self.progress and self._training_since is not None:
-            accuracy = logs.get("eval_token_accuracy")
-            words = f"held-out loss {loss:.4f}, perplexity {perplexity:.4g}"
+            words = f"held-out loss{shown} {loss:.4f}, perplexity {values['eval_perplexity']:.4g}"
             self.progress.line(state, words if accuracy is None else f"{words}, token accuracy {accuracy:.1%}")
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -143,25 +143,12 @@ def build_trainer(
         start_step: optimizer steps that a resumed run starts from.
         dashboard: what TensorBoard shows beside the curves.
     """
-    from finetune.engine import callbacks, run_logger
+    from finetune.engine import callbacks
     from finetune.engine.trainer import SFTTrainer, arguments
 
-    config, layout = job.config, job.layout
-    plan = job.plan()
+    config = job.config
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
-    total = resume.total_steps(config, plan.steps_per_epoch)
-    is_main = distributed.ranks().is_main
-    logger = run_logger.RunLogger(
-        # TensorBoard shows the name of the innermost folder.
-        folder=output_dir / "runs" / output_dir.resolve().name if is_main else None,
-        plan=plan,
-        layout=layout,
-        hardware=job.hardware,
-        size=job.size,
-        progress=run_logger.ProgressLines(console(), total) if is_main else None,
-        start_step=start_step,
-        dashboard=dashboard,
-    )
+    logger = run_logger(job, output_dir, start_step=start_step, dashboard=dashboard)
     stop = callbacks.StopOnRequest()
     steps = config.logging.profile_steps
     dump = [callbacks.ParityDump(parity_dump)] if parity_dump else []
@@ -171,8 +158,8 @@ def build_trainer(
         args=args,
         tokenizer=job.tokenizer,
         stack=job.stack,
-        plan=plan,
-        layout=layout,
+        plan=job.plan(),
+        layout=job.layout,
         eval_layout=job.eval_layout,
         callbacks=[logger, stop, callbacks.FirstGradients(), *profile, *dump],
     )
@@ -181,6 +168,26 @@ def build_trainer(
     logger.attach(trainer)  # after the hook: what that replaces is timed as well
     complete_early_stopping(trainer)
     return Build(trainer=trainer, logger=logger, stop=stop)
+
+
+def run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: Dashboard | None) -> RunLogger:
+    """The callback that logs a run to `output_dir` and to the terminal."""
+    from finetune.engine.run_logger import ProgressLines, RunLogger
+
+    is_main = distributed.ranks().is_main
+    plan = job.plan()
+    total = resume.total_steps(job.config, plan.steps_per_epoch)
+    return RunLogger(
+        # TensorBoard shows the name of the innermost folder.
+        folder=output_dir / "runs" / output_dir.resolve().name if is_main else None,
+        plan=plan,
+        layout=job.layout,
+        hardware=job.hardware,
+        size=job.size,
+        progress=ProgressLines(console(), total) if is_main else None,
+        start_step=start_step,
+        dashboard=dashboard,
+    )
 
 
 def dashboard(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,24 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         ddp_broadcast_buffers=False,  # the buffers are rotary tables: constant, equal on all ranks
     )
     settings |= training.extra
-    settings |= dict(  # handled by this project
-        average_tokens_across_devices=True,
-        logging_nan_inf_filter=False,  # it hides non-finite losses and syncs with the GPU every step
-        dataset_kwargs={"skip_prepare_dataset": True},
-        remove_unused_columns=False,
-        packing=False,
-        padding_free=False,
-        max_length=None,
-        ignore_data_skip=True,  # the plan starts at the right step: nothing to skip
-        disable_tqdm=True,
-        report_to="none",
-    )
+    settings |= MANAGED | {"report_to": "none"}
     return trl.SFTConfig(**_with_current_field_names(settings))
+
+
+# Fields of SFTConfig that this project handles, with what TRL and transformers must see in them.
+MANAGED: dict[str, Any] = dict(
+    average_tokens_across_devices=True,
+    logging_nan_inf_filter=False,  # it hides non-finite losses and syncs with the GPU every step
+    dataset_kwargs={"skip_prepare_dataset": True},
+    remove_unused_columns=False,
+    assistant_only_loss=False,  # the labels say which tokens count
+    completion_only_loss=False,
+    packing=False,
+    padding_free=False,
+    max_length=None,
+    ignore_data_skip=True,  # the plan starts at the right step: nothing to skip
+    disable_tqdm=True,
+)
 
 
 def _with_current_field_names(settings: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +125,16 @@ class SFTTrainer(trl.SFTTrainer):
         stack: Stack,
         plan: Plan,
         layout: Layout,
-        eval_layout: Layout | None = None,
+        eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
+        **further: Any,
     ) -> None:
+        """
+        Args:
+            args: as `managed` returns them.
+            eval_layout: the held-out rows, or several sets of them by name.
+            further: arguments of TRL's constructor that concern neither data nor loss, such as `peft_config`.
+        """
         self.stack = stack
         self.plan = plan
         self.layout = layout
@@ -135,18 +147,19 @@ class SFTTrainer(trl.SFTTrainer):
             model=model,
             args=args,
             train_dataset=layout.rows.dataset,
-            eval_dataset=eval_layout.rows.dataset if eval_layout else None,
+            eval_dataset=datasets_of(eval_layout),
             processing_class=tokenizer,
             data_collator=self._collate,
             callbacks=callbacks,
+            **further,
         )
         if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
             self.loss_is_scaled_for_ga = True
         self.remove_callback(transformers.PrinterCallback)
-        if self.accelerator.ddp_handler is not None and getattr(model, "peft_config", None) is None:
+        if self.accelerator.ddp_handler is not None and getattr(self.model, "peft_config", None) is None:
             # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        model.register_forward_pre_hook(_unwrap_host_tensors, with_kwargs=True)
+        self.model.register_forward_pre_hook(_unwrap_host_tensors, with_kwargs=True)
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss, until it is drained
         self._step_loss: torch.Tensor | None = None
         self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
@@ -185,7 +198,7 @@ class SFTTrainer(trl.SFTTrainer):
         return _PlanLoader(
             self.layout,  # type: ignore[arg-type]  # duck-typed map-style dataset
             batch_sampler=view,
-            collate_fn=self._collate,
+            collate_fn=functools.partial(self._collate, pack_length=self.layout.packs.pack_length),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.stack.device == "cuda",
             # Without its own generator the loader draws a seed from the global one, which would change the dropout
@@ -193,8 +206,7 @@ class SFTTrainer(trl.SFTTrainer):
             generator=torch.Generator().manual_seed(self.args.seed),
         )
 
-    def _collate(self, rows: Any) -> dict[str, Any]:
-        pack_length = self.layout.packs.pack_length
+    def _collate(self, rows: Any, pack_length: int | None = None) -> dict[str, Any]:
         batch = collate(rows, pad_token_id=self.processing_class.pad_token_id, pack_length=pack_length)
         if self.stack.backend == "transformers":  # it reads document boundaries from position_ids
             batch.pop("packed_seq_lengths", None)
@@ -369,15 +381,36 @@ class SFTTrainer(trl.SFTTrainer):
     @activity.during("evaluation")
     @torch.no_grad()
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Layout | Mapping[str, Layout] | str | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Mean loss in nats per supervised token of the held-out rows, each row once.
 
-        Independent of world size and evaluation batch size: sums are reduced over all ranks, then divided.
+        Independent of world size and evaluation batch size: sums are reduced over all ranks, then divided. Several
+        named sets are evaluated one after another, with the metrics `eval_NAME_loss` and so on.
+
+        Args:
+            eval_dataset: other rows than the trainer's own, or the name of one of its sets.
         """
-        layout = self.eval_layout
-        if layout is None:
+        layout = self.eval_layout if eval_dataset is None else eval_dataset
+        if isinstance(layout, str) and isinstance(self.eval_layout, Mapping):
+            layout = self.eval_layout[layout]
+        if isinstance(layout, Mapping):
+            found: dict[str, float] = {}
+            for name, one in layout.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        if layout is None or isinstance(layout, str):
             raise ValueError("evaluate needs held-out rows: set data.eval_file or data.eval_fraction")
+        metrics = self._evaluate_layout(layout, metric_key_prefix)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
+        """Loss and, if the model yields them, token accuracy and entropy over all rows of `layout`."""
         was_training = self.model.training
         self.model.eval()
         total = 0.0
@@ -387,7 +420,8 @@ class SFTTrainer(trl.SFTTrainer):
         losses, documents, tokens = [], [], []
         for start in range(0, len(order), size):
             activity.enter("evaluation")  # anew: a long evaluation is not a long phase as long as it gets on
-            batch = self._collate(layout.__getitems__(order[start : start + size].tolist()))
+            rows = layout.__getitems__(order[start : start + size].tolist())
+            batch = self._collate(rows, pack_length=layout.packs.pack_length)
             inputs, self._eval_tokens = self._prepare_inputs(batch), None
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(self.model, inputs, num_items_in_batch=one)
@@ -404,17 +438,12 @@ class SFTTrainer(trl.SFTTrainer):
             [total, float(layout.label_tokens[order].sum()), top1, entropy, float(not known)]
         )
         self.model.train(was_training)
-        metrics = {f"{metric_key_prefix}_loss": summed / labels}
+        metrics = {f"{prefix}_loss": summed / labels}
         self.eval_document_losses = []
         if not unknown:
-            metrics |= {
-                f"{metric_key_prefix}_token_accuracy": top1 / labels,
-                f"{metric_key_prefix}_entropy": entropy / labels,
-            }
+            metrics |= {f"{prefix}_token_accuracy": top1 / labels, f"{prefix}_entropy": entropy / labels}
             own = torch.cat(documents).tolist() if documents else []
             self.eval_document_losses = [loss for part in distributed.gather_objects(own) for loss in part]
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -584,6 +613,13 @@ def move_schedule(schedule: Any, step: int) -> None:
     ]
     for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate
+
+
+def datasets_of(layout: Layout | Mapping[str, Layout] | None) -> Any:
+    """What TRL's constructor gets as its evaluation rows; it only looks whether there are any, and at their names."""
+    if layout is None or isinstance(layout, Layout):
+        return layout.rows.dataset if layout else None
+    return {name: one.rows.dataset for name, one in layout.items()}
 
 
 class _HostTensor:

@@ -44,14 +44,24 @@ class Stack:
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
-def start(backend: str = "auto", log_level: str = "warning", without: Collection[str] = ()) -> Stack:
+def start(
+    backend: str = "auto",
+    log_level: str | None = "warning",
+    without: Collection[str] = (),
+    *,
+    setting: str = "model.backend",
+) -> Stack:
     """Select this rank's device and import the backend.
+
+    If the program has imported Unsloth already, early patches come too late: those whose defect is present are marked
+    as missed.
 
     Args:
         backend: "auto" (Unsloth if it imports and supports the device, else transformers), "unsloth" or
             "transformers".
-        log_level: log level of the libraries on rank 0; other ranks log errors only.
+        log_level: log level of the libraries on rank 0, None to leave it; other ranks log errors only.
         without: names of patches to skip, to measure their effect.
+        setting: what the user chose the backend with, for messages.
 
     Raises:
         UserError: Unsloth was requested but cannot run here, or there are more ranks than devices.
@@ -75,16 +85,18 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
 
-    verdicts = core.run(patches.EARLY, without) if backend != "transformers" else []
+    verdicts = []
+    if backend != "transformers":
+        verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(
-            f"model.backend is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
-            "`pip install 'finetune[unsloth]'` on a host with a supported GPU, or set model.backend to `auto` or "
+            f"{setting} is `unsloth`, but Unsloth cannot run here: {refusal}. Install it with "
+            f"`pip install 'finetune[unsloth]'` on a host with a supported GPU, or set {setting} to `auto` or "
             "`transformers`."
         )
     if backend == "transformers":
-        name, reason = "transformers", "set by model.backend"
+        name, reason = "transformers", f"set by {setting}"
     elif refusal:
         name, reason = "transformers", f"Unsloth cannot run here: {refusal}"
     else:
@@ -95,12 +107,15 @@ def start(backend: str = "auto", log_level: str = "warning", without: Collection
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
 
 
-def quiet_libraries(level: str) -> None:
-    """Set the libraries' log level: `level` on rank 0, "error" on others. Above "info", hide their progress bars."""
+def quiet_libraries(level: str | None) -> None:
+    """Set the libraries' log level: `level` on rank 0 (None leaves it), "error" on others. Above "info", hide their
+    progress bars."""
     import datasets
     import transformers
 
     level = level if distributed.ranks().is_main else "error"
+    if level is None:
+        return
     number = getattr(logging, level.upper())
     logging.getLogger().setLevel(number)
     transformers.utils.logging.set_verbosity(number)

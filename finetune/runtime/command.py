@@ -58,13 +58,18 @@ def guarded(run: Callable[[], int]) -> int:
             sys.stderr.write(f"stopped by {interrupt.reason()}\n")
         return INTERRUPTED
     except UserError as error:
-        _report(error, f"error: {_rank_name()}{error}\n")
+        report(error)
         return error.exit_code
     except Exception as error:
         known = disk.failure(error)  # a full or missing disk, wherever the error occurred
         text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
         _report(known or error, text)
         return FAILED
+
+
+def report(error: UserError, place: str = "") -> None:
+    """Write a user's error to stderr, on the one rank that reports it; `place` follows on lines of its own."""
+    _report(error, f"error: {_rank_name()}{error}\n{place}")
 
 
 def _report(error: Exception, text: str) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -134,7 +134,8 @@ def start(
     timeout_setting: str | None = "training.ddp_timeout",
     on_failure: Callable[..., None] | None = None,
 ) -> None:
-    """Create the process group with the configured timeout, before a library creates one with its default.
+    """Create the process group with the configured timeout, before a library creates one with its default, and watch
+    the other ranks until `finish`.
 
     `timeout_setting` is the name of that timeout in messages, or None if the user cannot set it.
 
@@ -143,10 +144,21 @@ def start(
     Raises:
         UserError: a process group of another size exists already.
     """
+    made_here = connect(cpu=cpu, timeout_seconds=timeout_seconds)
+    _leave_timeouts_to_the_watch(timeout_seconds if made_here else None)
+    _begin_watching(timeout_seconds, timeout_setting, on_failure)
+
+
+def connect(*, cpu: bool, timeout_seconds: int) -> bool:
+    """Create the process groups, or use the default one that exists. Whether the default one was created here.
+
+    Raises:
+        UserError: a process group of another size exists already.
+    """
     global _host_group
     me = ranks()
-    if me.world_size == 1:
-        return
+    if me.world_size == 1 or _host_group is not None:
+        return False
     import torch.distributed as dist
     from accelerate import PartialState
 
@@ -160,9 +172,18 @@ def start(
             "accelerate_configs/."
         )
     _host_group = dist.new_group(backend="gloo", timeout=timeout)
+    return made_here
+
+
+def _begin_watching(
+    timeout_seconds: int, timeout_setting: str | None, on_failure: Callable[..., None] | None
+) -> list[threading.Thread]:
+    """Start the threads that look after the other ranks; every rank calls it."""
+    if _host_group is None:
+        return []
+    me = ranks()
     here = gather_objects((socket.gethostname(), os.getpid(), activity.share()))
     peers = {rank: pid for rank, (host, pid, _) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
-    _leave_timeouts_to_the_watch(timeout_seconds if made_here else None)
     watch = hang.Watch(
         rank=me.rank,
         world_size=me.world_size,
@@ -173,8 +194,31 @@ def start(
         look=lambda rank: activity.of_process(peers[rank], here[rank][2]) if rank in peers else None,
         fail=functools.partial(_end_hung, on_failure, _born(peers)),
     )
-    hang.start(watch, _stop_watching)
-    threading.Thread(target=_watch_for_failures, args=(on_failure, peers, watch.round), daemon=True).start()
+    _stop_watching.clear()
+    guard = hang.start(watch, _stop_watching)
+    failures = threading.Thread(target=_watch_for_failures, args=(on_failure, peers, watch.round), daemon=True)
+    failures.start()
+    return [guard, failures]
+
+
+@contextlib.contextmanager
+def watched(
+    timeout_seconds: int, timeout_setting: str | None, on_failure: Callable[..., None] | None
+) -> Iterator[None]:
+    """`start`'s watch for the time of a block that every rank enters, in a program that goes on after it: there a rank
+    that ends is no failure. Takes over the timeout of a process group that a library has created."""
+    if _host_group is None:
+        yield
+        return
+    _leave_timeouts_to_the_watch(timeout_seconds)
+    threads = _begin_watching(timeout_seconds, timeout_setting, on_failure)
+    try:
+        yield
+        barrier()  # no rank leaves while another still watches it
+    finally:
+        _stop_watching.set()
+        for thread in threads:
+            thread.join(timeout=5)  # one that asks a dead store may not come back
 
 
 def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
@@ -184,6 +228,8 @@ def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
         seconds: of the default process group's collectives; None if it was created elsewhere and keeps its own.
     """
     global _backstop_seconds
+    if _host_group is None:
+        return
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=hang.HOST_SECONDS), _host_group)

@@ -520,11 +520,13 @@ class _StepTimes:
 _watch: Watch | None = None
 
 
-def start(watch: Watch, stop: threading.Event) -> None:
-    """Make `watch` the one of this process and start its guard. The caller calls `watch.round()`."""
+def start(watch: Watch, stop: threading.Event) -> threading.Thread:
+    """Make `watch` the one of this process and start its guard, a thread. The caller calls `watch.round()`."""
     global _watch
     _watch = watch
-    threading.Thread(target=watch.guard, args=(stop,), daemon=True).start()
+    guard = threading.Thread(target=watch.guard, args=(stop,), daemon=True)
+    guard.start()
+    return guard
 
 
 @contextlib.contextmanager

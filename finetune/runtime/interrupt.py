@@ -58,6 +58,27 @@ def install() -> None:
         launcher.signal_at_end_of(found)
 
 
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """`install` for the time of a block, in a program whose own handlers come back after it. Does nothing outside the
+    main thread, which alone may handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _handled()}
+    install()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not set from Python, and cannot be set back
+                signal.signal(number, handler)
+
+
+def _handled() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def _start_watching() -> None:
     """Start the watcher thread and have the interpreter send it all signals, even while the main thread runs C code."""
     global _wakeup

@@ -22,7 +22,7 @@ FLOORS = (
     {"engine"},
     {"measure"},
     {"dryrun", "bench", "doctor", "prepare", "convert", "review", "dashboard"},
-    {"train", "parity", "script"},
+    {"train", "drop_in", "parity", "script"},
     {"advise"},
     {"cli"},
 )

@@ -1,0 +1,10 @@
+"""`from finetune import SFTTrainer`: TRL's trainer, by its own constructor, on this project's engine.
+
+Importing this package selects the device and imports the backend, like the first lines of a run from a configuration.
+So it comes first in a script, before unsloth, trl and transformers; later still works, and says what it cost.
+"""
+
+from finetune.drop_in.start import STACK as STACK
+
+from finetune.drop_in.trainer import SFTTrainer as SFTTrainer  # isort: skip  # after the backend
+from trl import SFTConfig as SFTConfig  # isort: skip

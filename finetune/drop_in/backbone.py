@@ -1,0 +1,92 @@
+"""The model and the tokenizer of the constructor's arguments, settled before the rows are tokenized.
+
+The steps and their order are those of TRL's own constructor, which repeats them later without effect: it would do them
+after the data has been prepared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from finetune.drop_in.refusals import Refused
+from finetune.engine.model import with_padding
+from finetune.runtime.bootstrap import Stack
+
+
+def load(model: Any, args: Any, stack: Stack, quantization_config: Any) -> Any:
+    """The model; one that is given by name or folder is loaded onto this rank's device, with TRL's defaults.
+
+    Raises:
+        Refused: the quantization is given twice.
+    """
+    if not isinstance(model, str):
+        return model
+    from trl.trainer.utils import create_model_from_path
+
+    settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if quantization_config is not None and "quantization_config" in settings:
+        raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
+    if quantization_config is not None:
+        settings["quantization_config"] = quantization_config
+    return create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+
+
+def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any, Any, Any]:
+    """The tokenizer with its special tokens and chat template, and the model and adapter as these change them.
+
+    Args:
+        given: `processing_class`; None loads the model's own. Of a processor for text and images, its tokenizer.
+
+    Raises:
+        Refused: it is no tokenizer, or `eos_token` or `pad_token` is not in its vocabulary.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+    if given is None:
+        init = args.model_init_kwargs or {}
+        given = AutoTokenizer.from_pretrained(
+            model.config._name_or_path, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    found = given.tokenizer if isinstance(given, ProcessorMixin) else given  # type: ignore[attr-defined]
+    if not isinstance(found, PreTrainedTokenizerBase):
+        raise TypeError("The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`")
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is not None and token not in found.get_vocab():
+            raise Refused(
+                f"`{name}` {token!r} is not found in the vocabulary of the given `processing_class` "
+                f"({type(found).__name__}). Use one of its tokens."
+            )
+        if token is not None:
+            setattr(found, name, token)
+    if args.chat_template_path is not None:
+        model, found, peft_config = _with_template(model, found, str(args.chat_template_path), peft_config)
+    return with_padding(found), model, peft_config
+
+
+def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) -> tuple[Any, Any, Any]:
+    """Take over a chat template: of a Jinja file, or with its special tokens of another tokenizer. Added tokens get
+    embeddings, which an adapter trains."""
+    from trl import clone_chat_template
+
+    if Path(source).is_file() and source.endswith((".jinja", ".j2")):
+        tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
+        return model, tokenizer, peft_config
+    model, tokenizer, added = clone_chat_template(model, tokenizer, source)
+    if added and peft_config is not None:
+        trained = dict(peft_config.trainable_token_indices or {})
+        trained["embed_tokens"] = [*trained.get("embed_tokens", []), *added]
+        saved = list(peft_config.modules_to_save or [])
+        saved += [] if "lm_head" in saved else ["lm_head"]
+        peft_config = dataclasses.replace(peft_config, trainable_token_indices=trained, modules_to_save=saved)
+    return model, tokenizer, peft_config
+
+
+def stack_of(model: Any, stack: Stack) -> Stack:
+    """The backend of this model: one that Unsloth has not loaded is a transformers model, even beside Unsloth."""
+    if stack.backend != "unsloth" or hasattr(model, "for_training") or hasattr(model, "save_pretrained_merged"):
+        return stack
+    reason = "Unsloth is imported, but the model was not loaded with FastLanguageModel or FastModel"
+    return dataclasses.replace(stack, backend="transformers", reason=reason)

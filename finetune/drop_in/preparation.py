@@ -1,0 +1,60 @@
+"""Tokenizes the trainer's data sets, once per machine, by TRL's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config import Config
+from finetune.config.schema import DataConfig, TrainingConfig
+from finetune.data.prepare import Data, Source, prepare_splits
+from finetune.drop_in import refusals, rows, settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How a trainer reads rows. Call it with data sets by split: "train", "eval" or "eval_NAME".
+
+    args:            the user's SFTConfig
+    tokenizer:       with its final chat template and special tokens
+    formatting_func: turns a row into text; None reads the columns
+    collator:        computes the labels of each tokenized row; None takes those of TRL's rules
+    """
+
+    args: Any
+    tokenizer: Any
+    formatting_func: Callable[[Any], str] | None
+    collator: Any
+
+    @property
+    def settings(self) -> DataConfig:
+        return settings.data(self.args)
+
+    def __call__(self, datasets: Mapping[str, Any]) -> Data:
+        """The tokenized rows of each split.
+
+        Raises:
+            Refused: rows that this trainer cannot use.
+            UserError: the ranks were given different rows, or no row has a supervised token.
+        """
+        prepared = bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+        sources: dict[str, Source] = {}
+        for split, given in datasets.items():
+            name = refusals.argument(split)
+            refusals.dataset(given, name, skips_preparation=prepared, assistant_only=self.args.assistant_only_loss)
+            columns = rows.text_column(given, self.args.dataset_text_field)
+            sources[split] = rows.source(given, name, self.formatting_func, columns)
+        rows.compare_ranks(sources)
+        data = self._tokenized(sources)
+        if self.collator is None:
+            return data
+        labeled = {
+            split: rows.labeled(found.dataset, self.collator, refusals.argument(split), [data.fingerprint, split])
+            for split, found in data.splits.items()
+        }
+        return self._tokenized(labeled)
+
+    def _tokenized(self, sources: Mapping[str, Source]) -> Data:
+        config = Config(data=self.settings, training=TrainingConfig(seed=self.args.seed))
+        return prepare_splits(config, self.tokenizer, {split: [one] for split, one in sources.items()})

@@ -1,0 +1,252 @@
+"""The user's `datasets.Dataset` objects as sources of rows, and prepared rows as a data set again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from finetune.data.layout import Layout
+from finetune.data.prepare import Item, Source
+from finetune.drop_in.refusals import Refused
+from finetune.errors import UserError, describe
+from finetune.runtime import distributed
+
+Labels = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
+_DIGEST_ROWS = 1000
+_PROBED_ROWS = 16
+
+
+def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, columns: dict[str, str]) -> Source:
+    """The rows of a data set. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
+    formats = formatting_func if "input_ids" not in rows.column_names else None
+
+    def read() -> Iterator[Item]:
+        for number, row in enumerate(rows.with_format(None) if rows.format["type"] != "custom" else rows, 1):
+            where = f"{name}:row {number}"
+            yield (dict(row) if formats is None else {**row, "text": formatted(formats, row, where)}), where
+
+    transform = rows.format["format_kwargs"].get("transform") if rows.format["type"] == "custom" else None
+    identity = [content_digest(rows), code_digest(formats, transform)]
+    return Source(name=name, open=read, identity=identity, columns=columns)
+
+
+def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:
+    """The text of one row.
+
+    Raises:
+        Refused: the function failed, or returned something else than a text.
+    """
+    try:
+        text = formatting_func(row)
+    except Exception as error:
+        raise Refused(
+            f"`formatting_func` failed on {where}: {describe(error)}. It gets one row and returns its text."
+        ) from error
+    if not isinstance(text, str):
+        raise Refused(
+            f"`formatting_func` returned a {type(text).__name__} for {where}. It gets one row, not a batch, and "
+            "returns its text as one str."
+        )
+    return text
+
+
+def text_column(rows: Any, field: str) -> dict[str, str]:
+    """`data.columns` for `dataset_text_field`: the field counts only if TRL reads text, so not beside messages, prompts
+    or token ids."""
+    if field == "text" or field not in rows.column_names:
+        return {}
+    return {} if {"input_ids", "prompt", "messages", "conversations"} & set(rows.column_names) else {"text": field}
+
+
+def content_digest(rows: Any) -> str:
+    """xxh3-128 (hex) of a data set's columns and rows, in their order, however they are stored."""
+    import xxhash
+
+    digest = xxhash.xxh3_128(repr(sorted(rows.features.items())).encode())
+    for batch in rows.with_format("arrow").iter(_DIGEST_ROWS):
+        # A copy, because a slice would be written with offsets into the array that it is a slice of.
+        table = batch.take(pa.array(np.arange(len(batch)))).combine_chunks().replace_schema_metadata(None)
+        written = pa.BufferOutputStream()
+        with pa.ipc.new_stream(written, table.schema) as stream:
+            stream.write_table(table)
+        digest.update(written.getvalue())
+    return digest.hexdigest()
+
+
+def code_digest(*functions: Any) -> str | None:
+    """Digest of functions and objects that change rows, with what they refer to. Where it cannot be computed, the id of
+    this launch: the cache is then not used again."""
+    used = [function for function in functions if function is not None]
+    if not used:
+        return None
+    from datasets.fingerprint import Hasher
+
+    try:
+        own = Hasher.hash(used)
+    except Exception:
+        own = None
+    everyone = distributed.gather_objects(own)
+    if own is not None and len(set(everyone)) == 1:
+        return own
+    import uuid
+
+    return distributed.gather_objects(uuid.uuid4().hex)[0]
+
+
+# --- a data collator of the user's ------------------------------------------------------------------------------------
+
+
+def only_pads(collator: Any) -> bool:
+    """Whether a collator is one of those that take the labels as they are: the batches of this trainer say the same."""
+    import transformers
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    padding = (
+        transformers.DataCollatorForSeq2Seq,
+        transformers.DataCollatorWithFlattening,
+        transformers.DefaultDataCollator,
+    )
+    return collator is None or type(collator) in (DataCollatorForLanguageModeling, *padding)
+
+
+def labeled(rows: Any, collator: Labels, name: str, identity: Any) -> Source:
+    """Tokenized rows with the labels that the collator computes for each of them.
+
+    Args:
+        rows: tokenized documents, as a data set with input_ids and labels.
+        identity: of the rows.
+
+    Raises:
+        Refused: the labels of a row depend on the other rows of its batch or on chance, or the batch holds more than
+            tokens and labels.
+    """
+    check_collator(collator, [rows[number] for number in range(min(_PROBED_ROWS, len(rows)))])
+
+    def read() -> Iterator[Item]:
+        for number, row in enumerate(rows, 1):
+            ids, labels = _collated(collator, [row])[0]
+            yield {"input_ids": ids, "labels": labels}, f"{name}:row {number}"
+
+    kind = f"{type(collator).__module__}.{type(collator).__qualname__}"
+    return Source(name=name, open=read, identity=[identity, kind, code_digest(collator)], format="tokenized")
+
+
+def check_collator(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check on a few rows that a collator treats each row by itself, and always in the same way.
+
+    Raises:
+        Refused: it does not.
+    """
+    name = getattr(type(collator), "__name__", repr(collator))
+    alone = [_collated(collator, [row])[0] for row in rows]
+    if alone != [_collated(collator, [row])[0] for row in rows]:
+        raise Refused(
+            f"`data_collator` {name} gives other labels each time: a run could not be repeated. Compute the labels "
+            "once, with `Dataset.map()`, or remove it."
+        )
+    for first in range(0, len(rows) - 1, 2):
+        if _collated(collator, rows[first : first + 2]) != alone[first : first + 2]:
+            raise Refused(
+                f"`data_collator` {name} gives a row other tokens or labels beside another row: the result would "
+                "depend on how rows are dealt to GPUs. Use `packing=True` to join rows, or remove it."
+            )
+
+
+def _collated(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    """(input_ids, labels) of each row of a batch, without padding.
+
+    Raises:
+        Refused: the batch has more than that, or other tokens than its rows.
+    """
+    name = getattr(type(collator), "__name__", repr(collator))
+    try:
+        batch = collator([{"input_ids": list(row["input_ids"]), "labels": list(row["labels"])} for row in rows])
+    except Exception as error:
+        raise Refused(f"`data_collator` {name} failed on tokenized rows: {describe(error)}. Remove it.") from error
+    further = sorted(set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"})
+    if further or "labels" not in batch:
+        what = f"also returns {', '.join(further)}" if further else "returns no labels"
+        raise Refused(f"`data_collator` {name} {what}: this trainer's batches hold tokens and labels. Remove it.")
+    found = []
+    for row, ids, labels in zip(rows, np.asarray(batch["input_ids"]), np.asarray(batch["labels"]), strict=False):
+        own = list(row["input_ids"])
+        at = next((at for at in (0, len(ids) - len(own)) if ids[at : at + len(own)].tolist() == own), None)
+        if at is None or len(labels) != len(ids):
+            break
+        found.append((own, labels[at : at + len(own)].tolist()))
+    if len(found) != len(rows):
+        raise Refused(f"`data_collator` {name} changes the tokens of its rows or joins them. Remove it.")
+    return found
+
+
+# --- prepared rows, as a data set -------------------------------------------------------------------------------------
+
+
+class PackedRows:
+    """`trainer.train_dataset` with packing: a row per pack, with the columns that TRL's packing makes.
+
+    Rows are put together when they are looked at. Whatever else a `datasets.Dataset` has is taken from a copy in
+    memory.
+    """
+
+    column_names: Sequence[str] = ("input_ids", "labels", "seq_lengths")
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return (self._row(number) for number in range(len(self)))
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if isinstance(key, str):
+            return [row[key] for row in self]
+        if isinstance(key, int):
+            return self._row(range(len(self))[key])
+        rows = [self._row(number) for number in range(len(self))[key]]
+        return {name: [row[name] for row in rows] for name in self.column_names}
+
+    def _row(self, number: int) -> dict[str, list[int]]:
+        documents = self._layout[number]
+        ids, labels = (np.concatenate([document[side] for document in documents]).tolist() for side in (0, 1))
+        return {"input_ids": ids, "labels": labels, "seq_lengths": [len(document[0]) for document in documents]}
+
+    @cached_property
+    def _copy(self) -> Any:
+        import datasets
+
+        return datasets.Dataset.from_dict(self[:])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._copy, name)
+
+
+def as_dataset(layout: Layout) -> Any:
+    """The rows of a layout as TRL would hold them: a `datasets.Dataset`, or PackedRows."""
+    return layout.rows.dataset if layout.packs.pack_length is None else PackedRows(layout)
+
+
+def compare_ranks(named: Mapping[str, Source]) -> None:
+    """Check that every rank was given the same rows.
+
+    Raises:
+        UserError: on every rank, naming the first data set and rank that differ.
+    """
+    own = {name: [one.identity, one.name] for name, one in named.items()}
+    everyone = distributed.gather_objects(own)
+    for rank, theirs in enumerate(everyone):
+        for name in {**own, **theirs}:
+            if theirs.get(name) != everyone[0].get(name):
+                raise UserError(
+                    f"rank {rank} brings other rows than rank 0: `{name}` differs. Each process runs the whole script, "
+                    "so a split, shuffle or sample without a seed differs between them. Give it one, such as "
+                    "train_test_split(seed=42), or prepare the data in a file first."
+                )

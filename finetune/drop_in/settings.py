@@ -1,0 +1,229 @@
+"""Translates TRL's arguments into this project's configuration, which run.json, resume and the review read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import trl
+
+from finetune.config import Batch, Config, resolve_batch
+from finetune.config.schema import (
+    SECTIONS,
+    DataConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    TrainingConfig,
+)
+from finetune.engine.trainer import MANAGED
+from finetune.runtime import distributed, files
+from finetune.runtime.bootstrap import Stack
+
+# What older scripts, and Unsloth's examples, give to the constructor instead of SFTConfig.
+_FORMER_ARGUMENTS = {
+    "dataset_text_field": "dataset_text_field",
+    "dataset_num_proc": "dataset_num_proc",
+    "dataset_kwargs": "dataset_kwargs",
+    "max_seq_length": "max_length",
+    "packing": "packing",
+    "neftune_noise_alpha": "neftune_noise_alpha",
+}
+TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
+# Fields that say nothing about the result, or that hold what another key of the configuration already says.
+_NOT_RECORDED = frozenset(
+    "hub_token hub_model_id push_to_hub report_to run_name logging_dir disable_tqdm do_train do_eval do_predict"
+    " model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_num_proc"
+    " eos_token pad_token truncation_mode completion_only_loss packing_strategy eval_packing shuffle_dataset"
+    " save_strategy eval_strategy logging_strategy bf16 fp16 use_cpu ddp_timeout remove_unused_columns"
+    " local_rank distributed_state deepspeed_plugin loss_type".split()
+)
+
+
+def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
+    """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
+
+    Args:
+        args: an SFTConfig, plain TrainingArguments, or None.
+        former: constructor's arguments of older versions of TRL, which Unsloth still accepts; emptied.
+
+    Raises:
+        TypeError: `former` has names that never were arguments.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
+        args = trl.SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
+    elif not isinstance(args, trl.SFTConfig):
+        args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+    args = copy.copy(args)
+    for name, field in _FORMER_ARGUMENTS.items():
+        if (value := former.pop(name, None)) is not None:
+            setattr(args, field, value)
+    if former:
+        raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
+    return args
+
+
+def batch(args: Any, global_batch_size: int | None) -> Batch:
+    """How a step divides over the ranks: TRL's product, or what the user has fixed.
+
+    Raises:
+        UserError: `global_batch_size` does not divide over this world size.
+    """
+    world_size = distributed.ranks().world_size
+    if global_batch_size is None:
+        per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return Batch(
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            global_batch_size=per_rank * world_size,
+        )
+    default = next(one.default for one in dataclasses.fields(args) if one.name == "per_device_train_batch_size")
+    given = args.per_device_train_batch_size
+    chosen = TrainingConfig(
+        global_batch_size=global_batch_size, per_device_train_batch_size=None if given == default else given
+    )
+    return resolve_batch(chosen, world_size)
+
+
+def for_training(args: Any, batch: Batch) -> Any:
+    """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
+    args = copy.copy(args)
+    for name, value in MANAGED.items():
+        setattr(args, name, value)
+    args.per_device_train_batch_size = batch.per_device
+    args.gradient_accumulation_steps = batch.accumulation
+    args.chat_template_path = None  # the tokenizer has it by now
+    args.report_to = [name for name in args.report_to if name != "tensorboard"]  # written by the run's own logger
+    # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
+    args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
+    args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
+    args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: never torch's DataParallel
+    return args
+
+
+def timeout(args: Any) -> int:
+    """Seconds that a collective waits for a stuck rank: `ddp_timeout`, or this project's default if the user has not
+    changed transformers'."""
+    return TrainingConfig().ddp_timeout if args.ddp_timeout == TRANSFORMERS_TIMEOUT else args.ddp_timeout
+
+
+def data(args: Any) -> DataConfig:
+    """How rows are read: TRL's defaults, not those of a YAML file."""
+    prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+    cut = {"keep_start": "truncate", "keep_end": "keep_end"}[args.truncation_mode]
+    split = args.packing and args.packing_strategy == "bfd_split"
+    return DataConfig(
+        max_length=None if prepared else args.max_length,
+        over_length="split" if split else cut,  # type: ignore[arg-type]
+        assistant_only_loss=args.assistant_only_loss,
+        completion_only_loss=args.completion_only_loss,
+        packing=args.packing,
+        pack_length=args.max_length if args.packing else None,
+        num_proc=args.dataset_num_proc,
+    )
+
+
+def configuration(args: Any, stack: Stack, model: Any, batch: Batch) -> Config:
+    """The run as a configuration.
+
+    Args:
+        args: the user's SFTConfig.
+        model: with its adapter, if it has one.
+    """
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    adapters = getattr(model, "peft_config", None)
+    training = TrainingConfig(
+        output_dir=str(args.output_dir),
+        global_batch_size=batch.global_batch_size,
+        per_device_train_batch_size=batch.per_device,
+        gradient_accumulation_steps=batch.accumulation,
+        per_device_eval_batch_size=args.per_device_eval_batch_size,
+        num_train_epochs=float(args.num_train_epochs),
+        max_steps=args.max_steps,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        optim=str(getattr(args.optim, "value", args.optim)),
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        gradient_checkpointing=bool(args.gradient_checkpointing),
+        save_steps=_every(args, "save"),
+        save_total_limit=args.save_total_limit,
+        eval_steps=_every(args, "eval"),
+        ddp_timeout=timeout(args),
+        extra=_further(args),
+    )
+    sections = {
+        "model": ModelConfig(
+            model_name_or_path=name,
+            backend=stack.backend,  # type: ignore[arg-type]
+            dtype=_dtype(args, model),
+            load_in_4bit=bool(getattr(model, "is_loaded_in_4bit", False)),
+            load_in_8bit=bool(getattr(model, "is_loaded_in_8bit", False)),
+            full_finetuning=not adapters,
+            trust_remote_code=args.trust_remote_code,
+        ),
+        "lora": _adapter(next(iter(adapters.values()))) if adapters else LoraConfig(),
+        "data": data(args),
+        "training": training,
+        "logging": LoggingConfig(logging_steps=max(int(args.logging_steps), 1), generate_samples=0),
+    }
+    given = frozenset(
+        f"{section}.{one.name}"
+        for section, value in sections.items()
+        for one in dataclasses.fields(SECTIONS[section])
+        if one.default is not dataclasses.MISSING and getattr(value, one.name) != one.default
+    )
+    return Config(**sections, given=given)
+
+
+def _dtype(args: Any, model: Any) -> Any:
+    """What the matrix products are computed in."""
+    if args.bf16:
+        return "bfloat16"
+    if args.fp16:
+        return "float16"
+    stored = next((one.dtype for one in model.parameters() if one.is_floating_point()), "auto")
+    return str(stored).removeprefix("torch.")
+
+
+def _every(args: Any, what: str) -> int:
+    """Steps between saves or evaluations; 0 if there are none. Once per epoch counts as the default interval."""
+    strategy = getattr(args, f"{what}_strategy")
+    if getattr(strategy, "value", strategy) == "no":
+        return 0
+    steps = getattr(args, f"{what}_steps") or 0
+    return max(int(steps), 1)
+
+
+def _adapter(adapter: Any) -> LoraConfig:
+    """The adapter's settings. An adapter of another kind than LoRA is recorded whole in `adapter_kwargs`."""
+    content = files.plain(adapter.to_dict())
+    if getattr(adapter.peft_type, "value", "") != "LORA":
+        return LoraConfig(adapter_kwargs=content)
+    targets = adapter.target_modules
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.lora_alpha,
+        lora_dropout=adapter.lora_dropout,
+        target_modules=sorted(targets) if isinstance(targets, set | list | tuple) else targets,
+        modules_to_save=list(adapter.modules_to_save) if adapter.modules_to_save else None,
+        use_rslora=adapter.use_rslora,
+        bias=adapter.bias,
+    )
+
+
+def _further(args: Any) -> dict[str, Any]:
+    """The other fields of SFTConfig that the user has changed and that the configuration has no key for."""
+    ours = {one.name for kind in SECTIONS.values() for one in dataclasses.fields(kind)}
+    found = {}
+    for one in dataclasses.fields(args):
+        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+        value = getattr(args, one.name)
+        skipped = one.name in ours or one.name in _NOT_RECORDED or one.name in MANAGED
+        if not skipped and value != default and isinstance(value, bool | int | float | str | list | dict | None):
+            found[one.name] = value
+    return files.plain(found)

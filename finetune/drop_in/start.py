@@ -1,0 +1,68 @@
+"""What happens at `from finetune import SFTTrainer`: the device, the early patches, the backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from finetune.errors import UserError
+from finetune.runtime import bootstrap, command
+from finetune.runtime.bootstrap import Stack
+
+VARIABLE = "FINETUNE_BACKEND"
+_BACKENDS = ("auto", "unsloth", "transformers")
+
+
+def start() -> Stack:
+    """Select this rank's device and the backend that FINETUNE_BACKEND names: auto (the default), unsloth, transformers.
+
+    Raises:
+        UserError: the variable has another value, the backend cannot run here, or there are more ranks than GPUs.
+    """
+    sys.excepthook = _report_errors
+    backend = os.environ.get(VARIABLE, "auto")
+    if backend not in _BACKENDS:
+        raise UserError(f"{VARIABLE} is unknown: {backend!r}. Set it to {', '.join(_BACKENDS)}, or unset it.")
+    trl_came_first = "trl" in sys.modules and "unsloth" not in sys.modules
+    if trl_came_first and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
+        if backend == "unsloth":
+            raise UserError(
+                f"{VARIABLE} is unsloth, but trl was imported before Unsloth, which must come first. Put `from "
+                "finetune import SFTTrainer` above the import of trl."
+            )
+        _warn(
+            "trl was imported before Unsloth, so this run trains without Unsloth. To train with it, put `from finetune "
+            f"import SFTTrainer` above the other imports; to keep it so, set {VARIABLE}=transformers."
+        )
+        backend = "transformers"
+    stack = bootstrap.start(backend, log_level=None, setting=VARIABLE)
+    for verdict in stack.patches:
+        if verdict.missed:
+            _warn(
+                f"Unsloth was imported before finetune, too late for the patch {verdict.name} (see docs/defects.md). "
+                "Training proceeds without it; put `from finetune import SFTTrainer` above the import of unsloth."
+            )
+    return stack
+
+
+def _warn(text: str) -> None:
+    if bootstrap.distributed.ranks().is_main:
+        sys.stderr.write(f"warning: {text}\n")
+
+
+def _report_errors(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The interpreter's last resort, in place of `sys.excepthook`: an error of the user's is a sentence and the line
+    of the script that led to it, from one rank; any other error keeps its traceback."""
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    own = [frame for frame in traceback.extract_tb(trace) if frame.filename == main]
+    place = f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}\n" if own else ""
+    command.report(error, place)
+
+
+STACK = start()

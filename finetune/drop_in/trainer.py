@@ -1,0 +1,376 @@
+"""TRL's `SFTTrainer` by its own constructor, on this project's plan, loss, evaluation, checkpoints and records.
+
+Import it after the backend has started, as `finetune.drop_in` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from finetune import review
+from finetune.config import Config
+from finetune.data.layout import Layout, lay_out
+from finetune.data.prepare import Data
+from finetune.drop_in import backbone, refusals, rows, settings
+from finetune.drop_in.preparation import Preparation
+from finetune.drop_in.start import STACK
+from finetune.engine import checkpoints, invariants, report, restart, resume, session
+from finetune.engine import model as engine_model
+from finetune.engine import trainer as engine
+from finetune.engine.callbacks import FirstGradients, StopOnRequest
+from finetune.engine.job import Job, model_size
+from finetune.engine.record import RunRecord
+from finetune.engine.run_logger import RunLogger
+from finetune.errors import UserError
+from finetune.measure import scoring
+from finetune.review.rules.learning import divergence
+from finetune.runtime import distributed, hardware, interrupt, runlock
+from finetune.runtime.command import INTERRUPTED, print_line
+
+IMPORTED_AT = time.time()
+# TRL's names for metrics that are called otherwise in this project.
+TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
+
+
+class SFTTrainer(engine.SFTTrainer):
+    """`trl.SFTTrainer`, with results that do not depend on the number of GPUs.
+
+    The arguments are TRL's. Rows are read by TRL's rules and tokenized once per machine; what cannot be kept exactly on
+    several GPUs is refused here, with the reason. `seed` alone sets the order of the rows, and a step's loss is the
+    mean over the supervised tokens of the whole global batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[transformers.TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        *,
+        global_batch_size: int | None = None,
+        **former: Any,
+    ) -> None:
+        """
+        Args:
+            global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
+                the steps are the same on any number of GPUs. Without it, a step has `per_device_train_batch_size x
+                gradient_accumulation_steps x number of processes` rows, as in TRL.
+            former: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
+
+        Raises:
+            Refused: arguments that cannot be kept exactly; also a ValueError.
+            UserError: the rows, the model or the batch cannot be used.
+        """
+        self._ready = False
+        processing_class = former.pop("tokenizer", None) or processing_class
+        given = settings.arguments(args, model, former)
+        refusals.check(
+            type(self),
+            SFTTrainer,
+            given,
+            dict(
+                train_dataset=train_dataset,
+                data_collator=data_collator,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                formatting_func=formatting_func,
+            ),
+        )
+        distributed.connect(cpu=STACK.device == "cpu", timeout_seconds=settings.timeout(given))
+        transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
+        loaded = backbone.load(model, given, STACK, quantization_config)
+        refusals.model(loaded, peft_config)
+        tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
+
+        self.given = given  # the user's arguments, as TRL would have completed them
+        self.preparation = Preparation(
+            args=given,
+            tokenizer=tokenizer,
+            formatting_func=formatting_func,
+            collator=None if rows.only_pads(data_collator) else data_collator,
+        )
+        data = self.preparation({"train": train_dataset, **_by_split(eval_dataset)})
+        self.job = self._open_job(loaded, data, global_batch_size)
+        self.job.eval_layout = self._eval_layouts(data)
+        super().__init__(
+            model=loaded,
+            args=settings.for_training(given, self.job.batch),
+            tokenizer=tokenizer,
+            stack=self.job.stack,
+            plan=self.job.plan(),
+            layout=self.job.layout,
+            eval_layout=self.job.eval_layout,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            peft_config=peft_config,
+        )
+        if getattr(self, "aux_loss_enabled", False):
+            raise refusals.Refused(
+                "the model adds the load-balancing loss of its experts, which is a mean over a micro-batch and so "
+                "depends on the number of GPUs. Set router_aux_loss_coef=0.0, or train with trl.SFTTrainer."
+            )
+        self.job.model, self.job.size = self.model, model_size(self.model)
+        self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
+        session.complete_early_stopping(self)
+        self._ready = True
+        self._show_layouts()
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _open_job(self, model: Any, data: Data, global_batch_size: int | None) -> Job:
+        """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
+        stack = backbone.stack_of(model, STACK)
+        because = None if self.given.packing else "packing is off"
+        because = because or engine_model.why_not_packed(model, stack)
+        if because is None:
+            engine_model.prepare_for_packs(model, stack)
+        for split, found in data.splits.items():
+            engine_model.check_vocabulary(model, found, split)
+        batch = settings.batch(self.given, global_batch_size)
+        return Job(
+            config=settings.configuration(self.given, stack, model, batch),
+            batch=batch,
+            stack=stack,
+            hardware=hardware.probe(),
+            tokenizer=self.preparation.tokenizer,
+            data=data,
+            layout=lay_out(data.train, self.given.max_length if because is None else None),
+            eval_layout=None,
+            unpacked_because=because,
+            model=model,
+            size=model_size(model),
+        )
+
+    def _eval_layouts(self, data: Data) -> Layout | dict[str, Layout] | None:
+        """The held-out rows; by name if the user gave several sets."""
+        packs = self.given.packing if self.given.eval_packing is None else self.given.eval_packing
+        length = self.given.max_length if packs and self.job.unpacked_because is None else None
+        found = {
+            split.removeprefix("eval").removeprefix("_"): lay_out(one, length)
+            for split, one in data.splits.items()
+            if split != "train"
+        }
+        return found.get("", found or None)
+
+    def _show_layouts(self) -> None:
+        """`train_dataset` and `eval_dataset` as TRL's users know them: the tokenized rows."""
+        self._shown = rows.as_dataset(self.layout)
+        held_out = self.eval_layout
+        if isinstance(held_out, Mapping):
+            self._shown_eval: Any = {name: rows.as_dataset(one) for name, one in held_out.items()}
+        else:
+            self._shown_eval = None if held_out is None else rows.as_dataset(held_out)
+
+    @property
+    def train_dataset(self) -> Any:
+        """The tokenized training rows, or packs of them. Rows that are set later, such as those of Unsloth's
+        `train_on_responses_only`, replace them in the plan."""
+        return self._shown if self._ready else self.layout.rows.dataset
+
+    @train_dataset.setter
+    def train_dataset(self, value: Any) -> None:
+        if not self._ready or value is self._shown:
+            return
+        data = self.preparation({"train": value})
+        kept = {split: one for split, one in self.job.data.splits.items() if split != "train"}
+        ledgers = self.job.data.ledgers | data.ledgers
+        self.job.data = replace(data, splits=data.splits | kept, ledgers=ledgers)
+        self.layout = self.job.layout = lay_out(data.train, self.layout.packs.pack_length)
+        self.plan = self.job.plan()
+        self._counts_checked = False
+        self._show_layouts()
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The tokenized held-out rows, or several sets of them by name."""
+        return self._shown_eval if self._ready else engine.datasets_of(self.eval_layout)
+
+    @eval_dataset.setter
+    def eval_dataset(self, value: Any) -> None:
+        if not self._ready or value is self._shown_eval:
+            return
+        held_out = {} if value is None else self.preparation(_by_split(value)).splits
+        self.job.data = replace(self.job.data, splits={"train": self.job.data.train} | held_out)
+        self.eval_layout = self.job.eval_layout = self._eval_layouts(self.job.data)
+        self._show_layouts()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | Path | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+        *,
+        resume_with_changes: bool = False,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train to the end. A signal ends the program after a checkpoint, with exit code 130.
+
+        Args:
+            resume_from_checkpoint: True continues from the newest complete checkpoint in `output_dir`, on any number of
+                GPUs; or the path of one. Without it, files of an earlier run there are moved to `earlier-run-N`.
+            resume_with_changes: allow arguments that affect the result to differ from the checkpoint's.
+
+        Raises:
+            UserError, RunError: with what is wrong and what to do.
+        """
+        if trial is not None:
+            raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
+        training = replace(
+            self.job.config.training,
+            resume_from_checkpoint=resume_from_checkpoint or False,
+            resume_with_changes=resume_with_changes,
+        )
+        record = RunRecord(Path(training.output_dir))
+        try:
+            with (
+                interrupt.installed(),
+                runlock.held(record.path.parent),
+                distributed.watched(training.ddp_timeout, "ddp_timeout", record.fail),
+            ):
+                config = restart.continued(replace(self.job.config, training=training))
+                output = self._train(config, record, ignore_keys_for_eval)
+        except interrupt.Interrupted:
+            output = None
+        if output is None:
+            raise SystemExit(INTERRUPTED)
+        return output
+
+    def _train(self, config: Config, record: RunRecord, ignore_keys: Any) -> TrainOutput | None:
+        """`train`, while holding the lock on the output folder. None if a signal ended it, after a checkpoint."""
+        self.job.config, output_dir = config, record.path.parent
+        resuming = bool(config.training.resume_from_checkpoint)
+        checkpoints.check_output(output_dir, resuming=resuming, overwrite=True)
+        start = resume.prepare(config, self.job.batch, config.model.dtype)
+        start = resume.confirm(start, config, self.model, self.plan.digest(), self.total_steps)
+        session.check_space(config, self.model)
+        if not resuming and (moved := checkpoints.set_aside(output_dir)) is not None:
+            print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
+        checkpoints.take_over(output_dir, overwrite=False)
+        report.print_introduction(self.job, start)
+        with session.recorded(record, self.job, start):
+            pages = session.dashboard(self.job, record, [], review.markdown, divergence)
+            logger = session.run_logger(self.job, output_dir, start_step=start.found.step, dashboard=pages)
+            stop = StopOnRequest()
+            checkpoint = session.prepare_resume(self, start, config.training.save_total_limit)
+            with self._logged(logger, stop):
+                record.update(
+                    plan=self.plan.digest(),
+                    total_steps=self.total_steps,
+                    resumed_from=checkpoint,
+                    invariants=invariants.check(self),
+                    loss_normalized_by=invariants.divisor(self),
+                )
+                with session.out_of_memory(self.job), interrupt.deferred():
+                    output = super().train(checkpoint, rebuild=start.rebuild, ignore_keys_for_eval=ignore_keys)
+                self._conclude(record, logger)
+            if stop.stopped:
+                record.update(status="interrupted", interrupted_by=interrupt.reason())
+                report.print_stopped(output_dir / f"checkpoint-{self.state.global_step}")
+                return None
+            record.update(status="done")
+        return output or TrainOutput(self.state.global_step, math.nan, {})
+
+    @contextlib.contextmanager
+    def _logged(self, logger: RunLogger, stop: StopOnRequest) -> Iterator[None]:
+        """The callbacks of one call of `train`, and the logger's hold on this trainer's methods."""
+        own = [logger, stop, FirstGradients()]
+        for callback in own:
+            self.add_callback(callback)
+        logger.attach(self)
+        try:
+            with logger:
+                yield
+        finally:
+            for callback in own:
+                self.remove_callback(callback)
+            logger.detach()
+
+    def _conclude(self, record: RunRecord, logger: RunLogger) -> None:
+        first_step = logger.first_step_at - IMPORTED_AT if logger.first_step_at else None
+        results = logger.results()
+        prediction = scoring.score(self.job, results)
+        scoring.write(logger.writer, prediction, self.state.global_step)
+        record.try_update(
+            steps=self.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
+        )
+
+    # --- evaluation, saving -------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics over the held-out rows or those of another data set, which is tokenized like them: the loss per
+        supervised token, exact on any number of GPUs, with TRL's names for accuracy and entropy.
+
+        Raises:
+            Refused: the rows cannot be used.
+            UserError: there are no held-out rows.
+        """
+        if eval_dataset is None and self.eval_layout is None:
+            raise UserError("evaluate() needs held-out rows: give SFTTrainer an `eval_dataset`, or pass one here.")
+        if eval_dataset is not None and not isinstance(eval_dataset, str | Layout):
+            if not (isinstance(eval_dataset, Mapping) and all(isinstance(x, Layout) for x in eval_dataset.values())):
+                eval_dataset = self._eval_layouts(self.preparation(_by_split(eval_dataset)))
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
+        started = time.time()
+        metrics = super()._evaluate_layout(layout, prefix)
+        for ours, theirs in TRL_NAMES.items():
+            if f"{prefix}_{ours}" in metrics:
+                metrics[f"{prefix}_{theirs}"] = metrics[f"{prefix}_{ours}"]
+        size = self.args.per_device_eval_batch_size * self.args.world_size
+        return metrics | speed_metrics(prefix, started, len(layout), math.ceil(len(layout) / size))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: evaluation does not build the logits that it would return."""
+        raise refusals.Refused(
+            "predict() returns the logits of every token, which this trainer does not build. Use evaluate() for the "
+            "loss, or trainer.model.generate() for answers."
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model or adapter and the tokenizer, from rank 0; the files appear when they are complete. Every rank
+        calls it."""
+        if _internal_call:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            with checkpoints.no_space(folder, "the model"), checkpoints.final_files(folder) as partial:
+                super().save_model(str(partial), _internal_call=True)
+        distributed.barrier()
+
+
+def _by_split(eval_dataset: Any) -> dict[str, Any]:
+    """The held-out data sets by the name of their split: "eval", or "eval_NAME" for each of a mapping."""
+    if eval_dataset is None:
+        return {}
+    if isinstance(eval_dataset, Mapping):
+        return {f"eval_{name}": one for name, one in eval_dataset.items()}
+    return {"eval": eval_dataset}
