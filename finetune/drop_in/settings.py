@@ -99,6 +99,7 @@ def for_training(args: Any, batch: Batch) -> Any:
     # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)
+    args.ddp_timeout = timeout(args)
     args._n_gpu = min(args.n_gpu, 1)  # one process, one GPU: never torch's DataParallel
     return args
 

@@ -8,8 +8,9 @@ import sys
 import traceback
 from types import TracebackType
 
+from finetune.config.schema import TrainingConfig
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, command
+from finetune.runtime import bootstrap, command, distributed
 from finetune.runtime.bootstrap import Stack
 
 VARIABLE = "FINETUNE_BACKEND"
@@ -17,7 +18,8 @@ _BACKENDS = ("auto", "unsloth", "transformers")
 
 
 def start() -> Stack:
-    """Select this rank's device and the backend that FINETUNE_BACKEND names: auto (the default), unsloth, transformers.
+    """Select this rank's device and the backend that FINETUNE_BACKEND names (auto, the default, unsloth or
+    transformers), and join the other ranks.
 
     Raises:
         UserError: the variable has another value, the backend cannot run here, or there are more ranks than GPUs.
@@ -39,6 +41,10 @@ def start() -> Stack:
         )
         backend = "transformers"
     stack = bootstrap.start(backend, log_level=None, setting=VARIABLE)
+    if distributed.ranks().world_size > 1 and stack.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # SFTConfig would choose a device again, and see no GPU to share
+    # Before SFTConfig does it. The timeout is that of the run from the time on when `train` is called.
+    distributed.connect(cpu=stack.device == "cpu", timeout_seconds=TrainingConfig().ddp_timeout)
     for verdict in stack.patches:
         if verdict.missed:
             _warn(
@@ -49,7 +55,7 @@ def start() -> Stack:
 
 
 def _warn(text: str) -> None:
-    if bootstrap.distributed.ranks().is_main:
+    if distributed.ranks().is_main:
         sys.stderr.write(f"warning: {text}\n")
 
 

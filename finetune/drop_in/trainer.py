@@ -97,7 +97,6 @@ class SFTTrainer(engine.SFTTrainer):
                 formatting_func=formatting_func,
             ),
         )
-        distributed.connect(cpu=STACK.device == "cpu", timeout_seconds=settings.timeout(given))
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
