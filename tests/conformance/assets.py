@@ -2,9 +2,9 @@
 
 python -m tests.conformance.assets FOLDER writes FOLDER/hub (HF_HUB_CACHE) and FOLDER/datasets (HF_DATASETS_CACHE).
 With HF_HUB_OFFLINE=1 `from_pretrained("trl-internal-testing/...")` and `load_dataset("trl-internal-testing/zen", ...)`
-then find them by their hub names; no library is patched. Sizes follow the originals where TRL's tests depend on them: 17
-rows to train on and 2 to evaluate, models of two layers and 8 dimensions in bfloat16. Texts, tokenizers and weights are
-made here; chat templates are those that the installed TRL knows, because it recognizes them by their text.
+then find them by their hub names; no library is patched. Sizes follow the originals when TRL's tests depend on them:
+17 rows to train on and 2 to evaluate, models of two layers and 8 dimensions in bfloat16. Texts, tokenizers and weights
+are made here; chat templates are those that the installed TRL knows, because it recognizes them by their text.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ DATASETS = ("zen", "toolcall", "harmony", "zen-image", "zen-multi-image")
 
 REMOTE_CODE = {
     "configuration_remote.py": (
-        "from transformers import Qwen2Config\n\n\n"
-        "class RemoteConfig(Qwen2Config):\n"
-        '    model_type = "remote"\n'
+        'from transformers import Qwen2Config\n\n\nclass RemoteConfig(Qwen2Config):\n    model_type = "remote"\n'
     ),
     "modeling_remote.py": (
         "from transformers import Qwen2ForCausalLM\n\n"
@@ -127,7 +125,6 @@ def write(folder: Path) -> None:
     """Make all stand-ins below `folder`, which appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-        # A name with "+" would be taken for a remote file system; the data sets' cache is written next to the hub's.
         root = Path(made, "root")
         sentences = zen()
         write_datasets(root / "datasets", sentences)

@@ -39,7 +39,19 @@ ONE_RANK = {
     "test_train_with_set_chat_template_from_path": "asks for checkpoint-9, the step count of one rank",
 }
 
-# Tests whose stand-in or machine cannot serve `trl.SFTTrainer` itself, so that they are asked of ours alone.
+# Tests that `trl.SFTTrainer` itself fails on several ranks.
+ONE_RANK_OF_TRL = {
+    "test_train_with_peft_config_and_gradient_checkpointing_reentrant[True]": (
+        "DDP refuses reentrant checkpointing while it looks for unused parameters, as Trainer asks of it with PEFT"
+    ),
+}
+
+# Tests that pass with `trl.SFTTrainer` on a GPU alone.
+NEEDS_GPU = {
+    "test_peft_with_quantization": "on a CPU bitsandbytes casts every bias to float16; the test allows for a few",
+}
+
+# Vision-language models: no stand-in has the weights and the processor that `trl.SFTTrainer` itself would need.
 NEEDS_WEIGHTS = "its stand-in is a configuration without weights: asked only of a trainer that refuses the model"
 
 

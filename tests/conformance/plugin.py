@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from finetune.errors import RunError, UserError
-from tests.conformance import assets, expectations
+from tests.conformance import assets, expectations, trl_on_cpu
 
-TRAINER = os.environ["CONFORMANCE_TRAINER"]  # "finetune" or "trl"
+TRAINER = os.environ["CONFORMANCE_TRAINER"]  # a module, or module:class
 REPORT = Path(os.environ["CONFORMANCE_REPORT"])  # JSON lines, one file per rank
 SHARED = Path(os.environ["CONFORMANCE_SHARED"])  # of all ranks
 LEFT = os.environ.get("CONFORMANCE_LEFT")  # a file with the names of the tests that are left to run; without it, all
@@ -37,9 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """The trainer comes first: it may have to import its backend before anything else does."""
     for mark in ("slow", "low_priority"):
         config.addinivalue_line("markers", f"{mark}: of TRL")
-    config.stash[_CLASS] = getattr(importlib.import_module(TRAINER), "SFTTrainer")  # noqa: B009
+    module, _, name = TRAINER.partition(":")
+    config.stash[_CLASS] = getattr(importlib.import_module(module), name or "SFTTrainer")
     if TRAINER == "trl":
-        _give_trl_a_kernel_for_the_cpu()
+        trl_on_cpu.give_kernel()
     for path in Path(config.invocation_params.dir).rglob("*.py"):
         _fill_in(path)
 
@@ -55,46 +56,6 @@ def _fill_in(path: Path) -> None:
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     setattr(module, alias.name, _absent(f"{node.module}.{alias.name}"))
-
-
-def _give_trl_a_kernel_for_the_cpu() -> None:
-    """The default loss of TRL >= 1.13 is a Triton kernel, which no CPU runs; ours gets no such help."""
-    import torch
-    from trl.trainer import utils
-
-    if hasattr(utils, "_ChunkedLogProbFunction") and not torch.cuda.is_available():
-        utils._ChunkedLogProbFunction = LogProbabilities
-
-
-class LogProbabilities:
-    """In place of TRL's `ChunkedLogProbFunction`: the same values per token, in plain PyTorch."""
-
-    @staticmethod
-    def apply(
-        hidden: Any,  # [tokens, dimensions]
-        weight: Any,  # [vocabulary, dimensions]
-        bias: Any,
-        targets: Any,  # [tokens]
-        temperature: float,
-        _chunk_size: int,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-    ) -> tuple[Any, ...]:
-        import torch
-
-        logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        logits = logits / temperature
-        logs = logits.log_softmax(-1)
-        further = {
-            "entropy": -(logs.exp() * logs).sum(-1),
-            "log_sum_sq_probs": (2 * logs).logsumexp(-1).detach(),
-            "mean_logits": logits.mean(-1).detach(),
-            "is_top1": logits.argmax(-1) == targets,
-        }
-        chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, *(value if name in outputs else None for name, value in further.items())
 
 
 def _absent(name: str) -> Any:
@@ -125,7 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _why_not(item: pytest.Function) -> str | None:
-    """Why this test cannot be asked here: an asset without a stand-in, or a number of ranks."""
+    """Why this test cannot be asked here: an asset without a stand-in, no GPU, or a number of ranks."""
+    import torch
+
     known = assets.known()
     source = "\n".join(line.partition("#")[0] for line in inspect.getsource(item.function).splitlines())
     body = source[source.index(f"def {item.originalname}") :]  # its decorators name the parameters of its siblings
@@ -137,7 +100,11 @@ def _why_not(item: pytest.Function) -> str | None:
             return f"no stand-in for {name}"
         if known.get(name) == "configuration" and TRAINER == "trl":
             return expectations.NEEDS_WEIGHTS
-    return expectations.ONE_RANK.get(item.originalname) if RANKS > 1 else None
+    if item.originalname in expectations.NEEDS_GPU and not torch.cuda.is_available():
+        return expectations.NEEDS_GPU[item.originalname]
+    if RANKS > 1 and item.originalname in expectations.ONE_RANK:
+        return expectations.ONE_RANK[item.originalname]
+    return expectations.ONE_RANK_OF_TRL.get(item.name) if RANKS > 1 and TRAINER == "trl" else None
 
 
 # --- what TRL's own conftest and its plugins provide ------------------------------------------------------------------

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "https://raw.githubusercontent.com/huggingface/trl/{tag}/tests/{name}"
 FETCHED = ("test_sft_trainer.py", "testing_utils.py", "data/template.jinja")
 OUTCOMES = ("failed", "refused", "skipped", "passed")  # worst first
+SHOWN = {"passed": "passed", "refused": "refused in words", "failed": "failed", "skipped": "skipped"}
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 30  # that other ranks have once one rank has ended a test without passing it
 DETAIL_LINES = 30  # of a failed test's traceback
@@ -73,8 +74,9 @@ def main(given: argparse.Namespace) -> int:
         attempt = 0
         while attempt == 0 or session.left():
             before = len(session.results)
-            if not run_ranks(session, attempt) or (attempt and len(session.results) == before):
-                return 2
+            follower = run_ranks(session, attempt)
+            if len(session.results) == before and (session.left() or not follower.collected):
+                return _give_up(f"the tests could not be run:\n{follower.log(0)}")
             attempt += 1
     return report(session, time.monotonic() - started)
 
@@ -146,7 +148,7 @@ def _environment(**extra: str) -> dict[str, str]:
     """No hub, no progress bars, one thread per rank."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    quiet = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in launcher} | own | quiet | extra
 
@@ -154,11 +156,8 @@ def _environment(**extra: str) -> dict[str, str]:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(session: Session, attempt: int) -> bool:
-    """Run the tests that are left on fresh ranks, until all are done or a test has left the ranks in different places.
-
-    Returns whether a further attempt makes sense.
-    """
+def run_ranks(session: Session, attempt: int) -> Follower:
+    """Run the tests that are left on fresh ranks, until all are done or a test leaves the ranks in different places."""
     folder = session.folder / f"attempt-{attempt}"
     folder.mkdir()
     ranks = [_start(session, folder, rank, port) for port in [_free_port()] for rank in range(session.given.ranks)]
@@ -170,10 +169,7 @@ def run_ranks(session: Session, attempt: int) -> bool:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a process group of its own
             process.wait()
-    if not session.order and not follower.collected:
-        sys.stderr.write(follower.log(0) + "\n")
-        return False
-    return True
+    return follower
 
 
 def _start(session: Session, folder: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
@@ -318,27 +314,27 @@ def report(session: Session, seconds: float) -> int:
     for result in results:
         if result.details:
             lines += ["", f"--- {result.test}", *result.details.splitlines()[-DETAIL_LINES:]]
-    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in reversed(OUTCOMES)}
-    lines += ["", ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())]
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in SHOWN}
+    lines += ["", ", ".join(f"{count} {SHOWN[outcome]}" for outcome, count in counts.items())]
     for name, count in session.others.items():
         lines.append(f"left out: {count} of {name} ({expectations.NOT_THE_TRAINER.get(name, 'not about the trainer')})")
     must = [result for result in results if expectations.required(result.test)]
     missed = [result.test for result in must if result.outcome in ("failed", "refused")]
     passed = sum(result.outcome == "passed" for result in must)
-    lines.append(f"{passed} of {len(must)} that must pass have passed" + (f"; not: {', '.join(missed)}" if missed else ""))
+    lines.append(
+        f"{passed} of {len(must)} that must pass have passed" + (f"; not: {', '.join(missed)}" if missed else "")
+    )
     sys.stdout.write("\n".join(lines) + "\n")
     if given.json:
         _write_json(session, counts, missed)
     return int(bool(counts["failed"] or missed or not results))
 
 
-_WORDS = {"passed": "passed", "refused": "refused in words", "skipped": "skipped", "failed": "failed"}
-
-
 def _heading(given: argparse.Namespace, seconds: float) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "transformers", "torch"))
     ranks = f"{given.ranks} rank{'s' * (given.ranks > 1)}"
-    return f"TRL's tests on {given.trainer}.SFTTrainer: {versions}, {ranks}, {seconds:.0f} s"
+    trainer = given.trainer if ":" in given.trainer else f"{given.trainer}.SFTTrainer"
+    return f"TRL's tests on {trainer}: {versions}, {ranks}, {seconds:.0f} s"
 
 
 def _write_json(session: Session, counts: dict[str, int], missed: list[str]) -> None:
