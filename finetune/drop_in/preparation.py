@@ -38,13 +38,16 @@ class Preparation:
             Refused: rows that this trainer cannot use.
             UserError: the ranks were given different rows, or no row has a supervised token.
         """
-        prepared = bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-        sources: dict[str, Source] = {}
-        for split, given in datasets.items():
-            name = refusals.argument(split)
-            refusals.dataset(given, name, skips_preparation=prepared, assistant_only=self.args.assistant_only_loss)
-            columns = rows.text_column(given, self.args.dataset_text_field)
-            sources[split] = rows.source(given, name, self.formatting_func, columns)
+        refusals.datasets(datasets, self.args)
+        sources = {
+            split: rows.source(
+                given,
+                refusals.argument(split),
+                self.formatting_func,
+                rows.text_column(given, self.args.dataset_text_field),
+            )
+            for split, given in datasets.items()
+        }
         rows.compare_ranks(sources)
         data = self._tokenized(sources)
         if self.collator is None:

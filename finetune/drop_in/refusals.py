@@ -120,6 +120,18 @@ def argument(split: str) -> str:
     return f"eval_dataset[{name!r}]" if name else "eval_dataset"
 
 
+def datasets(given: Mapping[str, Any], args: Any) -> None:
+    """Check the data sets of all splits, before anything is loaded.
+
+    Raises:
+        Refused: the first that cannot be used.
+        TypeError: it is not a data set.
+    """
+    prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+    for split, rows in given.items():
+        dataset(rows, argument(split), skips_preparation=prepared, assistant_only=args.assistant_only_loss)
+
+
 def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bool) -> None:
     """Check one data set.
 
@@ -151,7 +163,10 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
         )
     pictures = sorted({"image", "images"} & set(rows.column_names))
     if pictures:
-        raise Refused(f"`{name}` has the column {pictures[0]!r}: this trainer trains on text. Use trl.SFTTrainer.")
+        raise Refused(
+            f"`{name}` appears to be vision-related (it has the column {pictures[0]!r}), and this trainer trains on text. "
+            "Use trl.SFTTrainer with a vision-language model."
+        )
     masks = {"completion_mask", "assistant_masks"} & set(rows.column_names)
     if skips_preparation and masks and "labels" not in rows.column_names:
         raise Refused(

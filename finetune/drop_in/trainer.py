@@ -97,6 +97,8 @@ class SFTTrainer(engine.SFTTrainer):
                 formatting_func=formatting_func,
             ),
         )
+        splits = {"train": train_dataset, **_by_split(eval_dataset)}
+        refusals.datasets(splits, given)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
@@ -109,7 +111,7 @@ class SFTTrainer(engine.SFTTrainer):
             formatting_func=formatting_func,
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
-        data = self.preparation({"train": train_dataset, **_by_split(eval_dataset)})
+        data = self.preparation(splits)
         self.job = self._open_job(loaded, data, global_batch_size)
         self.job.eval_layout = self._eval_layouts(data)
         super().__init__(
@@ -296,9 +298,9 @@ class SFTTrainer(engine.SFTTrainer):
     @contextlib.contextmanager
     def _logged(self, logger: RunLogger, stop: StopOnRequest) -> Iterator[None]:
         """The callbacks of one call of `train`, and the logger's hold on this trainer's methods."""
-        own = [logger, stop, FirstGradients()]
-        for callback in own:
-            self.add_callback(callback)
+        own = [logger, TrlMetrics(logger), stop, FirstGradients()]
+        # Before the user's, which then see TRL's metrics too.
+        self.callback_handler.callbacks[:0] = own
         logger.attach(self)
         try:
             with logger:
@@ -364,6 +366,21 @@ class SFTTrainer(engine.SFTTrainer):
             with checkpoints.no_space(folder, "the model"), checkpoints.final_files(folder) as partial:
                 super().save_model(str(partial), _internal_call=True)
         distributed.barrier()
+
+
+class TrlMetrics(transformers.TrainerCallback):
+    """Adds the metrics of training that TRL logs: `num_tokens` and, if the loss yields them, `entropy` and
+    `mean_token_accuracy`, per supervised token of the global batch."""
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}
+        logs |= metrics
+        state.log_history[-1] |= metrics
 
 
 def _by_split(eval_dataset: Any) -> dict[str, Any]:

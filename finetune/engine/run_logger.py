@@ -108,6 +108,7 @@ class RunLogger(TrainerCallback):
         self.tokens_seen = 0
         self.first_step_at: float | None = None
         self.last: StepRecord | None = None
+        self.token_means: dict[str, float] = {}  # of the last record, by TRL's names, if its loss yields them
         self.diverged: str | None = None  # why the run was ended early, if it was
         self._start_step = start_step
         self._window, self._run = Totals(), Totals()
@@ -246,6 +247,13 @@ class RunLogger(TrainerCallback):
         clipped = self._count_clipped(record.gradient_norms, args)
         fullest = self._fullest_gpu(record)
         retries = sum(rank.allocator_retries for rank in record.ranks)
+        supervised = window.supervised or None
+        self.token_means = {}
+        if supervised and record.top1 is not None and record.entropy is not None:
+            self.token_means = {
+                "mean_token_accuracy": record.top1 / supervised,
+                "entropy": record.entropy / supervised,
+            }
         self._retries += retries
         first = state.global_step - len(record.losses) + 1
         if self.writer:
@@ -257,10 +265,9 @@ class RunLogger(TrainerCallback):
                 for step, value in enumerate(values, start=state.global_step - len(values) + 1):
                     self._scalar(name, value, step)
             apart = self.evaluation_seconds + self.saving_seconds - sum(self._apart)
-            supervised = window.supervised or None
             values = {
-                "token_accuracy": record.top1 / supervised if record.top1 is not None and supervised else None,
-                "entropy": record.entropy / supervised if record.entropy is not None and supervised else None,
+                "token_accuracy": self.token_means.get("mean_token_accuracy"),
+                "entropy": self.token_means.get("entropy"),
                 "clipped": clipped,
                 "supervised_tokens": supervised / window.steps if supervised else None,
                 "tokens_per_gpu": per_gpu,
