@@ -164,8 +164,8 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
     pictures = sorted({"image", "images"} & set(rows.column_names))
     if pictures:
         raise Refused(
-            f"`{name}` appears to be vision-related (it has the column {pictures[0]!r}), and this trainer trains on text. "
-            "Use trl.SFTTrainer with a vision-language model."
+            f"`{name}` appears to be vision-related (it has the column {pictures[0]!r}), and this trainer trains on "
+            "text. Use trl.SFTTrainer with a vision-language model."
         )
     masks = {"completion_mask", "assistant_masks"} & set(rows.column_names)
     if skips_preparation and masks and "labels" not in rows.column_names:

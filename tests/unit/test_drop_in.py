@@ -1,0 +1,357 @@
+"""`from finetune import SFTTrainer` in a process of its own rank: what it refuses, how it reads rows, what it leaves.
+
+What TRL's own tests ask is in test_drop_in_trainer.py, several ranks are in tests/distributed/test_drop_in.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.errors import UserError
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+]
+
+TEXTS = [{"text": f"row {number} " + "word " * (number % 7 + 1)} for number in range(24)]
+PAIRS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("model"), hidden=16, layers=1)
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A trainer: keywords that SFTConfig knows go there, the others to the trainer."""
+    monkeypatch.setenv("FINETUNE_BACKEND", "transformers")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    from finetune import SFTConfig, SFTTrainer
+
+    def make(rows: Any = TEXTS, trainer: type = SFTTrainer, **given: Any) -> Any:
+        settings: dict[str, Any] = dict(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            max_steps=4,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            learning_rate=1e-2,
+        )
+        settings |= {name: given.pop(name) for name in list(given) if name in SFTConfig.__dataclass_fields__}
+        return trainer(str(model), SFTConfig(**settings), train_dataset=dataset(rows), **given)
+
+    return make
+
+
+def dataset(rows: Any) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows) if isinstance(rows, list) else rows
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def refusal(make: Callable[..., Any], *arguments: Any, **given: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        make(*arguments, **given)
+    assert isinstance(caught.value, ValueError)  # what TRL raises
+    return str(caught.value)
+
+
+# --- the constructor --------------------------------------------------------------------------------------------------
+
+
+def test_the_constructor_is_that_of_the_installed_trl(make: Callable[..., Any]) -> None:
+    import trl
+
+    from finetune import SFTTrainer
+
+    original = next(one for one in trl.SFTTrainer.__mro__ if one.__module__ == "trl.trainer.sft_trainer")
+    theirs = inspect.signature(inspect.unwrap(original.__init__)).parameters
+    if "model" not in theirs:  # Unsloth's class for CPUs hides it
+        theirs = inspect.signature(original.__mro__[1].__init__).parameters
+    ours = dict(inspect.signature(SFTTrainer.__init__).parameters)
+    assert ours.pop("global_batch_size").kind is inspect.Parameter.KEYWORD_ONLY
+    assert ours.pop("former").kind is inspect.Parameter.VAR_KEYWORD
+    assert [(one.name, one.default, one.kind) for one in ours.values()] == [
+        (one.name, one.default, one.kind) for one in theirs.values()
+    ]
+
+
+def test_arguments_of_older_versions_and_unknown_ones(make: Callable[..., Any], model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [{"content": row["text"]} for row in TEXTS]
+    trainer = make(rows, tokenizer=tokenizer, dataset_text_field="content", max_seq_length=8)
+    assert max(map(len, trainer.train_dataset["input_ids"])) == 8
+    assert trainer.processing_class is tokenizer
+    with pytest.raises(TypeError, match="unexpected keyword argument 'datset'"):
+        make(datset=1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a loss of one's own": (dict(compute_loss_func=print), "`compute_loss_func`"),
+    "metrics on logits": (dict(compute_metrics=print), "does not build the logits"),
+    "logits in between": (dict(preprocess_logits_for_metrics=print), "`preprocess_logits_for_metrics`"),
+    "another loss": (dict(loss_type="dft"), "`loss_type='dft'`"),
+    "label smoothing": (dict(label_smoothing_factor=0.1), "`label_smoothing_factor=0.1`"),
+    "a rank's own mean": (dict(average_tokens_across_devices=False), "`average_tokens_across_devices=False`"),
+    "another order": (dict(data_seed=3), "Set `seed`"),
+    "groups by length": (dict(train_sampling_strategy="group_by_length"), "grouped anyway"),
+    "rows left out": (dict(dataloader_drop_last=True), "`dataloader_drop_last=True`"),
+    "documents cut anywhere": (dict(packing=True, packing_strategy="wrapped"), "Use bfd or bfd_split"),
+    "the batch that fits": (dict(auto_find_batch_size=True), "Set per_device_train_batch_size"),
+    "pushes while training": (dict(push_to_hub=True), "trainer.push_to_hub()"),
+    "packs without length": (dict(packing=True, max_length=None), "needs `max_length`"),
+    "no turns": (dict(assistant_only_loss=True), "not conversational"),
+    "an end that is no token": (dict(eos_token="<nothing>"), "not found in the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_exactly_is_refused_with_the_remedy(make: Callable[..., Any], name: str) -> None:
+    given, words = REFUSED[name]
+    assert words in refusal(make, **given)
+
+
+def test_everything_is_refused_at_once(make: Callable[..., Any]) -> None:
+    said = refusal(make, compute_metrics=print, data_seed=3)
+    assert said.count("\n  - ") == 2 and "compute_metrics" in said and "data_seed" in said
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "_get_train_sampler", "get_train_dataloader"])
+def test_a_subclass_with_its_own_loss_or_order_is_refused(make: Callable[..., Any], method: str) -> None:
+    from finetune import SFTTrainer
+
+    own = type("Mine", (SFTTrainer,), {method: lambda self, *given, **named: None})
+    assert f"Mine overrides `{method}`" in refusal(make, trainer=own)
+
+
+def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]) -> None:
+    assert "IterableDataset" in refusal(make, dataset(TEXTS).to_iterable_dataset())
+    assert "vision" in refusal(make, [{"text": "a", "image": 1}])
+    assert "`eval_dataset['a']` is empty" in refusal(make, eval_dataset={"a": dataset(TEXTS).select([])})
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from finetune.drop_in import refusals
+
+    with pytest.raises(refusals.Refused, match="spread over 0, 1"):
+        refusals.model(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), None)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_means_what_it_means_to_trl_unless_it_is_fixed(make: Callable[..., Any]) -> None:
+    trainer = make(gradient_accumulation_steps=3)
+    assert trainer.plan.global_batch_size == 12
+    fixed = make(global_batch_size=8, per_device_train_batch_size=2)
+    assert fixed.plan.global_batch_size == 8 and fixed.args.gradient_accumulation_steps == 4
+    assert "global_batch_size 6" in str(pytest.raises(UserError, make, global_batch_size=6).value)
+
+
+def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any]) -> None:
+    trainer = make(PAIRS_AS_COLUMNS, formatting_func=lambda row: f"{row['question']} {row['answer']}")
+    plain = make([{"text": f"{row['question']} {row['answer']}"} for row in PAIRS_AS_COLUMNS])
+    assert trainer.train_dataset["input_ids"] == plain.train_dataset["input_ids"]
+    assert "returned a list" in refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda row: ["one", "two"])
+    assert "failed on train_dataset:row 1: KeyError" in refusal(make, formatting_func=lambda row: row["no"])
+
+
+PAIRS_AS_COLUMNS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(12)]
+
+
+def test_rows_that_are_set_later_replace_those_of_the_plan(make: Callable[..., Any]) -> None:
+    """As Unsloth's `train_on_responses_only(trainer)` does: other labels on the same tokens."""
+    trainer = make()
+    before, plan = trainer.layout.label_tokens.sum(), trainer.plan.digest()
+
+    def last_only(row: dict[str, Any]) -> dict[str, Any]:
+        return {"labels": [-100] * (len(row["input_ids"]) - 1) + row["input_ids"][-1:]}
+
+    trainer.train_dataset = trainer.train_dataset.map(last_only)
+    assert trainer.layout.label_tokens.sum() == len(TEXTS) < before
+    assert trainer.plan.digest() != plan
+    trainer.train()
+    end = trainer.processing_class.eos_token_id
+    model = trainer.model.eval()
+    assert len(losses(trainer)) == 4
+    row = torch.tensor([trainer.train_dataset[0]["input_ids"]])
+    assert row[0, -1] == end and losses(trainer)[-1] < losses(trainer)[0]
+    assert torch.isfinite(model(row).logits).all()
+
+
+def test_packs_are_shown_as_trl_shows_them(make: Callable[..., Any]) -> None:
+    trainer = make(packing=True, max_length=64, eval_dataset=dataset(TEXTS[:5]), eval_packing=False)
+    packs = trainer.train_dataset
+    assert sum(map(len, packs["seq_lengths"])) == len(TEXTS) and len(packs) < len(TEXTS)
+    assert packs.column_names == ("input_ids", "labels", "seq_lengths") and len(packs[1:3]["input_ids"]) == 2
+    assert all(len(row["input_ids"]) == sum(row["seq_lengths"]) <= 64 for row in packs)
+    assert packs.map(lambda row: row).num_rows == len(packs)  # whatever else a Dataset can do
+    assert len(trainer.eval_dataset) == 5 and "seq_lengths" not in trainer.eval_dataset.column_names
+
+
+def test_a_digest_follows_the_content_and_not_the_storage() -> None:
+    from datasets import concatenate_datasets
+
+    from finetune.drop_in.rows import content_digest
+
+    rows = dataset([{"a": f"row {number}", "b": [number, None]} for number in range(3000)])
+    part = rows.select(range(500, 2500))
+    assert content_digest(part) == content_digest(dataset(part.to_list()))
+    assert content_digest(part) == content_digest(
+        concatenate_datasets([rows.select(range(500, 900)), rows.select(range(900, 2500))])
+    )
+    others = [part.shuffle(seed=1), part.select(range(1999)), part.rename_column("a", "c"), rows]
+    assert len({content_digest(one) for one in [part, *others]}) == 5
+
+
+# --- a data collator of one's own -------------------------------------------------------------------------------------
+
+
+def test_a_collator_that_makes_labels_is_followed(make: Callable[..., Any]) -> None:
+    """transformers' collator for language modeling masks every padding token, the end of the text among them."""
+    from transformers import DataCollatorForLanguageModeling
+
+    plain = make(PAIRS)
+    collator = DataCollatorForLanguageModeling(plain.processing_class, mlm=False)
+    trainer = make(PAIRS, data_collator=collator)
+    padding = plain.processing_class.pad_token_id
+    for row, before in zip(trainer.train_dataset, plain.train_dataset, strict=True):
+        assert row["input_ids"] == before["input_ids"]
+        assert row["labels"] == [-100 if token == padding else token for token in row["input_ids"]]
+
+
+def test_collators_of_chance_or_of_several_rows_are_refused(make: Callable[..., Any]) -> None:
+    import random
+
+    def padded(rows: list[Any], change: Callable[[list[int], int], list[int]]) -> dict[str, Any]:
+        width = max(len(row["input_ids"]) for row in rows)
+        filled = [row["input_ids"] + [2] * (width - len(row["input_ids"])) for row in rows]
+        labels = [change(row["labels"], len(rows)) + [-100] * (width - len(row["input_ids"])) for row in rows]
+        return {"input_ids": torch.tensor(filled), "labels": torch.tensor(labels)}
+
+    def chance(rows: list[Any]) -> Any:
+        return padded(rows, lambda labels, _: [one if random.random() < 0.5 else -100 for one in labels])
+
+    def neighbors(rows: list[Any]) -> Any:
+        return padded(rows, lambda labels, count: labels if count == 1 else [-100] * len(labels))
+
+    def further(rows: list[Any]) -> Any:
+        return padded(rows, lambda labels, _: labels) | {"weights": torch.ones(len(rows))}
+
+    def joined(rows: list[Any]) -> Any:
+        whole = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+        return {"input_ids": whole, "labels": whole}
+
+    def fine(rows: list[Any]) -> Any:
+        return padded(rows, lambda labels, _: labels)
+
+    assert "other labels each time" in refusal(make, data_collator=chance)
+    assert "beside another row" in refusal(make, data_collator=neighbors)
+    assert "also returns weights" in refusal(make, data_collator=further)
+    assert "joins them" in refusal(make, data_collator=joined)
+    assert make(data_collator=fine).train_dataset["labels"] == make().train_dataset["labels"]
+
+
+# --- training, evaluation, files --------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_the_mean_over_the_tokens_of_each_set(make: Callable[..., Any]) -> None:
+    held_out = {"short": dataset(TEXTS[:3]), "long": dataset(TEXTS[3:10])}
+    trainer = make(eval_dataset=held_out, per_device_eval_batch_size=2)
+    metrics = trainer.evaluate()
+    for name in held_out:
+        total = count = 0.0
+        for row in trainer.eval_dataset[name]:
+            ids = torch.tensor(row["input_ids"])
+            with torch.no_grad():
+                logits = trainer.model(ids[None]).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+            count += len(ids) - 1
+        assert metrics[f"eval_{name}_loss"] == pytest.approx(total / count, rel=1e-5)
+        assert 0 <= metrics[f"eval_{name}_mean_token_accuracy"] <= 1
+    other = trainer.evaluate(dataset(TEXTS[:3]), metric_key_prefix="test")
+    assert other["test_loss"] == pytest.approx(metrics["eval_short_loss"], rel=1e-6)
+    with pytest.raises(UserError, match="predict"):
+        trainer.predict(dataset(TEXTS))
+
+
+def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:
+    whole = make(save_strategy="steps", save_steps=2)
+    whole.train()
+    out = tmp_path / "out"
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+
+    resumed = make(save_strategy="steps", save_steps=2)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert losses(resumed)[-2:] == losses(whole)[-2:]
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+
+    with pytest.raises(UserError, match="learning_rate"):
+        make(learning_rate=1e-3).train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    make(learning_rate=1e-3).train(resume_from_checkpoint=str(out / "checkpoint-2"), resume_with_changes=True)
+
+    assert not list(out.glob("earlier-run-*"))
+    again = make()
+    again.train()
+    assert (out / "earlier-run-1" / "checkpoint-4").is_dir() and not list(out.glob("checkpoint-*"))
+    assert losses(again) == losses(whole)
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "done" and record["losses"] == pytest.approx(losses(whole), rel=1e-6)
+    assert record["config"]["training"]["global_batch_size"] == 4 and record["backend"] == "transformers"
+
+
+def test_what_is_saved_loads_without_running_code(make: Callable[..., Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make()
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    files = {path.suffix for path in (tmp_path / "final").iterdir()}
+    assert files <= {".json", ".safetensors", ".jinja"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+def test_callbacks_see_every_step_and_what_trl_logs(make: Callable[..., Any]) -> None:
+    from transformers import TrainerCallback
+
+    class Seen(TrainerCallback):
+        steps = 0
+        logs: list[dict[str, Any]] = []
+
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            self.steps += 1
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+            self.logs.append(logs)
+
+    seen = Seen()
+    trainer = make(callbacks=[seen])
+    trainer.train()
+    counted = sum(len(trainer.train_dataset[int(row)]["input_ids"]) for row in trainer.plan.step_rows(0, 0))
+    assert seen.steps == 4
+    assert seen.logs[0]["num_tokens"] == counted
+    assert {"loss", "grad_norm", "learning_rate"} <= set(trainer.state.log_history[0])
