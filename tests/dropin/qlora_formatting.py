@@ -1,5 +1,6 @@
 """QLoRA: a model in 4 bits by bitsandbytes, an adapter by PEFT, and a function that writes the text of each row."""
 
+# ruff: noqa: I001
 import argparse
 
 import torch
@@ -7,7 +8,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig
-from trl import SFTTrainer  # isort: skip
+from trl import SFTTrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)

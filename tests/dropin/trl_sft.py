@@ -1,8 +1,9 @@
 """Fine-tune with the command-line arguments of TRL: --model_name_or_path, --dataset_name, --use_peft and the rest."""
 
+# ruff: noqa: I001
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser, get_peft_config
-from trl import SFTTrainer  # isort: skip
+from trl import SFTTrainer
 
 
 def main(script_args, training_args, model_args):

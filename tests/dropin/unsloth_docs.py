@@ -1,15 +1,14 @@
 """Fine-tune a LoRA adapter with Unsloth on one GPU, learning only the answers of conversations."""
 
+# ruff: noqa: I001
 import argparse
 
-# isort: off
 from unsloth import FastLanguageModel
 from unsloth.chat_templates import train_on_responses_only
 import torch
 from datasets import load_dataset
 from trl import SFTConfig
 from trl import SFTTrainer
-# isort: on
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
