@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config import Config
 from finetune.config.schema import DataConfig, TrainingConfig
 from finetune.data.prepare import Data, Source, prepare_splits
-from finetune.drop_in import refusals, rows, settings
+from finetune.drop_in import rows, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +38,19 @@ class Preparation:
             Refused: rows that this trainer cannot use.
             UserError: the ranks were given different rows, or no row has a supervised token.
         """
-        refusals.datasets(datasets, self.args)
-        sources = {
-            split: rows.source(
-                given,
-                refusals.argument(split),
-                self.formatting_func,
-                rows.text_column(given, self.args.dataset_text_field),
-            )
-            for split, given in datasets.items()
-        }
-        rows.compare_ranks(sources)
-        data = self._tokenized(sources)
+        return self.tokenized(rows.sources(datasets, self.args, self.formatting_func))
+
+    def tokenized(self, sources: Mapping[str, Source]) -> Data:
+        """The documents of each split's source, with the labels of the user's collator if there is one."""
+        data = self._prepared(sources)
         if self.collator is None:
             return data
         labeled = {
-            split: rows.labeled(found.dataset, self.collator, refusals.argument(split), [data.fingerprint, split])
+            split: rows.labeled(found.dataset, self.collator, sources[split].name, [data.fingerprint, split])
             for split, found in data.splits.items()
         }
-        return self._tokenized(labeled)
+        return self._prepared(labeled)
 
-    def _tokenized(self, sources: Mapping[str, Source]) -> Data:
+    def _prepared(self, sources: Mapping[str, Source]) -> Data:
         config = Config(data=self.settings, training=TrainingConfig(seed=self.args.seed))
         return prepare_splits(config, self.tokenizer, {split: [one] for split, one in sources.items()})

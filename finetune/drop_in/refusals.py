@@ -153,7 +153,7 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
             "permanent with `Dataset.map()`, or pass `dataset_kwargs={'skip_prepare_dataset': True}` with a transform "
             "that returns trainer-ready rows (input_ids and labels)."
         )
-    first = next(iter(rows), None)
+    first: Any = next(iter(rows), None)
     if first is None:
         raise Refused(f"`{name}` is empty. Give a data set with rows.")
     if assistant_only and not skips_preparation and "input_ids" not in first and not _has_turns(first):

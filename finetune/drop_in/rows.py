@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from finetune.data.layout import Layout
 from finetune.data.prepare import Item, Source
+from finetune.drop_in import refusals
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
 from finetune.runtime import distributed
@@ -18,6 +19,34 @@ from finetune.runtime import distributed
 Labels = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
 _DIGEST_ROWS = 1000
 _PROBED_ROWS = 16
+
+
+def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[Any], str] | None) -> dict[str, Source]:
+    """The rows of every split, before anything is loaded. Every rank calls it.
+
+    Args:
+        datasets: by split: "train", "eval" or "eval_NAME".
+        args: the user's SFTConfig.
+
+    Raises:
+        Refused: rows that this trainer cannot use.
+        UserError: on every rank: the ranks were given different rows.
+    """
+    refusals.datasets(datasets, args)
+    found = {
+        split: source(given, refusals.argument(split), formatting_func, text_column(given, args.dataset_text_field))
+        for split, given in datasets.items()
+    }
+    own = {one.name: one.identity for one in found.values()}
+    for rank, theirs in enumerate(everyone := distributed.gather_objects(own)):
+        for name in own:
+            if theirs.get(name) != everyone[0].get(name):
+                raise UserError(
+                    f"rank {rank} brings other rows than rank 0: `{name}` differs. Each process runs the whole script, "
+                    "so a split, shuffle or sample without a seed differs between them. Give it one, such as "
+                    "train_test_split(seed=42), or prepare the data in a file first."
+                )
+    return found
 
 
 def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, columns: dict[str, str]) -> Source:
@@ -232,21 +261,3 @@ class PackedRows:
 def as_dataset(layout: Layout) -> Any:
     """The rows of a layout as TRL would hold them: a `datasets.Dataset`, or PackedRows."""
     return layout.rows.dataset if layout.packs.pack_length is None else PackedRows(layout)
-
-
-def compare_ranks(named: Mapping[str, Source]) -> None:
-    """Check that every rank was given the same rows.
-
-    Raises:
-        UserError: on every rank, naming the first data set and rank that differ.
-    """
-    own = {name: [one.identity, one.name] for name, one in named.items()}
-    everyone = distributed.gather_objects(own)
-    for rank, theirs in enumerate(everyone):
-        for name in {**own, **theirs}:
-            if theirs.get(name) != everyone[0].get(name):
-                raise UserError(
-                    f"rank {rank} brings other rows than rank 0: `{name}` differs. Each process runs the whole script, "
-                    "so a split, shuffle or sample without a seed differs between them. Give it one, such as "
-                    "train_test_split(seed=42), or prepare the data in a file first."
-                )

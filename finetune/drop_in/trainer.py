@@ -98,7 +98,7 @@ class SFTTrainer(engine.SFTTrainer):
             ),
         )
         splits = {"train": train_dataset, **_by_split(eval_dataset)}
-        refusals.datasets(splits, given)
+        sources = rows.sources(splits, given, formatting_func)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
@@ -111,7 +111,7 @@ class SFTTrainer(engine.SFTTrainer):
             formatting_func=formatting_func,
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
-        data = self.preparation(splits)
+        data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, global_batch_size)
         self.job.eval_layout = self._eval_layouts(data)
         super().__init__(

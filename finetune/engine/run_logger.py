@@ -103,7 +103,7 @@ class RunLogger(TrainerCallback):
         self.dashboard = dashboard or Dashboard()
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
-        self.evaluations: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.evaluation_seconds = self.saving_seconds = self.training_seconds = 0.0
         self.tokens_seen = 0
         self.first_step_at: float | None = None

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import finetune
 from tests import launch, tiny, warm
 
 STOCK = "from trl import SFTTrainer"
@@ -31,12 +30,7 @@ SCRIPTS = {
         "--model {model} --data {data}/instructions.jsonl --max_steps 3 --use_cpu --batch_size {batch}"
     ),
 }
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(
-        WHOSE == "finetune" and not hasattr(finetune, "SFTTrainer"), reason="finetune.SFTTrainer does not exist yet"
-    ),
-]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

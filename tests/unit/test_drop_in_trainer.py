@@ -17,10 +17,6 @@ from tests import tiny
 
 WHOSE = os.environ.get("FINETUNE_TESTS_TRAINER", "finetune")
 pytestmark = [
-    pytest.mark.skipif(
-        not hasattr(importlib.import_module("finetune"), "SFTTrainer") and WHOSE == "finetune",
-        reason="finetune.SFTTrainer does not exist yet",
-    ),
     # TRL names what it will change; none of it is asked here.
     pytest.mark.filterwarnings("default::FutureWarning:trl"),
     pytest.mark.filterwarnings("ignore:You are using packing, but the attention implementation is not:UserWarning"),

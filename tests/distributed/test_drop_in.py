@@ -1,0 +1,60 @@
+"""`from finetune import SFTTrainer` in a script on one rank and on two: resuming, signals, ranks that disagree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch, warm
+
+pytestmark = pytest.mark.process
+SCRIPT = launch.ROOT / "tests" / "dropin" / "own.py"
+
+
+def run(ranks: int, model: Path, data: Path, out: Path, *extra: str) -> subprocess.CompletedProcess[str]:
+    argv = [str(SCRIPT), "--model", str(model), "--data", str(data / "train.jsonl"), "--out", str(out), *extra]
+    env = launch.environment(out.parent, FINETUNE_BACKEND="transformers")
+    server = warm.server("transformers")
+    return server.run(argv, ranks=ranks, env=env, cwd=out.parent, timeout=launch.TIMEOUT, merged=True)
+
+
+def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stdout[-4000:]
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    whole = result(run(1, tiny_model, tiny_data, tmp_path / "whole"))
+
+    stopped = run(2, tiny_model, tiny_data, tmp_path / "out", "--stop_at", "3")
+    assert stopped.returncode == 130, stopped.stdout[-4000:]
+    assert "Stopped by SIGTERM" in stopped.stdout and "Traceback" not in stopped.stdout
+    found = {int(path.name.removeprefix("checkpoint-")) for path in (tmp_path / "out").glob("checkpoint-*")}
+    assert found - {2, 4} <= {3, 5} and max(found) in (3, 4, 5)  # the ranks agree a step or two later
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "interrupted"
+
+    resumed = result(run(1, tiny_model, tiny_data, tmp_path / "out", "--resume"))
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_ranks_with_other_rows_are_refused(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    done = run(2, tiny_model, tiny_data, tmp_path / "out", "--split_without_seed")
+    assert done.returncode != 0
+    assert "rank 1 brings other rows than rank 0: `train_dataset` differs" in done.stdout
+    assert "train_test_split(seed=42)" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_is_a_sentence_and_the_line_of_the_script(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = ["--model", str(tiny_model), "--data", str(tiny_data / "train.jsonl"), "--out", str(tmp_path / "out")]
+    done = launch.run("torchrun", [*argv, "--metrics"], cache=tmp_path, script=SCRIPT, FINETUNE_BACKEND="transformers")
+    assert done.returncode == 1
+    assert done.stdout.count("`compute_metrics`: evaluation does not build the logits") == 1  # of two ranks
+    assert "own.py:" in done.stdout and "trainer = SFTTrainer(" in done.stdout
+    assert "Traceback (most recent call last):\n  File" not in done.stdout.split("elastic")[0]
