@@ -40,9 +40,9 @@ class Ledger:
     leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
-    def drop(self, reason: str, where: str, detail: str) -> None:
+    def drop(self, reason: str, where: str, detail: str, count: int = 1) -> None:
         """Count a dropped row; the first row of each reason is kept as an example."""
-        self.dropped[reason] += 1
+        self.dropped[reason] += count
         self.examples.setdefault(reason, f"{where}: {detail}")
 
     def keep(self, length: int, label_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Files -> messages -> token ids and labels -> the cache, once per machine for the same data and settings."""
+"""Rows -> messages -> token ids and labels -> the cache, once per machine for the same data and settings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from finetune.config import Config
-from finetune.data import formats, sources, store
+from finetune.data import formats, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
+from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
@@ -32,26 +34,31 @@ SAMPLE_ROWS = 100  # rows used to detect the format
 # The first chunks are encoded in this process: starting workers takes seconds, because they import transformers.
 POOL_FROM_CHUNK = 20
 
-Item = tuple[dict[str, Any], str]  # a row and its position in the source
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The tokenized training and evaluation rows of a configuration."""
+    """The tokenized rows of every split."""
 
-    train: Rows
-    eval: Rows | None
-    ledgers: dict[str, dict[str, Any]]  # of "train" and, if there are evaluation rows, "eval"
+    splits: dict[str, Rows]
+    ledgers: dict[str, dict[str, Any]]  # by split
     format: str  # the row format and its evidence; also the turn markers, if they were derived from the template
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     folder: Path  # of the cache entry
     cached: bool  # the entry existed already
 
+    @property
+    def train(self) -> Rows:
+        """The rows of the split "train". Raises KeyError if there is none."""
+        return self.splits["train"]
+
+    @property
+    def eval(self) -> Rows | None:
+        """The rows of the split "eval", if there is one."""
+        return self.splits.get("eval")
+
 
 def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
     """Tokenize and mask the data of `config`, or map what an earlier run or another rank prepared.
-
-    Uses no process group: the ranks of a machine synchronize through a file lock.
 
     Args:
         hooks: `hooks.dataset` returns the rows if `config` names no data.
@@ -60,41 +67,56 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         UserError: files, format, template or cache are unusable, or no row has a supervised token.
         RunError: the script's function failed.
     """
-    data = config.data
-    template = load_template(tokenizer, config.model.chat_template)
-    instruction, response, derived = data.instruction_part, data.response_part, ""
-    if response == "auto":
-        instruction, response = derive_markers(tokenizer, template)
-        derived = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
-    markers = None
-    if response is not None:
-        markers = Markers(tokenizer, response, instruction, last_only=data.last_turn_only)
-    encoder = Encoder(
-        tokenizer,
-        # Text is not rendered, so a template that cannot be masked exactly does not matter.
-        None if data.format == "text" or markers else template,
-        max_length=data.max_length,
-        over_length=data.over_length,
-        assistant_only_loss=data.assistant_only_loss,
-        last_turn_only=data.last_turn_only,
-        markers=markers,
-    )
-    eval_files = _files(data.eval_file)
+    splits = configured(config, tokenizer, hooks)
+    found = prepare_splits(config, tokenizer, splits, inputs=hooks.inputs if config.rows_from_script else None)
+    if config.rows_from_script and config.training.eval_steps and found.eval is None:
+        raise UserError(
+            f"training.eval_steps is {config.training.eval_steps}, but {config.script} returns no evaluation rows. "
+            "Return a pair (training rows, evaluation rows), or set data.eval_file or data.eval_fraction."
+        )
+    return found
+
+
+def prepare_splits(
+    config: Config,
+    tokenizer: Any,
+    splits: Mapping[str, Sequence[Source]],
+    *,
+    inputs: Callable[[], str] | None = None,
+) -> Data:
+    """Tokenize and mask the rows of several splits, or map what an earlier run or another rank prepared.
+
+    Uses no process group: the ranks of a machine synchronize through a file lock.
+
+    Args:
+        splits: the sources of each split, in order. `data.eval_fraction` moves rows from "train" to "eval".
+        inputs: for rows that may differ although their identity is the same, such as those of a user's function: the
+            digest of the files that it may read. The cache entry is used only if it was built from the same inputs, and
+            the fingerprint is of the tokens and labels themselves.
+
+    Raises:
+        UserError: files, format, template or cache are unusable, or no row of a split has a supervised token.
+    """
+    data, seed = config.data, config.training.seed
+    every = [source for sources in splits.values() for source in sources]
+    readers = _Readers(config, tokenizer, every)
+    draws = data.eval_fraction or any(source.weight % 1 for source in every)
     key = store.fingerprint(
         {
-            "train": _identity(config, hooks),
-            "eval": sources.content_digest(eval_files) if eval_files else None,
+            "splits": {
+                name: [
+                    [source.identity, source.format, source.columns, source.weight, readers.identity(source)]
+                    for source in split
+                ]
+                for name, split in splits.items()
+            },
             "tokenizer": _tokenizer_digest(tokenizer),
-            "template": template,
-            "held out": [data.eval_fraction, config.training.seed] if data.eval_fraction else None,
-            "weights": [data.weights, config.training.seed] if data.weights else None,
+            "seed": seed if draws else None,
             **{
                 name: getattr(data, name)
-                for name in ("format", "columns", "system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "split")
+                for name in ("system_prompt", "max_length", "over_length")
+                + ("assistant_only_loss", "last_turn_only", "eval_fraction")
             },
-            "instruction_part": instruction,
-            "response_part": response,
         }
     )
     cache = Path(data.cache_dir) if data.cache_dir else bootstrap.cache_folder() / "data"
@@ -103,129 +125,160 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
 
     def build(folder: Path) -> dict[str, Any]:
         built.append(folder)
-        before = hooks.inputs() if config.rows_from_script else None
-        rows, held_out = _rows(config, tokenizer, hooks)
-        about = _build(folder, config, encoder, template is not None, rows, held_out)
-        return about | ({"inputs": [before, hooks.inputs()]} if config.rows_from_script else {})
+        before = inputs() if inputs else None
+        about = _build(folder, config, readers, splits)
+        return about | ({"inputs": [before, inputs()]} if inputs else {})
 
     def is_current(about: dict[str, Any]) -> bool:
         # The files as they were before the function ran, or as it left them: it may write files and then read them.
-        return not config.rows_from_script or hooks.inputs() in about["inputs"]
+        return inputs is None or inputs() in about["inputs"]
 
     # One rank per machine verifies the checksums; the others check only file sizes.
     folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
-    if config.rows_from_script and config.training.eval_steps and "eval" not in about["ledgers"]:
-        raise UserError(
-            f"training.eval_steps is {config.training.eval_steps}, but {config.script} returns no evaluation rows. "
-            "Return a pair (training rows, evaluation rows), or set data.eval_file or data.eval_fraction."
-        )
     return Data(
-        train=store.load_rows(folder, "train"),
-        eval=store.load_rows(folder, "eval") if "eval" in about["ledgers"] else None,
+        splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
-        format=about["format"] + derived,
+        format=about["format"] + readers.derived_markers,
         # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-        fingerprint=store.fingerprint({"rows": store.content(folder)}) if config.rows_from_script else key,
+        fingerprint=store.fingerprint({"rows": store.content(folder)}) if inputs else key,
         folder=folder,
         cached=not built,
     )
 
 
-def _identity(config: Config, hooks: Hooks) -> Any:
-    """Identity of the training rows, for the cache key."""
-    if config.rows_from_script:
-        return ["script", hooks.identity()]
-    files = _files(config.data.train_file)
-    return sources.content_digest(files) if files else [config.data.dataset_name, config.data.dataset_config]
+class _Readers:
+    """The chat template, turn markers and encoder of each source; sources with the same settings share them."""
 
+    def __init__(self, config: Config, tokenizer: Any, sources: Iterable[Source]) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._templates: dict[str | None, str | None] = {}
+        self._markers: dict[str | None, tuple[str | None, str | None]] = {}
+        self._encoders: dict[tuple[str | None, bool], Encoder] = {}
+        self.derived_markers = ""
+        for source in sources:
+            self._add(source)
 
-def _rows(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
-    """The training rows, and the evaluation rows if they have their own source."""
-    data = config.data
-    eval_files, train_files = _files(data.eval_file), _files(data.train_file)
-    held_out = sources.iter_rows(eval_files) if eval_files else None
-    if config.rows_from_script:
-        rows, returned_held_out = _returned(tokenizer, hooks)
-        if returned_held_out is not None and data.eval_fraction:
-            raise UserError(
-                f"{config.script} returns evaluation rows and data.eval_fraction is {data.eval_fraction}: only one may "
-                "choose them. Set data.eval_fraction to 0, or return only the training rows."
-            )
-        return rows, held_out or returned_held_out
-    if train_files:
-        return _mixture(train_files, data.weights, config.training.seed), held_out
-    return sources.iter_hub(str(data.dataset_name), data.dataset_config, data.split), held_out
+    def identity(self, source: Source) -> Any:
+        """The template and the markers of a source, JSON-safe."""
+        name = self._name(source)
+        return [self._templates[name], *self._markers[name]]
 
+    def encoder(self, source: Source) -> Encoder:
+        """The encoder of a source."""
+        return self._encoders[self._name(source), source.format == "text"]
 
-def _returned(tokenizer: Any, hooks: Hooks) -> tuple[Iterator[Item], Iterator[Item] | None]:
-    """The training and evaluation rows that the script's function returns, possibly as generators."""
-    returned = hooks.call("dataset", tokenizer)
-    name = getattr(hooks.dataset, "__name__", "dataset")
+    def has_template(self, source: Source) -> bool:
+        """Whether the conversations of a source can be rendered."""
+        return self._templates[self._name(source)] is not None
 
-    def read(rows: Any) -> Iterator[Item]:
-        with hooks.user_errors("dataset"):
-            yield from sources.iter_returned(rows, name)
+    def _name(self, source: Source) -> str | None:
+        return source.template or self._config.model.chat_template
 
-    if not isinstance(returned, tuple):
-        return read(returned), None
-    if len(returned) != 2:
-        raise UserError(
-            f"{name}() returned {len(returned)} values. Return the rows, or a pair (training rows, evaluation rows)."
+    def _add(self, source: Source) -> None:
+        data, name, is_text = self._config.data, self._name(source), source.format == "text"
+        if name not in self._templates:
+            self._templates[name] = load_template(self._tokenizer, name)
+            self._markers[name] = self._markers_of(self._templates[name])
+        if (name, is_text) in self._encoders:
+            return
+        instruction, response = self._markers[name]
+        markers = None
+        if response is not None:
+            markers = Markers(self._tokenizer, response, instruction, last_only=data.last_turn_only)
+        self._encoders[name, is_text] = Encoder(
+            self._tokenizer,
+            # Text is not rendered, so a template that cannot be masked exactly does not matter.
+            None if is_text or markers else self._templates[name],
+            max_length=data.max_length,
+            over_length=data.over_length,
+            assistant_only_loss=data.assistant_only_loss,
+            last_turn_only=data.last_turn_only,
+            markers=markers,
         )
-    return read(returned[0]), None if returned[1] is None else read(returned[1])
+
+    def _markers_of(self, template: str | None) -> tuple[str | None, str | None]:
+        """(instruction, response) markers, from the configuration or derived from the template."""
+        data = self._config.data
+        if data.response_part != "auto":
+            return data.instruction_part, data.response_part
+        instruction, response = derive_markers(self._tokenizer, template)
+        found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
+        self.derived_markers += "" if found in self.derived_markers else found
+        return instruction, response
 
 
-def _build(
-    folder: Path,
-    config: Config,
-    encoder: Encoder,
-    has_template: bool,
-    rows: Iterator[Item],
-    held_out: Iterator[Item] | None,
-) -> dict[str, Any]:
-    names = ["train"] + (["eval"] if held_out is not None or config.data.eval_fraction else [])
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Rows of one source that are encoded together."""
+
+    rows: list[dict[str, Any]]
+    placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
+    work: tuple  # how to encode the rows, see `_encode`
+
+
+def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
+    opened = {name: [(source, rows) for source in split if (rows := source.open())] for name, split in splits.items()}
+    names = [name for name in opened if opened[name]]
+    if config.data.eval_fraction and "train" in names:
+        names.append("eval")
     ledgers = {name: Ledger() for name in names}
     overlap = Overlap()
-    writers = {name: store.Writer(folder, name) for name in names}
-    threshold = int(config.data.eval_fraction * 2**64)
+    writers = {name: store.Writer(folder, _file_name(name)) for name in names}
+    described: dict[str, list[str]] = {name: [] for name in names}
 
-    def split_of(number: int) -> str:
-        return "eval" if threshold and _draw(config.training.seed, number) < threshold else "train"
-
-    train_format, rows = _detect(rows, config)
-    _encode_all(rows, train_format, config, encoder, has_template, ledgers, writers, split_of, overlap)
-    if held_out is not None:
-        eval_format, held_out = _detect(held_out, config)
-        _encode_all(held_out, eval_format, config, encoder, has_template, ledgers, writers, lambda _: "eval", overlap)
-    if "eval" in ledgers:
-        ledgers["eval"].leaked = overlap.to_dict()
+    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers, described))
+    _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
     for name in names:
+        if name != "train" and "train" in names:
+            ledgers[name].leaked = overlap.to_dict(name)
         writers[name].close()
         if not ledgers[name].rows_kept:
-            raise UserError(_nothing_left(name, ledgers[name], config.script if config.rows_from_script else None))
+            raise UserError(_nothing_left(name, ledgers[name], splits.get(name, ())))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
-        "format": f"{train_format.name} ({train_format.evidence})",
+        "format": "; ".join(described["train" if "train" in names else names[0]]),
     }
 
 
-def _mixture(files: list[str], weights: list[float] | None, seed: int) -> Iterator[Item]:
-    """The rows of all files, repeated by the weight of their file: 2.0 takes each row twice, 0.3 takes 30% of them."""
-    for index, file in enumerate(files):
-        weight = weights[index] if weights else 1.0
-        repeats, threshold = int(weight), int((weight % 1) * 2**64)
-        for number, item in enumerate(sources.iter_rows([file])):
-            extra = threshold > 0 and _draw(seed, f"weight {index} {number}") < threshold
-            yield from [item] * (repeats + extra)
+def _chunks(
+    split: str,
+    opened: Iterable[tuple[Source, Iterator[Item]]],
+    config: Config,
+    readers: _Readers,
+    described: dict[str, list[str]],
+) -> Iterator[_Chunk]:
+    """The rows of a split, in order, CHUNK_ROWS of the same source at a time. Adds each format to `described`."""
+    seed, first = config.training.seed, 0
+    held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
+    for index, (source, rows) in enumerate(opened):
+        format, rows = _detect(rows, source, config)
+        text = f"{format.name} ({format.evidence})"
+        described[split] += [] if text in described[split] else [text]
+        work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
+        repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
+        read = 0
+        while batch := list(islice(rows, CHUNK_ROWS)):
+            chosen, placed = [], []
+            for number, (row, where) in enumerate(batch, read):
+                copies = repeats + (extra > 0 and _draw(seed, f"weight {index} {number}") < extra)
+                # A held-out row is used once: its copies would otherwise be training rows.
+                is_held_out = held_out > 0 and _draw(seed, first + number) < held_out
+                if copies:
+                    chosen.append(row)
+                    placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
+            read += len(batch)
+            if chosen:
+                yield _Chunk(rows=chosen, placed=placed, work=work)
+        first += read
 
 
-def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item]]:
+def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
     """The format of the first rows, and an iterator over all rows."""
     rows = iter(rows)
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
     try:
-        found = formats.detect(columns, [row for row, _ in first], config.data.format, config.data.columns)
+        found = formats.detect(columns, [row for row, _ in first], source.format, source.columns)
     except UserError as error:
         raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":
@@ -238,47 +291,40 @@ def _detect(rows: Iterable[Item], config: Config) -> tuple[Format, Iterator[Item
 
 
 def _encode_all(
-    rows: Iterator[Item],
-    format: Format,
-    config: Config,
-    encoder: Encoder,
-    has_template: bool,
+    chunks: Iterator[_Chunk],
+    num_proc: int | None,
     ledgers: dict[str, Ledger],
     writers: dict[str, store.Writer],
-    split_of: Any,
     overlap: Overlap,
 ) -> None:
     """Encode every row, in order, into the writer of its split."""
     seen: dict[str, set[bytes]] = {name: set() for name in ledgers}
-    number = 0
-    work = (encoder, format, config.data.system_prompt, has_template)
-    for wheres, results in _encoded_chunks(rows, work, config.data.num_proc):
-        for where, result in zip(wheres, results, strict=True):
-            name = split_of(number)
+    for chunk, results in _encoded_chunks(chunks, num_proc):
+        for (where, name, copies), result in zip(chunk.placed, results, strict=True):
             ledger = ledgers[name]
-            number += 1
-            ledger.rows_read += 1
+            ledger.rows_read += copies
             if isinstance(result, RowError):
-                ledger.drop(result.reason, where, result.detail)
+                ledger.drop(result.reason, where, result.detail, copies)
                 continue
-            for piece in result:
+            for piece in [*result] * copies:
                 ledger.keep(len(piece.input_ids), piece.label_tokens)
                 writers[name].add(piece.input_ids, piece.labels)
+            for piece in result:
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
-                if "eval" in ledgers:
+                if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
-            ledger.truncated += len(result) == 1 and result[0].shortened
-            ledger.split += len(result) > 1
+            ledger.truncated += copies * (len(result) == 1 and result[0].shortened)
+            ledger.split += copies * (len(result) > 1)
 
 
 class Overlap:
-    """Evaluation rows that have the same token ids as a training row."""
+    """Rows of other splits that have the same token ids as a training row."""
 
     def __init__(self) -> None:
         self._train: set[bytes] = set()
-        self._eval: list[tuple[bytes, str]] = []  # digest and position; training rows may come later
+        self._others: dict[str, list[tuple[bytes, str]]] = {}  # digest and position; training rows may come later
 
     def add(self, split: str, ids: np.ndarray, where: str) -> None:
         """Note a document of a split."""
@@ -286,11 +332,12 @@ class Overlap:
         if split == "train":
             self._train.add(digest)
         else:
-            self._eval.append((digest, where))
+            self._others.setdefault(split, []).append((digest, where))
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the ledger: how many rows, and where the first is; its line is None if the source has none."""
-        found = list(dict.fromkeys(where for digest, where in self._eval if digest in self._train))
+    def to_dict(self, split: str) -> dict[str, Any]:
+        """For the ledger of `split`: how many rows, and where the first is; its line is None if the source has none."""
+        others = self._others.get(split, [])
+        found = list(dict.fromkeys(where for digest, where in others if digest in self._train))
         if not found:
             return {"rows": 0, "first": None}
         file, _, line = found[0].rpartition(":")
@@ -299,28 +346,27 @@ class Overlap:
 
 
 def _encoded_chunks(
-    rows: Iterator[Item], work: tuple, num_proc: int | None
-) -> Iterator[tuple[list[str], list[list[Encoded] | RowError]]]:
-    """Encode rows in chunks, in order: in this process, and from chunk POOL_FROM_CHUNK on in several processes."""
+    chunks: Iterator[_Chunk], num_proc: int | None
+) -> Iterator[tuple[_Chunk, list[list[Encoded] | RowError]]]:
+    """Encode chunks, in order: in this process, and from chunk POOL_FROM_CHUNK on in several processes."""
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
     for chunk in inline:
-        yield [where for _, where in chunk], _encode([row for row, _ in chunk], work)
+        yield chunk, _encode(chunk.rows, chunk.work)
     following = next(chunks, None)
     if following is None:
         return
     # Spawned, not forked: forking a process whose tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
-        pending: deque[tuple[list[str], Future]] = deque()
+        pending: deque[tuple[_Chunk, Future]] = deque()
         for chunk in chain([following], chunks):
-            pending.append(([where for _, where in chunk], pool.submit(_encode, [row for row, _ in chunk], work)))
+            pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.work)))
             if len(pending) > 2 * processes:
-                wheres, future = pending.popleft()
-                yield wheres, future.result()
-        for wheres, future in pending:
-            yield wheres, future.result()
+                encoded, future = pending.popleft()
+                yield encoded, future.result()
+        for encoded, future in pending:
+            yield encoded, future.result()
 
 
 def _start_worker() -> None:
@@ -354,20 +400,21 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
     return results
 
 
-def _nothing_left(name: str, ledger: Ledger, script: str | None) -> str:
-    key = script or ("data.train_file" if name == "train" else "data.eval_file or data.eval_fraction")
+def _nothing_left(split: str, ledger: Ledger, sources: Iterable[Source]) -> str:
+    names = ", ".join(dict.fromkeys(source.name for source in sources)) or "data.eval_fraction"
     reasons = "; ".join(
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
-        f"{key}: none of the {ledger.rows_read:,} rows has a supervised token. Dropped: {reasons or 'none'}. Check the "
-        "first row listed for each reason, and the settings data.columns, data.format, data.max_length, "
-        "data.assistant_only_loss and data.response_part."
+        f"{names}: none of the {ledger.rows_read:,} rows ({split}) has a supervised token. Dropped: "
+        f"{reasons or 'none'}. Check the first row listed for each reason, and the settings data.columns, data.format, "
+        "data.max_length, data.assistant_only_loss and data.response_part."
     )
 
 
-def _files(given: str | list[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or [])
+def _file_name(split: str) -> str:
+    """Split names may be any text."""
+    return quote(split, safe="")
 
 
 def _draw(seed: int, number: int | str) -> int:
