@@ -39,30 +39,10 @@ class Ledger:
     label_tokens: int = 0
     leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    sources: list[dict[str, Any]] = field(default_factory=list)  # what each source contributed, if there are several
 
-    def add_source(self, name: str, format: str, own: Ledger) -> None:
-        """Add the counts of one source."""
-        for counted in ("rows_read", "rows_kept", "truncated", "split", "duplicates", "tokens", "label_tokens"):
-            setattr(self, counted, getattr(self, counted) + getattr(own, counted))
-        self.dropped.update(own.dropped)
-        self.examples = own.examples | self.examples
-        self.histogram = [ours + theirs for ours, theirs in zip(self.histogram, own.histogram, strict=True)]
-        self.sources.append(
-            {
-                "name": name,
-                "format": format,
-                "rows_read": own.rows_read,
-                "rows_kept": own.rows_kept,
-                "dropped": dict(own.dropped),
-                "tokens": own.tokens,
-                "supervised_tokens": own.label_tokens,
-            }
-        )
-
-    def drop(self, reason: str, where: str, detail: str) -> None:
+    def drop(self, reason: str, where: str, detail: str, count: int = 1) -> None:
         """Count a dropped row; the first row of each reason is kept as an example."""
-        self.dropped[reason] += 1
+        self.dropped[reason] += count
         self.examples.setdefault(reason, f"{where}: {detail}")
 
     def keep(self, length: int, label_tokens: int) -> None:
@@ -83,9 +63,7 @@ class Ledger:
             "split": self.split,
             "duplicates": self.duplicates,
             "tokens": self.tokens,
-            "supervised_tokens": self.label_tokens,
             "label_tokens": self.label_tokens,
-            "sources": self.sources,
             "length_histogram": dict(zip([*map(str, BUCKETS), "longer"], self.histogram, strict=True)),
             **({} if self.leaked is None else {"leaked": self.leaked}),
         }

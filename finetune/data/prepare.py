@@ -1,4 +1,4 @@
-"""Files -> messages -> token ids and labels -> the cache, once per machine for the same data and settings."""
+"""Rows -> messages -> token ids and labels -> the cache, once per machine for the same data and settings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from finetune.config import Config
-from finetune.data import formats, sources, store
+from finetune.data import formats, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
+from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
@@ -32,41 +34,10 @@ SAMPLE_ROWS = 100  # rows used to detect the format
 # The first chunks are encoded in this process: starting workers takes seconds, because they import transformers.
 POOL_FROM_CHUNK = 20
 
-Item = tuple[dict[str, Any], str]  # a row and its position in the source
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Rows of one origin, all read the same way.
-
-    name:      in messages and in the ledger
-    open:      yields each row and its position; called at most once, and only if the cache lacks the rows
-    identity:  JSON-safe value that changes when the rows do
-    format:    a row format, or "auto"
-    columns:   field of the format -> column
-    template:  chat template by name or file; None is the configuration's
-    weight:    passes over the rows per epoch: 2 takes each row twice, 0.3 takes 30% of them
-    """
-
-    name: str
-    open: Callable[[], Iterator[Item]]
-    identity: Any
-    format: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    template: str | None = None
-    weight: float = 1.0
-
-    def key(self) -> list[Any]:
-        """Everything about this source that determines its documents, JSON-safe."""
-        return [self.identity, self.format, dict(self.columns), self.template, self.weight]
-
-
-Splits = Mapping[str, Sequence[Source]]  # by name: "train", "eval", or "eval_NAME" for one of several held-out sets
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The tokenized rows of a run, by split."""
+    """The tokenized rows of every split."""
 
     splits: dict[str, Rows]
     ledgers: dict[str, dict[str, Any]]  # by split
@@ -77,10 +48,12 @@ class Data:
 
     @property
     def train(self) -> Rows:
+        """The rows of the split "train". Raises KeyError if there is none."""
         return self.splits["train"]
 
     @property
     def eval(self) -> Rows | None:
+        """The rows of the split "eval", if there is one."""
         return self.splits.get("eval")
 
 
@@ -94,284 +67,214 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         UserError: files, format, template or cache are unusable, or no row has a supervised token.
         RunError: the script's function failed.
     """
-    held_out = _file_sources(_files(config.data.eval_file), None, config)
-    if config.rows_from_script:
-        return _prepare_returned(config, tokenizer, hooks, held_out)
-    train_files = _files(config.data.train_file)
-    train = _file_sources(train_files, config.data.weights, config) if train_files else [_hub_source(config)]
-    return prepare_splits(config, tokenizer, {"train": train} | ({"eval": held_out} if held_out else {}))
-
-
-def prepare_splits(config: Config, tokenizer: Any, splits: Splits) -> Data:
-    """Tokenize and mask the rows of `splits`, or map what an earlier run or another rank prepared.
-
-    Uses no process group: the ranks of a machine synchronize through a file lock.
-
-    Args:
-        config: how rows are read and held out. The data it names is not looked at.
-
-    Raises:
-        UserError: rows, format, template or cache are unusable, or no row has a supervised token.
-    """
-    key: dict[str, Any] = {name: [source.key() for source in sources] for name, sources in splits.items()}
-    if any(source.weight % 1 for sources in splits.values() for source in sources):
-        key["seed"] = config.training.seed  # decides which rows are repeated
-    return _Preparation(config, tokenizer).run(key, lambda: splits)
-
-
-def _prepare_returned(config: Config, tokenizer: Any, hooks: Hooks, held_out: list[Source]) -> Data:
-    """`prepare` for the rows that a function of the user's script returns; it is called only to fill the cache."""
-    key = {"train": ["script", hooks.identity()], "eval": [source.key() for source in held_out]}
-    read = {"format": config.data.format, "columns": config.data.columns}
-    before = ""
-
-    def opened() -> Splits:
-        nonlocal before
-        before = hooks.inputs()
-        returned = _returned(tokenizer, hooks)
-        if len(returned) > 1 and config.data.eval_fraction:
-            raise UserError(
-                f"{config.script} returns evaluation rows and data.eval_fraction is {config.data.eval_fraction}: only "
-                "one may choose them. Set data.eval_fraction to 0, or return only the training rows."
-            )
-        name = getattr(hooks.dataset, "__name__", "dataset")
-        sources = [Source(name=f"{name}()", open=lambda rows=rows: rows, identity=None, **read) for rows in returned]
-        evaluated = held_out or sources[1:]
-        return {"train": sources[:1]} | ({"eval": evaluated} if evaluated else {})
-
-    # The files as they were before the function ran, or as it left them: it may write files and then read them.
-    data = _Preparation(config, tokenizer).run(
-        key,
-        opened,
-        note=lambda: {"inputs": [before, hooks.inputs()]},
-        is_current=lambda about: hooks.inputs() in about["inputs"],
-    )
-    if config.training.eval_steps and data.eval is None:
+    splits = configured(config, tokenizer, hooks)
+    found = prepare_splits(config, tokenizer, splits, inputs=hooks.inputs if config.rows_from_script else None)
+    if config.rows_from_script and config.training.eval_steps and found.eval is None:
         raise UserError(
             f"training.eval_steps is {config.training.eval_steps}, but {config.script} returns no evaluation rows. "
             "Return a pair (training rows, evaluation rows), or set data.eval_file or data.eval_fraction."
         )
-    # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-    return replace(data, fingerprint=store.fingerprint({"rows": store.content(data.folder)}))
+    return found
 
 
-def _returned(tokenizer: Any, hooks: Hooks) -> list[Iterator[Item]]:
-    """The training rows that the script's function returns, and the evaluation rows if it returns any."""
-    returned = hooks.call("dataset", tokenizer)
-    name = getattr(hooks.dataset, "__name__", "dataset")
+def prepare_splits(
+    config: Config,
+    tokenizer: Any,
+    splits: Mapping[str, Sequence[Source]],
+    *,
+    inputs: Callable[[], str] | None = None,
+) -> Data:
+    """Tokenize and mask the rows of several splits, or map what an earlier run or another rank prepared.
 
-    def read(rows: Any) -> Iterator[Item]:
-        with hooks.user_errors("dataset"):
-            yield from sources.iter_returned(rows, name)
+    Uses no process group: the ranks of a machine synchronize through a file lock.
 
-    if not isinstance(returned, tuple):
-        return [read(returned)]
-    if len(returned) != 2:
-        raise UserError(
-            f"{name}() returned {len(returned)} values. Return the rows, or a pair (training rows, evaluation rows)."
-        )
-    return [read(rows) for rows in returned if rows is not None]
+    Args:
+        splits: the sources of each split, in order. `data.eval_fraction` moves rows from "train" to "eval".
+        inputs: for rows that may differ although their identity is the same, such as those of a user's function: the
+            digest of the files that it may read. The cache entry is used only if it was built from the same inputs, and
+            the fingerprint is of the tokens and labels themselves.
 
+    Raises:
+        UserError: files, format, template or cache are unusable, or no row of a split has a supervised token.
+    """
+    data, seed = config.data, config.training.seed
+    every = [source for sources in splits.values() for source in sources]
+    readers = _Readers(config, tokenizer, every)
+    draws = data.eval_fraction or any(source.weight % 1 for source in every)
+    key = store.fingerprint(
+        {
+            "splits": {
+                name: [
+                    [source.identity, source.format, source.columns, source.weight, readers.identity(source)]
+                    for source in split
+                ]
+                for name, split in splits.items()
+            },
+            "tokenizer": _tokenizer_digest(tokenizer),
+            "seed": seed if draws else None,
+            **{
+                name: getattr(data, name)
+                for name in ("system_prompt", "max_length", "over_length")
+                + ("assistant_only_loss", "last_turn_only", "eval_fraction")
+            },
+        }
+    )
+    cache = Path(data.cache_dir) if data.cache_dir else bootstrap.cache_folder() / "data"
 
-def _file_sources(files: list[str], weights: list[float] | None, config: Config) -> list[Source]:
-    """One source per entry of `data.train_file` or `data.eval_file`."""
-    return [
-        Source(
-            name=file,
-            open=lambda file=file: sources.iter_rows([file]),
-            identity=sources.content_digest([file]),
-            format=config.data.format,
-            columns=config.data.columns,
-            weight=weights[number] if weights else 1.0,
-        )
-        for number, file in enumerate(files)
-    ]
+    built = []
 
+    def build(folder: Path) -> dict[str, Any]:
+        built.append(folder)
+        before = inputs() if inputs else None
+        about = _build(folder, config, readers, splits)
+        return about | ({"inputs": [before, inputs()]} if inputs else {})
 
-def _hub_source(config: Config) -> Source:
-    data = config.data
-    return Source(
-        name=str(data.dataset_name),
-        open=lambda: sources.iter_hub(str(data.dataset_name), data.dataset_config, data.split),
-        identity=[data.dataset_name, data.dataset_config, data.split],
-        format=data.format,
-        columns=data.columns,
+    def is_current(about: dict[str, Any]) -> bool:
+        # The files as they were before the function ran, or as it left them: it may write files and then read them.
+        return inputs is None or inputs() in about["inputs"]
+
+    # One rank per machine verifies the checksums; the others check only file sizes.
+    folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
+    return Data(
+        splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
+        ledgers=about["ledgers"],
+        format=about["format"] + readers.derived_markers,
+        # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
+        fingerprint=store.fingerprint({"rows": store.content(folder)}) if inputs else key,
+        folder=folder,
+        cached=not built,
     )
 
 
-class _Preparation:
-    """Fills or finds the cache entry of a configuration's rows."""
+class _Readers:
+    """The chat template, turn markers and encoder of each source; sources with the same settings share them."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        data = config.data
-        self.config, self.tokenizer = config, tokenizer
-        self.template = load_template(tokenizer, config.model.chat_template)
-        instruction, response, self.derived = data.instruction_part, data.response_part, ""
-        if response == "auto":
-            instruction, response = derive_markers(tokenizer, self.template)
-            self.derived = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
-        self.parts = (instruction, response)
-        self.markers = None
+    def __init__(self, config: Config, tokenizer: Any, sources: Iterable[Source]) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._templates: dict[str | None, str | None] = {}
+        self._markers: dict[str | None, tuple[str | None, str | None]] = {}
+        self._encoders: dict[tuple[str | None, bool], Encoder] = {}
+        self.derived_markers = ""
+        for source in sources:
+            self._add(source)
+
+    def identity(self, source: Source) -> Any:
+        """The template and the markers of a source, JSON-safe."""
+        name = self._name(source)
+        return [self._templates[name], *self._markers[name]]
+
+    def encoder(self, source: Source) -> Encoder:
+        """The encoder of a source."""
+        return self._encoders[self._name(source), source.format == "text"]
+
+    def has_template(self, source: Source) -> bool:
+        """Whether the conversations of a source can be rendered."""
+        return self._templates[self._name(source)] is not None
+
+    def _name(self, source: Source) -> str | None:
+        return source.template or self._config.model.chat_template
+
+    def _add(self, source: Source) -> None:
+        data, name, is_text = self._config.data, self._name(source), source.format == "text"
+        if name not in self._templates:
+            self._templates[name] = load_template(self._tokenizer, name)
+            self._markers[name] = self._markers_of(self._templates[name])
+        if (name, is_text) in self._encoders:
+            return
+        instruction, response = self._markers[name]
+        markers = None
         if response is not None:
-            self.markers = Markers(tokenizer, response, instruction, last_only=data.last_turn_only)
-
-    def run(
-        self,
-        key: Any,
-        opened: Callable[[], Splits],
-        note: Callable[[], dict[str, Any]] = dict,
-        is_current: Callable[[dict[str, Any]], bool] = lambda about: True,
-    ) -> Data:
-        """The tokenized rows.
-
-        Args:
-            key: identity of the splits, JSON-safe.
-            opened: the splits; called only if the cache lacks them.
-            note: further facts to keep in the cache entry.
-            is_current: called with them; if False, the entry is filled again.
-        """
-        data = self.config.data
-        cache = Path(data.cache_dir) if data.cache_dir else bootstrap.cache_folder() / "data"
-        fingerprint = store.fingerprint({"splits": key, **self._settings()})
-        built = []
-
-        def build(folder: Path) -> dict[str, Any]:
-            built.append(folder)
-            about = self._build(folder, opened())
-            return about | note()
-
-        # One rank per machine verifies the checksums; the others check only file sizes.
-        verify = distributed.ranks().is_local_main
-        folder, about = store.entry(cache, fingerprint, build, verify=verify, is_current=is_current)
-        return Data(
-            splits={name: store.load_rows(folder, name) for name in about["ledgers"]},
-            ledgers=about["ledgers"],
-            format=about["format"] + self.derived,
-            fingerprint=fingerprint,
-            folder=folder,
-            cached=not built,
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        """Everything but the rows that determines tokens and labels."""
-        data = self.config.data
-        names = ("system_prompt", "max_length", "over_length", "assistant_only_loss", "last_turn_only")
-        return {
-            "tokenizer": _tokenizer_digest(self.tokenizer),
-            "template": self.template,
-            "held out": [data.eval_fraction, self.config.training.seed] if data.eval_fraction else None,
-            "parts": self.parts,
-            **{name: getattr(data, name) for name in names},
-        }
-
-    def encoder(self, template: str | None, format: Format) -> Encoder:
-        """How the rows of a source become tokens and labels."""
-        data = self.config.data
-        return Encoder(
-            self.tokenizer,
+            markers = Markers(self._tokenizer, response, instruction, last_only=data.last_turn_only)
+        self._encoders[name, is_text] = Encoder(
+            self._tokenizer,
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
-            None if format.name == "text" or self.markers else template,
+            None if is_text or markers else self._templates[name],
             max_length=data.max_length,
             over_length=data.over_length,
             assistant_only_loss=data.assistant_only_loss,
             last_turn_only=data.last_turn_only,
-            markers=self.markers,
+            markers=markers,
         )
 
-    def _build(self, folder: Path, splits: Splits) -> dict[str, Any]:
-        names = [*splits] + (["eval"] if self.config.data.eval_fraction and "eval" not in splits else [])
-        writing = _Writing(folder, names, self.config)
-        read: dict[str, list[str]] = {}
-        for split, sources_of_split in splits.items():
-            for number, source in enumerate(sources_of_split):
-                items, format = self._detected(source, number)
-                read.setdefault(f"{format.name} ({format.evidence})", []).append(source.name)
-                template = self.template if source.template is None else load_template(self.tokenizer, source.template)
-                work = (self.encoder(template, format), format, self.config.data.system_prompt, template is not None)
-                writing.add(split, source, format, _encoded_chunks(items, work, self.config.data.num_proc))
-        described = [text if len(read) == 1 else f"{', '.join(named)}: {text}" for text, named in read.items()]
-        return {"ledgers": writing.finish(), "format": "; ".join(described)}
-
-    def _detected(self, source: Source, number: int) -> tuple[Iterator[Item], Format]:
-        """The rows of a source, repeated by its weight, and their format."""
-        format, rows = _detect(source.open(), source, self.config)
-        return _repeated(rows, source.weight, self.config.training.seed, number), format
+    def _markers_of(self, template: str | None) -> tuple[str | None, str | None]:
+        """(instruction, response) markers, from the configuration or derived from the template."""
+        data = self._config.data
+        if data.response_part != "auto":
+            return data.instruction_part, data.response_part
+        instruction, response = derive_markers(self._tokenizer, template)
+        found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
+        self.derived_markers += "" if found in self.derived_markers else found
+        return instruction, response
 
 
-class _Writing:
-    """Writes the encoded rows of all splits to a cache entry, and counts them."""
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Rows of one source that are encoded together."""
 
-    def __init__(self, folder: Path, names: Sequence[str], config: Config) -> None:
-        self._config = config
-        self._ledgers = {name: Ledger() for name in names}
-        self._writers = {name: store.Writer(folder, name) for name in names}
-        self._seen: dict[str, set[bytes]] = {name: set() for name in names}
-        self._overlap = {name: Overlap() for name in names if name != "train"} if "train" in names else {}
-        self._threshold = int(config.data.eval_fraction * 2**64)
-        self._rows = 0  # of the training sources
-
-    def add(self, split: str, source: Source, format: Format, chunks: Iterator[tuple[list[str], list]]) -> None:
-        """Write the documents of a source. Some training rows are held out, by `data.eval_fraction`."""
-        own = {name: Ledger() for name in self._ledgers}  # of this source
-        for wheres, results in chunks:
-            for where, result in zip(wheres, results, strict=True):
-                self._write(self._split_of(split), where, result, own)
-        for name, ledger in own.items():
-            if ledger.rows_read:
-                self._ledgers[name].add_source(source.name, format.name, ledger)
-
-    def _split_of(self, split: str) -> str:
-        if split != "train":
-            return split
-        self._rows += 1
-        held_out = self._threshold and _draw(self._config.training.seed, self._rows - 1) < self._threshold
-        return "eval" if held_out else "train"
-
-    def _write(self, name: str, where: str, result: list[Encoded] | RowError, own: dict[str, Ledger]) -> None:
-        ledger = own[name]
-        ledger.rows_read += 1
-        if isinstance(result, RowError):
-            ledger.drop(result.reason, where, result.detail)
-            return
-        seen = self._seen[name]
-        for piece in result:
-            ledger.keep(len(piece.input_ids), piece.label_tokens)
-            self._writers[name].add(piece.input_ids, piece.labels)
-            digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
-            ledger.duplicates += digest in seen
-            seen.add(digest)
-            for split, overlap in self._overlap.items():
-                if name in ("train", split):
-                    overlap.add("train" if name == "train" else "eval", piece.input_ids, where)
-        ledger.truncated += len(result) == 1 and result[0].shortened
-        ledger.split += len(result) > 1
-
-    def finish(self) -> dict[str, dict[str, Any]]:
-        """Close the files. Returns the ledger of each split.
-
-        Raises:
-            UserError: a split has no row with a supervised token.
-        """
-        for name, ledger in self._ledgers.items():
-            self._writers[name].close()
-            if name in self._overlap:
-                ledger.leaked = self._overlap[name].to_dict()
-            if not ledger.rows_kept:
-                script = self._config.script if self._config.rows_from_script else None
-                raise UserError(_nothing_left(name, ledger, script))
-        return {name: ledger.to_dict() for name, ledger in self._ledgers.items()}
+    rows: list[dict[str, Any]]
+    placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
+    work: tuple  # how to encode the rows, see `_encode`
 
 
-def _repeated(rows: Iterator[Item], weight: float, seed: int, source: int) -> Iterator[Item]:
-    """The rows of a source, repeated by its weight."""
-    repeats, threshold = int(weight), int((weight % 1) * 2**64)
-    for number, item in enumerate(rows):
-        extra = threshold > 0 and _draw(seed, f"weight {source} {number}") < threshold
-        yield from [item] * (repeats + extra)
+def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
+    opened = {name: [(source, rows) for source in split if (rows := source.open())] for name, split in splits.items()}
+    names = [name for name in opened if opened[name]]
+    if config.data.eval_fraction and "train" in names:
+        names.append("eval")
+    ledgers = {name: Ledger() for name in names}
+    overlap = Overlap()
+    writers = {name: store.Writer(folder, _file_name(name)) for name in names}
+    described: dict[str, list[str]] = {name: [] for name in names}
+
+    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers, described))
+    _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
+    for name in names:
+        if name != "train" and "train" in names:
+            ledgers[name].leaked = overlap.to_dict(name)
+        writers[name].close()
+        if not ledgers[name].rows_kept:
+            raise UserError(_nothing_left(name, ledgers[name], splits.get(name, ())))
+    return {
+        "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
+        "format": "; ".join(described["train" if "train" in names else names[0]]),
+    }
 
 
-def _detect(rows: Iterator[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
-    """The format of the first rows of a source, and an iterator over all rows."""
+def _chunks(
+    split: str,
+    opened: Iterable[tuple[Source, Iterator[Item]]],
+    config: Config,
+    readers: _Readers,
+    described: dict[str, list[str]],
+) -> Iterator[_Chunk]:
+    """The rows of a split, in order, CHUNK_ROWS of the same source at a time. Adds each format to `described`."""
+    seed, first = config.training.seed, 0
+    held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
+    for index, (source, rows) in enumerate(opened):
+        format, rows = _detect(rows, source, config)
+        text = f"{format.name} ({format.evidence})"
+        described[split] += [] if text in described[split] else [text]
+        work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
+        repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
+        read = 0
+        while batch := list(islice(rows, CHUNK_ROWS)):
+            chosen, placed = [], []
+            for number, (row, where) in enumerate(batch, read):
+                copies = repeats + (extra > 0 and _draw(seed, f"weight {index} {number}") < extra)
+                # A held-out row is used once: its copies would otherwise be training rows.
+                is_held_out = held_out > 0 and _draw(seed, first + number) < held_out
+                if copies:
+                    chosen.append(row)
+                    placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
+            read += len(batch)
+            if chosen:
+                yield _Chunk(rows=chosen, placed=placed, work=work)
+        first += read
+
+
+def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
+    """The format of the first rows, and an iterator over all rows."""
+    rows = iter(rows)
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
     try:
@@ -387,12 +290,41 @@ def _detect(rows: Iterator[Item], source: Source, config: Config) -> tuple[Forma
     return found, chain(first, rows)
 
 
+def _encode_all(
+    chunks: Iterator[_Chunk],
+    num_proc: int | None,
+    ledgers: dict[str, Ledger],
+    writers: dict[str, store.Writer],
+    overlap: Overlap,
+) -> None:
+    """Encode every row, in order, into the writer of its split."""
+    seen: dict[str, set[bytes]] = {name: set() for name in ledgers}
+    for chunk, results in _encoded_chunks(chunks, num_proc):
+        for (where, name, copies), result in zip(chunk.placed, results, strict=True):
+            ledger = ledgers[name]
+            ledger.rows_read += copies
+            if isinstance(result, RowError):
+                ledger.drop(result.reason, where, result.detail, copies)
+                continue
+            for piece in [*result] * copies:
+                ledger.keep(len(piece.input_ids), piece.label_tokens)
+                writers[name].add(piece.input_ids, piece.labels)
+            for piece in result:
+                digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
+                ledger.duplicates += digest in seen[name]
+                seen[name].add(digest)
+                if len(ledgers) > 1:
+                    overlap.add(name, piece.input_ids, where)
+            ledger.truncated += copies * (len(result) == 1 and result[0].shortened)
+            ledger.split += copies * (len(result) > 1)
+
+
 class Overlap:
-    """Evaluation rows that have the same token ids as a training row."""
+    """Rows of other splits that have the same token ids as a training row."""
 
     def __init__(self) -> None:
         self._train: set[bytes] = set()
-        self._eval: list[tuple[bytes, str]] = []  # digest and position; training rows may come later
+        self._others: dict[str, list[tuple[bytes, str]]] = {}  # digest and position; training rows may come later
 
     def add(self, split: str, ids: np.ndarray, where: str) -> None:
         """Note a document of a split."""
@@ -400,11 +332,12 @@ class Overlap:
         if split == "train":
             self._train.add(digest)
         else:
-            self._eval.append((digest, where))
+            self._others.setdefault(split, []).append((digest, where))
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the ledger: how many rows, and where the first is; its line is None if the source has none."""
-        found = list(dict.fromkeys(where for digest, where in self._eval if digest in self._train))
+    def to_dict(self, split: str) -> dict[str, Any]:
+        """For the ledger of `split`: how many rows, and where the first is; its line is None if the source has none."""
+        others = self._others.get(split, [])
+        found = list(dict.fromkeys(where for digest, where in others if digest in self._train))
         if not found:
             return {"rows": 0, "first": None}
         file, _, line = found[0].rpartition(":")
@@ -413,28 +346,27 @@ class Overlap:
 
 
 def _encoded_chunks(
-    rows: Iterator[Item], work: tuple, num_proc: int | None
-) -> Iterator[tuple[list[str], list[list[Encoded] | RowError]]]:
-    """Encode rows in chunks, in order: in this process, and from chunk POOL_FROM_CHUNK on in several processes."""
+    chunks: Iterator[_Chunk], num_proc: int | None
+) -> Iterator[tuple[_Chunk, list[list[Encoded] | RowError]]]:
+    """Encode chunks, in order: in this process, and from chunk POOL_FROM_CHUNK on in several processes."""
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    chunks = iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
     for chunk in inline:
-        yield [where for _, where in chunk], _encode([row for row, _ in chunk], work)
+        yield chunk, _encode(chunk.rows, chunk.work)
     following = next(chunks, None)
     if following is None:
         return
     # Spawned, not forked: forking a process whose tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
-        pending: deque[tuple[list[str], Future]] = deque()
+        pending: deque[tuple[_Chunk, Future]] = deque()
         for chunk in chain([following], chunks):
-            pending.append(([where for _, where in chunk], pool.submit(_encode, [row for row, _ in chunk], work)))
+            pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.work)))
             if len(pending) > 2 * processes:
-                wheres, future = pending.popleft()
-                yield wheres, future.result()
-        for wheres, future in pending:
-            yield wheres, future.result()
+                encoded, future = pending.popleft()
+                yield encoded, future.result()
+        for encoded, future in pending:
+            yield encoded, future.result()
 
 
 def _start_worker() -> None:
@@ -468,20 +400,21 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
     return results
 
 
-def _nothing_left(name: str, ledger: Ledger, script: str | None) -> str:
-    key = script or ("data.train_file" if name == "train" else "data.eval_file or data.eval_fraction")
+def _nothing_left(split: str, ledger: Ledger, sources: Iterable[Source]) -> str:
+    names = ", ".join(dict.fromkeys(source.name for source in sources)) or "data.eval_fraction"
     reasons = "; ".join(
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
-        f"{key}: none of the {ledger.rows_read:,} rows has a supervised token. Dropped: {reasons or 'none'}. Check the "
-        "first row listed for each reason, and the settings data.columns, data.format, data.max_length, "
-        "data.assistant_only_loss and data.response_part."
+        f"{names}: none of the {ledger.rows_read:,} rows ({split}) has a supervised token. Dropped: "
+        f"{reasons or 'none'}. Check the first row listed for each reason, and the settings data.columns, data.format, "
+        "data.max_length, data.assistant_only_loss and data.response_part."
     )
 
 
-def _files(given: str | list[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or [])
+def _file_name(split: str) -> str:
+    """Split names may be any text."""
+    return quote(split, safe="")
 
 
 def _draw(seed: int, number: int | str) -> int:

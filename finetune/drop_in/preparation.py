@@ -8,7 +8,8 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.config.schema import DataConfig, TrainingConfig
-from finetune.data.prepare import Data, Source, prepare_splits
+from finetune.data.mixture import Source
+from finetune.data.prepare import Data, prepare_splits
 from finetune.drop_in import rows, settings
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from finetune.data.layout import Layout
-from finetune.data.prepare import Item, Source
+from finetune.data.mixture import Item, Source
 from finetune.drop_in import refusals
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe

@@ -139,8 +139,8 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path, tokenizer: Any, train:
 
 def test_concurrent_runs_build_once(tmp_path: Path, tokenizer: Any, train: Path, monkeypatch: Any) -> None:
     built = []
-    build = preparing._Preparation._build
-    monkeypatch.setattr(preparing._Preparation, "_build", lambda *arguments: built.append(1) or build(*arguments))
+    build = preparing._build
+    monkeypatch.setattr(preparing, "_build", lambda *arguments: built.append(1) or build(*arguments))
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: prepared(tmp_path, tokenizer, train), range(4)))
     assert len(built) == 1
