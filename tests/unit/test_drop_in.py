@@ -355,3 +355,44 @@ def test_callbacks_see_every_step_and_what_trl_logs(make: Callable[..., Any]) ->
     assert seen.steps == 4
     assert seen.logs[0]["num_tokens"] == counted
     assert {"loss", "grad_norm", "learning_rate"} <= set(trainer.state.log_history[0])
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])
+def test_losses_are_those_of_trl_on_the_rows_of_the_plan(
+    make: Callable[..., Any], model: Path, tmp_path: Path, adapter: bool
+) -> None:
+    """The reference is trl.SFTTrainer itself, fed the plan's rows in the plan's order."""
+    import trl
+    from peft import LoraConfig
+
+    from finetune import SFTConfig
+    from tests.conformance import trl_on_cpu
+
+    peft_config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
+    own = make(PAIRS, peft_config=peft_config, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    own.train()
+    order = [int(row) for step in range(4) for row in own.plan.step_rows(0, step)]
+
+    trl_on_cpu.give_kernel()
+    reference = trl.SFTTrainer(
+        str(model),
+        SFTConfig(
+            output_dir=str(tmp_path / "reference"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            max_steps=4,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            learning_rate=1e-2,
+        ),
+        train_dataset=dataset([PAIRS[row] for row in order]),
+        peft_config=peft_config,
+    )
+    reference.train()
+    assert losses(own) == pytest.approx(losses(reference), rel=1e-5)
+    for name, parameter in reference.model.named_parameters():
+        assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-3, atol=2e-5), name
