@@ -42,7 +42,7 @@ class Data:
     train: Rows
     eval: Rows | None
     ledgers: dict[str, dict[str, Any]]  # of "train" and, if there are evaluation rows, "eval"
-    format: str  # the row format and its evidence; also the turn markers, if they were derived from the template
+    format: str  # how rows were read and why; also the turn markers, if they were derived from the template
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     folder: Path  # of the cache entry
     cached: bool  # the entry existed already
@@ -72,10 +72,11 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
     encoder = Encoder(
         tokenizer,
         # Text is not rendered, so a template that cannot be masked exactly does not matter.
-        None if data.format == "text" or markers else template,
-        max_length=data.max_length,
+        None if data.format in ("text", "tokenized") or markers else template,
+        max_length=data.document_length,
         over_length=data.over_length,
         assistant_only_loss=data.assistant_only_loss,
+        completion_only_loss=data.completion_only_loss,
         last_turn_only=data.last_turn_only,
         markers=markers,
     )
@@ -90,8 +91,8 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
             "weights": [data.weights, config.training.seed] if data.weights else None,
             **{
                 name: getattr(data, name)
-                for name in ("format", "columns", "system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "split")
+                for name in ("format", "columns", "system_prompt", "document_length", "over_length")
+                + ("assistant_only_loss", "completion_only_loss", "last_turn_only", "split")
             },
             "instruction_part": instruction,
             "response_part": response,
@@ -205,7 +206,14 @@ def _build(
             raise UserError(_nothing_left(name, ledgers[name], config.script if config.rows_from_script else None))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
-        "format": f"{train_format.name} ({train_format.evidence})",
+        "format": formats.describe(
+            train_format,
+            has_template=has_template,
+            assistant_only_loss=config.data.assistant_only_loss,
+            completion_only_loss=config.data.completion_only_loss,
+            last_turn_only=config.data.last_turn_only,
+            markers=config.data.response_part is not None,
+        ),
     }
 
 
