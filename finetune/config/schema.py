@@ -121,7 +121,7 @@ class DataConfig:
     )
     columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {prompt: question, completion: answer}.")
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
-    max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null is no limit.", AT_LEAST_1)
+    max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
     over_length: Literal["truncate", "keep_end", "drop", "split"] = _setting(
         "truncate", "What to do with longer documents: keep their start or end, drop or split them."
     )
@@ -163,7 +163,7 @@ class TrainingConfig:
     """Batches, optimizer and checkpoints. Any other field of TRL's SFTConfig is accepted by its own name."""
 
     output_dir: str = _setting(
-        "outputs", "Folder for checkpoints, final model, run.json and TensorBoard's runs/.", NOT_EMPTY
+        "outputs", "Folder for checkpoints, model, run.json, TensorBoard's runs/.", NOT_EMPTY
     )
     global_batch_size: int | None = _setting(
         None,
@@ -182,7 +182,7 @@ class TrainingConfig:
         8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
     )
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
-    max_steps: int = _setting(-1, "Total optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
+    max_steps: int = _setting(-1, "Optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
     learning_rate: float = _setting(2e-4, "Peak learning rate. Use about a tenth for full fine-tuning.", ABOVE_0)
     learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
         "none", "How to scale learning_rate with global_batch_size / base_global_batch_size. none keeps it."
