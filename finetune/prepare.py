@@ -46,7 +46,7 @@ def run(config: Config) -> int:
     layouts = {name: lay_out(rows, pack_length) for name, rows in splits.items()}
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}
 
-    print_line(f"Row format: {data.format}")
+    print_line(f"Rows: {data.format}")
     print_line(ledger.table(data.ledgers, shapes))
     for sentence in ledger.examples(data.ledgers):
         print_line(sentence)

@@ -234,7 +234,7 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
         found.append(Change(name=name, arguments=arguments, same_result=False, instead_of=OPTIMIZER))
     if not config.model.load_in_4bit and not on_cpu:
         found.append(Change(name="4 bit (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
-    half = max(config.data.max_length // 2, 1)
+    half = max(config.data.document_length // 2, 1) if config.data.document_length else 2048
     shorter = ("--data.max_length", str(half))
     if config.data.packing:
         shorter += ("--data.pack_length", str(half))

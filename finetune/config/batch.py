@@ -36,7 +36,7 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
     per_device, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     global_batch_size = training.global_batch_size
     most = LARGEST_DEFAULT_PER_DEVICE
-    if data is not None and data.packing:
+    if data is not None and data.packing and data.row_length is not None:
         most = min(most, max(LARGEST_DEFAULT_TOKENS // data.row_length, 1))
     if global_batch_size is None and accumulation is not None:
         per_device = per_device or most

@@ -29,6 +29,7 @@ NEEDS_A_MODEL = (
     "data.format",
     "data.columns",
     "data.system_prompt",
+    "data.completion_only_loss",
     "data.instruction_part",
     "data.response_part",
 )
@@ -240,13 +241,24 @@ def loss_mask(config: Config, given: frozenset[str]) -> Found:
 
 
 def packing(config: Config, given: frozenset[str]) -> Found:
-    """A pack holds at least the longest document."""
+    """A pack holds at least the longest document, and a limit on documents has a number."""
     data = config.data
+    if data.document_length is None and data.over_length != "truncate":
+        yield (
+            ("data.over_length", "data.max_length"),
+            f"over_length {data.over_length} is about documents longer than max_length, and null is no limit. Set"
+            " max_length, or remove over_length.",
+        )
+    if data.packing and data.document_length is None:
+        yield (
+            ("data.max_length", "data.packing"),
+            "max_length: null leaves the length of the packs open. Set data.pack_length.",
+        )
     if data.pack_length is None:
         return
     if not data.packing:
         yield ("data.pack_length", "data.packing"), "pack_length has no effect without packing. Set packing: true."
-    elif data.pack_length < data.max_length:
+    elif data.max_length is not None and data.pack_length < data.max_length:
         yield (
             ("data.pack_length", "data.max_length"),
             f"pack_length {data.pack_length} is below max_length {data.max_length}, so the longest documents do not"

@@ -116,15 +116,19 @@ class DataConfig:
     eval_fraction: float = _setting(
         0.0, "Fraction of the training rows to hold out, instead of an eval_file.", FRACTION
     )
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = _setting(
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = _setting(
         "auto", "Row format. auto detects it and prints what it found."
     )
     columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {prompt: question, completion: answer}.")
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
-    max_length: int = _setting(2048, "Maximum length of a document, in tokens.", AT_LEAST_1)
-    over_length: Literal["truncate", "drop", "split"] = _setting("truncate", "What to do with longer documents.")
+    max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
+    over_length: Literal["truncate", "keep_end", "drop", "split"] = _setting(
+        "truncate", "What to do with longer documents: keep their start or end, drop or split them."
+    )
     assistant_only_loss: bool = _setting(True, "Compute the loss on the assistant's turns only.")
-    completion_only_loss: bool | None = _setting(None, "Loss on the completion only. null: if the rows have one.")
+    completion_only_loss: bool | None = _setting(
+        None, "Rows of prompt and completion: compute the loss on the completion only. null is true for such rows."
+    )
     last_turn_only: bool = _setting(False, "Compute the loss on the last of these turns only.")
     instruction_part: str | None = _setting(
         None,
@@ -144,8 +148,13 @@ class DataConfig:
     cache_dir: str | None = _setting(None, "Cache folder for tokenized data. null uses the user's cache folder.")
 
     @property
-    def row_length(self) -> int:
-        """Tokens of the longest row: a pack, or a document."""
+    def document_length(self) -> int | None:
+        """Tokens of the longest document; None without a limit. A pack limits the documents in it."""
+        return self.max_length or (self.pack_length if self.packing else None)
+
+    @property
+    def row_length(self) -> int | None:
+        """Tokens of the longest row: a pack, or a document; None without a limit, never with packing."""
         return (self.pack_length or self.max_length) if self.packing else self.max_length
 
 
@@ -153,9 +162,7 @@ class DataConfig:
 class TrainingConfig:
     """Batches, optimizer and checkpoints. Any other field of TRL's SFTConfig is accepted by its own name."""
 
-    output_dir: str = _setting(
-        "outputs", "Folder for checkpoints, final model, run.json and TensorBoard's runs/.", NOT_EMPTY
-    )
+    output_dir: str = _setting("outputs", "Folder for checkpoints, model, run.json, TensorBoard's runs/.", NOT_EMPTY)
     global_batch_size: int | None = _setting(
         None,
         "Rows (or packs) per optimizer step over all GPUs. null is 16, or follows gradient_accumulation_steps.",
@@ -173,7 +180,7 @@ class TrainingConfig:
         8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
     )
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
-    max_steps: int = _setting(-1, "Total optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
+    max_steps: int = _setting(-1, "Optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
     learning_rate: float = _setting(2e-4, "Peak learning rate. Use about a tenth for full fine-tuning.", ABOVE_0)
     learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
         "none", "How to scale learning_rate with global_batch_size / base_global_batch_size. none keeps it."

@@ -37,7 +37,6 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("dataset_num_proc", "use data.num_proc"),
     ("activation_checkpointing", "use training.gradient_checkpointing"),
     ("truncation_mode", "use data.over_length"),
-    ("completion_only_loss", "use data.assistant_only_loss"),
     ("packing_strategy padding_free eval_packing pad_to_multiple_of", "use data.packing and data.pack_length"),
     (
         "dataset_kwargs skip_prepare_dataset remove_unused_columns label_names",

@@ -15,7 +15,8 @@ MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles 
 
 
 def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None) -> dict[str, torch.Tensor]:
-    """Collate one micro-batch. Unsupervised tokens have the label IGNORE_INDEX.
+    """Collate one micro-batch. Unsupervised tokens have the label IGNORE_INDEX, and so has the first token of each
+    document: nothing precedes it, and in a pack it would be predicted from another document.
 
     Args:
         rows: the documents of each row; an empty list is a dummy row, which has no supervised token.
@@ -38,7 +39,7 @@ def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int)
         place = number * pack_length
         for ids, supervised in documents:
             input_ids[place : place + len(ids)] = ids
-            labels[place : place + len(ids)] = supervised
+            labels[place + 1 : place + len(ids)] = supervised[1:]
             place += len(ids)
             lengths.append(len(ids))
         lengths += padding_segments((number + 1) * pack_length - place)
@@ -62,7 +63,7 @@ def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torc
     for number, documents in enumerate(rows):
         for ids, supervised in documents:
             input_ids[number, : len(ids)] = ids
-            labels[number, : len(ids)] = supervised
+            labels[number, 1 : len(ids)] = supervised[1:]
             mask[number, : len(ids)] = 1
         mask[number, 0] = 1  # softmax over a row with every position masked is undefined
     return {

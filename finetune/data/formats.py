@@ -1,13 +1,16 @@
-"""Detect which of the five row formats a file has, and convert its rows to messages or text."""
+"""Detect which row format a file has, in TRL's order, and convert its rows to messages, text or token ids."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
+from finetune.data import IGNORE_INDEX
 from finetune.errors import UserError
 
 Message = dict[str, Any]
@@ -28,13 +31,27 @@ _SHAREGPT_ROLES = {
 
 # For each format: the required fields and the optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools",)),
-    "sharegpt": (("conversations",), ("system", "tools")),
-    "alpaca": (("instruction", "output"), ("input", "system")),
-    "prompt_completion": (("prompt", "completion"), ("tools",)),
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "sharegpt": (("conversations",), ("system", "tools", "chat_template_kwargs")),
+    "alpaca": (("instruction", "output"), ("input", "system", "chat_template_kwargs")),
+    "prompt_completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "text": (("text",), ()),
+    "tokenized": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "seq_lengths")),
 }
 FORMATS = tuple(_FIELDS)
+
+# The formats that TRL's SFTTrainer knows, in the order in which it looks for their columns; then the other ones. A list
+# column under the other format's usual name (None: either name) is not TRL's, so it comes later.
+_ORDER = (
+    ("tokenized", "input_ids"),
+    ("prompt_completion", "prompt"),
+    ("sharegpt", "conversations"),
+    ("messages", "messages"),
+    ("text", "text"),
+    ("messages", None),
+    ("sharegpt", None),
+    ("alpaca", "instruction"),
+)
 
 # Files use both names for both list formats; the keys of the items decide (role/content or from/value).
 _LIST_COLUMNS = ("messages", "conversations")
@@ -55,7 +72,8 @@ _ALPACA_WITHOUT_INPUT = (
 class RowError(Exception):
     """A row that cannot be used. `reason` is a slug that the ledger counts, `detail` describes the fault of this row.
 
-    Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type.
+    Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type,
+    wrong_length.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -69,28 +87,56 @@ class RowError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A row format, its columns (field of the format -> column of the file), and the evidence for choosing it."""
+    """A row format, its columns (field of the format -> column of the file), and the evidence for choosing it.
+
+    of_text: prompts and completions are strings, which no chat template renders.
+    """
 
     name: str
     columns: dict[str, str]
     evidence: str
+    of_text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages for a chat template. Assistant turns at message index `supervised_from` or later are supervised."""
+    """Messages for a chat template. The first `supervised_from` messages are the prompt of a prompt/completion row.
+
+    variables: values for the chat template, from the row's `chat_template_kwargs`.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     supervised_from: int = 0
+    variables: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Plain text. Everything after the first `supervised_from` characters, and the appended EOS, is supervised."""
+    """Plain text. Its first `supervised_from` characters are the prompt; None if it has no prompt."""
 
     text: str
-    supervised_from: int = 0
+    supervised_from: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokens:
+    """Token ids made by someone else, int32 [length].
+
+    labels: int32 [length] with IGNORE_INDEX for unsupervised tokens, after the row's assistant_masks.
+    completion_mask: bool [length]; applies only with completion-only loss.
+    by_default: completion-only loss is on unless it is set to False, because the rows also have prompts.
+    lengths: tokens of each document that the row packs; one number if it is a single document.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    completion_mask: np.ndarray | None
+    by_default: bool
+    lengths: list[int]
+
+
+Row = Conversation | Text | Tokens
 
 
 # --- detection ------------------------------------------------------------------------------------------------------
@@ -108,19 +154,20 @@ def detect(
         wanted: one of FORMATS, or "auto".
         mapping: field of the format -> column of the file; only formats that have these fields are considered.
 
+    If several formats match, the first one in TRL's order is chosen.
+
     Raises:
-        UserError: an unknown format, field or column; no format matches (with the columns each needs); or several
-            match (with the evidence for each).
+        UserError: an unknown format, field or column; or no format matches (with the columns each needs).
     """
     columns, mapping = list(columns), dict(mapping or {})
     present = f"the columns are {', '.join(columns) or 'none'}"
     candidates = _candidates(columns, wanted, mapping, present)
-    found = [match for name in candidates if (match := _match(name, columns, sample_rows, mapping, wanted))]
-    if len(found) == 1:
-        return found[0]
+    known = [(name, column) for name, column in _ORDER if name in candidates]
+    found = [match for key in known if (match := _match(*key, columns, sample_rows, mapping, wanted))]
     if found:
-        evidence = "; ".join(f"{match.name}: {match.evidence}" for match in found)
-        raise UserError(f"the rows match several formats: {evidence}. Set data.format to one of them.")
+        later = ", ".join(dict.fromkeys(match.name for match in found if match.name != found[0].name))
+        evidence = f"{found[0].evidence}; before {later}, as in TRL" if later else found[0].evidence
+        return replace(found[0], evidence=evidence)
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
@@ -130,6 +177,36 @@ def detect(
     raise UserError(
         f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}."
     )
+
+
+def describe(
+    format: Format,
+    *,
+    has_template: bool,
+    assistant_only_loss: bool,
+    completion_only_loss: bool | None,
+    last_turn_only: bool = False,
+    markers: bool = False,
+) -> str:
+    """How rows of this format are read, why, and which tokens are supervised with these settings, in one line."""
+    name = format.name.replace("_", "/")
+    completion = completion_only_loss is not False
+    turns = f"the assistant's {'last turn' if last_turn_only else 'turns'}"
+    if format.name == "tokenized":
+        masks = [f for f in ("labels", "assistant_masks") if f in format.columns][:1]
+        by_default = "prompt" in format.columns if completion_only_loss is None else completion_only_loss
+        if "completion_mask" in format.columns and by_default and masks != ["labels"]:
+            masks.insert(0, "completion_mask")
+        on = f"the tokens of {' and '.join(masks)}" if masks else "all tokens"
+    elif format.name == "text":
+        on = "the responses after the markers" if markers else "all tokens"
+    elif format.of_text or (format.name == "alpaca" and not has_template):
+        on = "the completion" if completion else "all tokens"
+    elif format.name == "prompt_completion" and completion:
+        on = f"{turns} in the completion" if assistant_only_loss else "the completion"
+    else:
+        on = turns if assistant_only_loss else "all tokens"
+    return f"{name} ({format.evidence}), loss on {on}"
 
 
 def _candidates(columns: list[str], wanted: str, mapping: dict[str, str], present: str) -> list[str]:
@@ -151,42 +228,44 @@ def _candidates(columns: list[str], wanted: str, mapping: dict[str, str], presen
 
 
 def _match(
-    name: str, columns: list[str], rows: Sequence[Mapping[str, Any]], mapping: dict[str, str], wanted: str
+    name: str,
+    first: str | None,
+    columns: list[str],
+    rows: Sequence[Mapping[str, Any]],
+    mapping: dict[str, str],
+    wanted: str,
 ) -> Format | None:
+    """The format with its columns. `first`: the name of the first required column unless mapped; None: either name."""
     required, optional = _FIELDS[name]
-    for names in _column_choices(name, mapping):
-        found = {f: names[f] for f in required + optional if names[f] in columns}
-        if not all(f in found for f in required):
-            continue
-        evidence = _evidence(name, found, rows)
-        if evidence is None and wanted != name and not mapping:
-            continue  # the columns exist, but their values have other types
-        return Format(name=name, columns=found, evidence=evidence or "as configured")
-    return None
-
-
-def _column_choices(name: str, mapping: dict[str, str]) -> list[dict[str, str]]:
-    required, optional = _FIELDS[name]
-    usual = {f: mapping.get(f, f) for f in required + optional}
-    if required[0] not in _LIST_COLUMNS or required[0] in mapping:
-        return [usual]
-    other = _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
-    return [usual, {**usual, required[0]: other}]
+    names = {f: mapping.get(f, f) for f in required + optional}
+    if required[0] in _LIST_COLUMNS and required[0] not in mapping:
+        names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
+    found = {f: names[f] for f in required + optional if names[f] in columns}
+    if not all(f in found for f in required):
+        return None
+    evidence = _evidence(name, found, rows)
+    if evidence is None and wanted != name and not mapping:
+        return None  # the columns exist, but their values have other types
+    if name == "tokenized":  # TRL then applies a completion_mask by default
+        found |= {f: f for f in ("prompt", "completion") if {"prompt", "completion"} <= set(columns)}
+    of_text = name == "prompt_completion" and any(isinstance(row.get(found["prompt"]), str) for row in rows)
+    return Format(name=name, columns=found, evidence=evidence or "as configured", of_text=of_text)
 
 
 def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The evidence for a format in the sample rows, or None if no row has values of the right types."""
     required = [columns[f] for f in _FIELDS[name][0]]
-    named = " and ".join(repr(column) for column in required)
+    named = f"column{'s' if len(required) > 1 else ''} {' and '.join(repr(column) for column in required)}"
+    if name == "tokenized":
+        return f"{named} of token ids"
     if name in ("messages", "sharegpt"):
         keys = ("role", "content") if name == "messages" else ("from", "value")
-        who = keys[0]
-        fits = [row for row in rows if _is_list_of(row.get(required[0]), who)]
-        return f"column {named} has lists of {keys[0]}/{keys[1]} objects" if fits else None
-    kinds = (str,) if name != "prompt_completion" else (str, list)
-    fits = [row for row in rows if all(isinstance(row.get(column), kinds) for column in required)]
-    what = "text" if kinds == (str,) else "text or messages"
-    return f"column{'s' if len(required) > 1 else ''} {named} of {what}" if fits else None
+        fits = [row for row in rows if _is_list_of(row.get(required[0]), keys[0])]
+        return f"{named} has lists of {keys[0]}/{keys[1]} objects" if fits else None
+    for kind, what in ((str, "text"), *([(list, "messages")] if name == "prompt_completion" else [])):
+        if any(all(isinstance(row.get(column), kind) for column in required) for row in rows):
+            return f"{named} of {what}"
+    return None
 
 
 def _is_list_of(value: Any, key: str) -> bool:
@@ -197,6 +276,7 @@ def _needs(name: str) -> str:
     described = {
         "messages": "'messages' (a list of role/content objects)",
         "sharegpt": "'conversations' (a list of from/value objects)",
+        "tokenized": "'input_ids' (a list of token ids)",
     }
     return described.get(name) or " and ".join(repr(f) for f in _FIELDS[name][0])
 
@@ -206,29 +286,36 @@ def _needs(name: str) -> str:
 
 def to_conversation(
     row: Mapping[str, Any], format: Format, *, system_prompt: str | None = None, has_template: bool = True
-) -> Conversation | Text:
-    """Convert one row to a conversation, or to text if the format is text or there is no chat template.
+) -> Row:
+    """Convert one row to a conversation; to text if its format has no messages; or to its own token ids.
 
-    `system_prompt` is added to rows without a system message. Raises RowError if the row cannot be used.
+    Prompts and completions that are strings are joined as they are, as in TRL. Rows of Alpaca's format become
+    conversations, or text if there is no chat template. `system_prompt` is added to conversations without a system
+    message. Raises RowError if the row cannot be used.
     """
-    if format.name == "text":
+    if format.name == "tokenized":
+        return _tokens(row, format)
+    if format.name == "alpaca":
+        return _alpaca(row, format, system_prompt, has_template)
+    if format.name == "text" or (format.name == "prompt_completion" and isinstance(_value(row, format, "prompt"), str)):
         if system_prompt:
             raise UserError(
                 "data.system_prompt cannot be used with rows of plain text. Remove it, or set another data.format."
             )
-        return Text(text=_string(row, format, "text"))
-    tools = _tools(row, format)
-    if format.name == "prompt_completion" and not isinstance(_value(row, format, "prompt"), str):
-        return _from_message_lists(row, format, system_prompt, tools)
-    if format.name in ("alpaca", "prompt_completion"):
-        return _from_strings(row, format, system_prompt, has_template, tools)
+        if format.name == "text":
+            return Text(text=_string(row, format, "text"))
+        prompt = row[format.columns["prompt"]]
+        return Text(text=prompt + _string(row, format, "completion"), supervised_from=len(prompt))
+    tools, variables = _tools(row, format), _variables(row, format)
+    if format.name == "prompt_completion":
+        return _from_message_lists(row, format, system_prompt, tools, variables)
     column = "messages" if format.name == "messages" else "conversations"
     items = _list(row, format, column)
     messages = _openai(items) if format.name == "messages" else _sharegpt(items)
     row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
     messages = _with_system(messages, row_system or system_prompt)
     check(messages)
-    return Conversation(messages=messages, tools=tools)
+    return Conversation(messages=messages, tools=tools, variables=variables)
 
 
 def check(messages: list[Message]) -> None:
@@ -254,35 +341,77 @@ def check(messages: list[Message]) -> None:
         before = role
 
 
-def _from_strings(
-    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool, tools: list | None
+def _alpaca(
+    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool
 ) -> Conversation | Text:
-    if format.name == "alpaca":
-        instruction, given = _string(row, format, "instruction"), _string(row, format, "input", optional=True)
-        answer = _string(row, format, "output")
-        system = _string(row, format, "system", optional=True) or system_prompt
-        prompt = f"{instruction}\n\n{given}" if given else instruction
-        published = _ALPACA_WITH_INPUT if given else _ALPACA_WITHOUT_INPUT
-        plain = published.format(instruction=instruction, input=given)
-    else:
-        prompt = plain = _string(row, format, "prompt")
-        answer, system = _string(row, format, "completion"), system_prompt
+    instruction, given = _string(row, format, "instruction"), _string(row, format, "input", optional=True)
+    answer = _string(row, format, "output")
+    system = _string(row, format, "system", optional=True) or system_prompt
     if has_template:
+        prompt = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return Conversation(messages=_with_system(messages, system), tools=tools)
+        return Conversation(messages=_with_system(messages, system), variables=_variables(row, format))
+    published = _ALPACA_WITH_INPUT if given else _ALPACA_WITHOUT_INPUT
+    plain = published.format(instruction=instruction, input=given)
     plain = f"{system}\n\n{plain}" if system else plain
     return Text(text=plain + answer, supervised_from=len(plain))
 
 
 def _from_message_lists(
-    row: Mapping[str, Any], format: Format, system_prompt: str | None, tools: list | None
+    row: Mapping[str, Any],
+    format: Format,
+    system_prompt: str | None,
+    tools: list | None,
+    variables: dict[str, Any] | None,
 ) -> Conversation:
     prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
     completion = _openai(_list(row, format, "completion"))
     if not any(message["role"] == "assistant" for message in completion):
         raise RowError("no_assistant", "no assistant turn in the completion, so no token is supervised")
     check(prompt + completion)
-    return Conversation(messages=prompt + completion, tools=tools, supervised_from=len(prompt))
+    return Conversation(messages=prompt + completion, tools=tools, supervised_from=len(prompt), variables=variables)
+
+
+def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
+    """A row of token ids, with the labels as they are given, or made from assistant_masks."""
+    ids = _integers(row, format, "input_ids")
+    if not len(ids):
+        raise RowError("empty", f"the column {format.columns['input_ids']!r} is an empty list")
+    optional = ("labels", "completion_mask", "assistant_masks", "seq_lengths")
+    given = {f: _integers(row, format, f) for f in optional if row.get(format.columns.get(f, "")) is not None}
+    for field in optional[:3]:
+        if field in given and len(given[field]) != len(ids):
+            counts = f"{len(given[field])} values for {len(ids)} token ids"
+            raise RowError("wrong_length", f"the column {format.columns[field]!r} has {counts}")
+    labels, lengths = given.get("labels"), given.get("seq_lengths", np.array([len(ids)])).tolist()
+    if sum(lengths) != len(ids) or min(lengths, default=0) < 1:
+        counts = f"lengths that add up to {sum(lengths)} instead of {len(ids)} tokens, or a length below 1"
+        raise RowError("wrong_length", f"the column {format.columns['seq_lengths']!r} has {counts}")
+    if ids.min() < 0 or (labels is not None and labels[labels != IGNORE_INDEX].min(initial=0) < 0):
+        raise RowError("wrong_type", f"a token id is negative, or a label is neither a token id nor {IGNORE_INDEX}")
+    completion = given["completion_mask"] != 0 if "completion_mask" in given else None
+    if labels is None:
+        labels = np.where(given.get("assistant_masks", np.ones_like(ids)) != 0, ids, np.int32(IGNORE_INDEX))
+    else:
+        completion = None  # labels are taken as they are, as in TRL
+    by_default = "prompt" in format.columns
+    return Tokens(input_ids=ids, labels=labels, completion_mask=completion, by_default=by_default, lengths=lengths)
+
+
+def _integers(row: Mapping[str, Any], format: Format, name: str) -> np.ndarray:
+    value = _value(row, format, name)
+    if not isinstance(value, list):
+        raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list, not {type(value).__name__}")
+    try:
+        found = np.asarray(value)
+    except (ValueError, OverflowError):  # lists of different lengths
+        found = np.empty(0, dtype=object)
+    largest = np.iinfo(np.int32).max
+    if found.ndim == 1 and (
+        not len(value) or (found.dtype.kind in "iub" and -largest < found.min() <= found.max() < largest)
+    ):
+        return found.astype(np.int32)
+    raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list of integers")
 
 
 def _openai(items: list) -> list[Message]:
@@ -372,11 +501,23 @@ def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | Non
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not valid JSON") from error
-    if not tools:
+    if tools is None or tools == "":
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError("wrong_type", f"the column {format.columns['tools']!r} must be a list of tool descriptions")
     return _without_none(tools)
+
+
+def _variables(row: Mapping[str, Any], format: Format) -> dict[str, Any] | None:
+    """The row's own variables for the chat template, as they are."""
+    given = row.get(format.columns["chat_template_kwargs"]) if "chat_template_kwargs" in format.columns else None
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise RowError("wrong_type", "the column 'chat_template_kwargs' must be an object of names and values")
+    if reserved := sorted({"chat_template", "messages", "tools", "documents", "add_generation_prompt"} & set(given)):
+        raise RowError("wrong_type", f"the column 'chat_template_kwargs' cannot set {', '.join(reserved)}")
+    return given
 
 
 def _with_system(messages: list[Message], system: str | None) -> list[Message]:

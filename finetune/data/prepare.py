@@ -41,7 +41,7 @@ class Data:
 
     splits: dict[str, Rows]
     ledgers: dict[str, dict[str, Any]]  # by split
-    format: str  # the row format and its evidence; also the turn markers, if they were derived from the template
+    format: str  # how rows were read and why; also the turn markers, if they were derived from the template
     fingerprint: str  # of the data, the tokenizer and every setting that determines tokens and labels
     folder: Path  # of the cache entry
     cached: bool  # the entry existed already
@@ -114,8 +114,8 @@ def prepare_splits(
             "seed": seed if draws else None,
             **{
                 name: getattr(data, name)
-                for name in ("system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "eval_fraction")
+                for name in ("system_prompt", "document_length", "over_length")
+                + ("assistant_only_loss", "completion_only_loss", "last_turn_only", "eval_fraction")
             },
         }
     )
@@ -165,7 +165,7 @@ class _Readers:
 
     def encoder(self, source: Source) -> Encoder:
         """The encoder of a source."""
-        return self._encoders[self._name(source), source.format == "text"]
+        return self._encoders[self._name(source), _needs_no_template(source)]
 
     def has_template(self, source: Source) -> bool:
         """Whether the conversations of a source can be rendered."""
@@ -175,7 +175,7 @@ class _Readers:
         return source.template or self._config.model.chat_template
 
     def _add(self, source: Source) -> None:
-        data, name, is_text = self._config.data, self._name(source), source.format == "text"
+        data, name, is_text = self._config.data, self._name(source), _needs_no_template(source)
         if name not in self._templates:
             self._templates[name] = load_template(self._tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
@@ -189,9 +189,10 @@ class _Readers:
             self._tokenizer,
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
             None if is_text or markers else self._templates[name],
-            max_length=data.max_length,
+            max_length=data.document_length,
             over_length=data.over_length,
             assistant_only_loss=data.assistant_only_loss,
+            completion_only_loss=data.completion_only_loss,
             last_turn_only=data.last_turn_only,
             markers=markers,
         )
@@ -205,6 +206,11 @@ class _Readers:
         found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
         self.derived_markers += "" if found in self.derived_markers else found
         return instruction, response
+
+
+def _needs_no_template(source: Source) -> bool:
+    """Whether its rows are known not to be rendered: then a template that cannot be masked exactly does not matter."""
+    return source.format in ("text", "tokenized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +258,14 @@ def _chunks(
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
         format, rows = _detect(rows, source, config)
-        text = f"{format.name} ({format.evidence})"
+        text = formats.describe(
+            format,
+            has_template=readers.has_template(source),
+            assistant_only_loss=config.data.assistant_only_loss,
+            completion_only_loss=config.data.completion_only_loss,
+            last_turn_only=config.data.last_turn_only,
+            markers=config.data.response_part is not None,
+        )
         described[split] += [] if text in described[split] else [text]
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)

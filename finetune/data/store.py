@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.runtime.disk import no_space
 from finetune.runtime.files import checksum, staging, write_json
 
-VERSION = 2  # increment if the file layout or the code that determines tokens and labels changes; part of every key
+VERSION = 3  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
 _INFO = "entry.json"
@@ -56,8 +56,8 @@ class Rows:
         return ids[start:end], labels[start:end]
 
     def largest_id(self) -> int:
-        """The largest token id in the documents' file, which is read completely; -1 if it is empty."""
-        return max((int(ids.max()) for _, ids, _ in self._batches if len(ids)), default=-1)
+        """The largest token id or label in the documents' file, which is read completely; -1 if it is empty."""
+        return max((int(side.max()) for _, *sides in self._batches for side in sides if len(side)), default=-1)
 
     def take(self, indices: np.ndarray) -> Rows:
         """Only these documents, renumbered in this order, without copying tokens."""
@@ -87,7 +87,7 @@ class Writer:
         self._pending.append((input_ids, labels))
         self._pending_tokens += len(input_ids)
         self._lengths.append(len(input_ids))
-        self._label_tokens.append(int(np.count_nonzero(labels != IGNORE_INDEX)))
+        self._label_tokens.append(int(np.count_nonzero(labels[1:] != IGNORE_INDEX)))
         if self._pending_tokens >= BATCH_TOKENS:
             self._flush()
 

@@ -19,10 +19,12 @@ RowError("mask_ambiguous").
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -31,7 +33,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from finetune.data import IGNORE_INDEX
-from finetune.data.formats import Conversation, Message, RowError, Text
+from finetune.data.formats import Conversation, Message, Row, RowError, Text, Tokens
 from finetune.data.markers import Markers
 from finetune.data.render import check_syntax, render
 from finetune.errors import UserError
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
-OverLength = Literal["truncate", "drop", "split"]
+OverLength = Literal["truncate", "keep_end", "drop", "split"]
 Span = tuple[int, int]
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
@@ -91,6 +93,7 @@ TEMPLATES = {
 }
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MAX_VARIANTS = 64  # encoders for different chat_template_kwargs of rows
 _MAX_SKELETONS = 4096  # one per sequence of roles; bounds memory for files with very many different sequences
 
 
@@ -137,7 +140,8 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoded:
     """One document. `input_ids` and `labels` are int32 of equal length. A label is IGNORE_INDEX if its token is not
-    supervised; the first token never is, since nothing precedes it. `shortened`: the row was longer than max_length."""
+    supervised. The label of the first token is kept as TRL builds it, but nothing precedes that token, so it is never
+    predicted and not counted. `shortened`: the row was longer than max_length."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -145,25 +149,32 @@ class Encoded:
 
     @property
     def label_tokens(self) -> int:
-        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
+        """Supervised tokens, without the first token."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
 class Encoder:
     """Tokenizes and labels conversations and texts. Picklable, so that it can be sent to worker processes.
 
-    assistant_only_loss: supervise only assistant turns (of a Text, what follows `supervised_from`), each including its
-        end-of-turn token but not the whitespace after it. If False, supervise everything.
+    assistant_only_loss: of a conversation, supervise only assistant turns, each including its end-of-turn token but not
+        the whitespace after it. If False, supervise everything.
+    completion_only_loss: of a prompt and its completion, supervise only the completion. It begins where the token ids
+        of the prompt (of messages: with the generation prompt) and those of the whole differ, as in TRL. None is True,
+        but of token ids only if the rows also have the columns prompt and completion.
     last_turn_only: supervise only the last assistant turn.
-    markers: supervise the responses that these markers find in a Text, instead of what follows `supervised_from`. No
-        EOS is appended to such a text.
-    max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate"), dropped ("drop"), or cut into
-        pieces ("split"): each piece but the first begins with the last token of the piece before it, as context, so
-        that every label is predicted exactly once. Pieces without labels are dropped.
+    markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
+    max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
+        dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
+        before it, as context, so that every label is predicted exactly once. Pieces without labels are dropped.
+
+    A text gets the tokenizer's special tokens, and EOS unless it ends with it. A text that begins with BOS gets no
+    second one.
 
     A token that extends beyond a span is supervised if the part outside is only whitespace (" Hello" after
     "Assistant:" + " " keeps its first word), and masked otherwise.
 
-    Raises UserError if the tokenizer is not a fast one or the template cannot be masked exactly.
+    Raises UserError if the tokenizer is not a fast one, or, with the first conversation, if the template cannot be
+    masked exactly.
     """
 
     def __init__(
@@ -174,6 +185,7 @@ class Encoder:
         max_length: int | None = None,
         over_length: OverLength = "truncate",
         assistant_only_loss: bool = True,
+        completion_only_loss: bool | None = None,
         last_turn_only: bool = False,
         markers: Markers | None = None,
     ) -> None:
@@ -196,6 +208,7 @@ class Encoder:
         self._max_length = max_length
         self._over_length = over_length
         self._assistant_only_loss = assistant_only_loss
+        self._completion_only_loss = completion_only_loss
         self._last_turn_only = last_turn_only
         self._markers = markers
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
@@ -206,40 +219,33 @@ class Encoder:
         self._byte_lengths = _byte_lengths(tokenizer)
         self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
         self._shape: _Shape | None = None  # unused if the template marks the turns or everything is supervised
-        if chat_template is not None and assistant_only_loss and not self._marked:
-            self._shape = self._infer_shape()
+        self._variants: dict[str, Encoder] = {}  # by the rows' chat_template_kwargs
 
-    def encode_batch(self, rows: Sequence[Conversation | Text]) -> list[list[Encoded] | RowError]:
+    def encode_batch(self, rows: Sequence[Row]) -> list[list[Encoded] | RowError]:
         """For each row, its pieces (one, unless split) or the RowError that excludes it (reasons: template_error,
-        mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenized once."""
+        mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenized once, and each prompt of a
+        prompt/completion row once more."""
         results: dict[int, list[Encoded] | RowError] = {}
         rendered: list[_Rendered] = []
-        plain: list[_Rendered] = []
+        prompts: dict[int, str] = {}  # what precedes the completion, by row
+        plain: list[tuple[int, Text]] = []
+        documents: list[tuple[int, np.ndarray, np.ndarray]] = []
         for index, row in enumerate(rows):
-            if isinstance(row, Text):
-                start = row.supervised_from if self._assistant_only_loss else 0
-                plain.append((index, row.text, [(start, len(row.text))]))
-                continue
             try:
-                text, spans = self._render_with_spans(row)
-                rendered.append((index, text, spans))
+                if isinstance(row, Tokens):
+                    results[index] = self._given(row)
+                elif isinstance(row, Text):
+                    plain.append((index, row))
+                else:
+                    text, spans, prompt = self._rendered(row)
+                    rendered.append((index, text, spans))
+                    if prompt is not None:
+                        prompts[index] = prompt
             except RowError as error:
                 results[index] = error.with_traceback(None)
-        # Text that begins with BOS was rendered by a chat template, which wrote BOS and EOS itself. Other text gets the
-        # tokenizer's special tokens and a supervised EOS.
-        bos = self._special.get("bos_token")
-        templated = [entry for entry in plain if bos and entry[1].startswith(bos)]
-        raw = [entry for entry in plain if not (bos and entry[1].startswith(bos))]
-        eos = None if self._markers else self._eos
-        documents = [
-            *self._label(rendered, eos=None),
-            *self._label(templated, eos=eos),
-            *self._label(raw, eos=eos, add_special_tokens=True),
-        ]
+        documents += self._label(rendered, prompts)
+        documents += self._label_texts(plain)
         for index, ids, labels in documents:
-            if self._markers is not None:
-                labels = self._markers.labels(ids)
-                labels[:1] = IGNORE_INDEX
             try:
                 results[index] = self._pieces(ids, labels)
             except RowError as error:
@@ -248,16 +254,27 @@ class Encoder:
 
     # --- tokens and labels ------------------------------------------------------------------------------------------
 
-    def _label(
-        self, group: list[_Rendered], *, eos: int | None, add_special_tokens: bool = False
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(index, ids, labels) of each text. With `eos`, that token is appended unless the text ends with it, and the
-        last token is supervised."""
-        end = self._special.get("eos_token")
-        by_length = [self._byte_lengths is not None and not add_special_tokens and t.isascii() for _, t, _ in group]
+    def _given(self, row: Tokens) -> list[Encoded]:
+        """The documents of a row of token ids."""
+        labels = row.labels
+        completion = row.by_default if self._completion_only_loss is None else self._completion_only_loss
+        if completion and row.completion_mask is not None:
+            labels = np.where(row.completion_mask, labels, np.int32(IGNORE_INDEX))
+        stops = np.cumsum(row.lengths).tolist()
+        bounds = list(zip([0, *stops[:-1]], stops, strict=True))
+        if len(bounds) > 1:  # nothing is predicted in a document without labels
+            bounds = [(a, b) for a, b in bounds if (labels[a + 1 : b] != IGNORE_INDEX).any()] or bounds[:1]
+        return [piece for a, b in bounds for piece in self._pieces(row.input_ids[a:b], labels[a:b])]
+
+    def _label(self, group: list[_Rendered], prompts: dict[int, str]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(index, ids, labels) of each rendered conversation. After a prompt, only what follows it is supervised."""
+        places = list(prompts)
+        encodings = self._tokenize([prompts[index] for index in places], False, offsets=False)
+        before = {index: encoding.ids for index, encoding in zip(places, encodings, strict=True)}
+        by_length = [self._byte_lengths is not None and text.isascii() for _, text, _ in group]
         for fast in (True, False):
             members = [entry for entry, is_fast in zip(group, by_length, strict=True) if is_fast is fast]
-            encodings = self._tokenize([text for _, text, _ in members], add_special_tokens, offsets=not fast)
+            encodings = self._tokenize([text for _, text, _ in members], False, offsets=not fast)
             for (index, text, spans), encoding in zip(members, encodings, strict=True):
                 ids = np.array(encoding.ids, dtype=np.int32)
                 ends = self._byte_lengths[ids].cumsum() if fast and self._byte_lengths is not None else None
@@ -265,16 +282,30 @@ class Encoder:
                     ranges = [_tokens_by_length(ends, text, span) for span in spans]
                 else:
                     if fast:  # the vocabulary lacks a character, which the tokenizer dropped
-                        (encoding,) = self._tokenize([text], add_special_tokens, offsets=True)
+                        (encoding,) = self._tokenize([text], False, offsets=True)
                     ranges = [_tokens_by_offset(encoding, text, span) for span in spans]
-                if eos is not None and not (end and text.rstrip().endswith(end)) and (len(ids) == 0 or ids[-1] != eos):
-                    ids = np.append(ids, np.int32(eos))
                 labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
                 for first, stop in ranges:
                     labels[first:stop] = ids[first:stop]
-                if eos is not None:
-                    labels[-1:] = ids[-1:]
-                labels[:1] = IGNORE_INDEX
+                labels[: _common_prefix_length(before.get(index, []), encoding.ids)] = IGNORE_INDEX
+                yield index, ids, labels
+
+    def _label_texts(self, rows: list[tuple[int, Text]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(index, ids, labels) of each text: everything is supervised, or what follows the prompt, or what the markers
+        find. EOS is appended as text before tokenizing, as in TRL."""
+        bos, eos = self._special.get("bos_token"), self._special.get("eos_token")
+        end = "" if self._markers else cast("str", eos or "")
+        for with_bos in (True, False):  # text that begins with BOS was rendered by a chat template
+            members = [(i, row) for i, row in rows if bool(bos and row.text.startswith(bos)) is with_bos]
+            texts = [row.text if row.text.endswith(end) else row.text + end for _, row in members]
+            prompts = [row.text[: row.supervised_from or 0] for _, row in members]
+            encodings = self._tokenize(texts, not with_bos, offsets=False)
+            before = self._tokenize(prompts, not with_bos, offsets=False)
+            for (index, row), encoding, prompt in zip(members, encodings, before, strict=True):
+                ids = np.array(encoding.ids, dtype=np.int32)
+                labels = ids.copy() if self._markers is None else self._markers.labels(ids)
+                if row.supervised_from is not None and self._completion_only_loss is not False:
+                    labels[: _common_prefix_length(prompt.ids, encoding.ids)] = IGNORE_INDEX
                 yield index, ids, labels
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool, *, offsets: bool) -> list[Encoding]:
@@ -294,22 +325,52 @@ class Encoder:
             raise RowError("over_length", f"{length} tokens; data.max_length is {limit}")
         elif self._over_length == "truncate":
             bounds = [(0, limit)]
+        elif self._over_length == "keep_end":
+            bounds = [(length - limit, length)]
         else:
             bounds = [(start, min(start + limit, length)) for start in range(0, length - 1, limit - 1)]
         pieces = []
         for start, stop in bounds:
             piece = labels[start:stop]
-            if start:
+            if start and self._over_length == "split":
                 piece = piece.copy()
                 piece[0] = IGNORE_INDEX  # it was predicted at the end of the previous piece
-            if (piece != IGNORE_INDEX).any():
+            if (piece[1:] != IGNORE_INDEX).any():
                 pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=stop - start < length))
         if not pieces:
-            cut = f" in the first {limit} of {length} tokens" if bounds[-1][1] < length else ""
+            cut = ""
+            if len(bounds) == 1 and limit is not None and length > limit:
+                side = "last" if self._over_length == "keep_end" else "first"
+                cut = f" in the {side} {limit} of {length} tokens"
             raise RowError("no_label", f"no token is supervised{cut}")
         return pieces
 
     # --- text and spans ---------------------------------------------------------------------------------------------
+
+    def _rendered(self, row: Conversation) -> tuple[str, list[Span], str | None]:
+        """The text of a conversation, its supervised spans, and the text of its prompt if only the completion is
+        supervised."""
+        encoder = self._variant(row.variables) if row.variables else self
+        if self._template is not None and self._assistant_only_loss and not self._marked and encoder._shape is None:
+            encoder._shape = encoder._infer_shape()
+        if self._completion_only_loss is False:
+            row = replace(row, supervised_from=0)
+        text, spans = encoder._render_with_spans(row)
+        if not row.supervised_from:
+            return text, spans, None
+        return text, spans, encoder._render(row.messages[: row.supervised_from], row.tools, prompt=True)
+
+    def _variant(self, variables: dict[str, Any]) -> Encoder:
+        """An encoder whose template also gets these variables, which may change how it writes turns."""
+        key = json.dumps(variables, sort_keys=True, default=repr)
+        if key not in self._variants:
+            if len(self._variants) >= _MAX_VARIANTS:
+                self._variants.clear()
+            variant = copy.copy(self)
+            variant._special = {**self._special, **variables}
+            variant._skeletons, variant._shape, variant._variants = {}, None, {}
+            self._variants[key] = variant
+        return self._variants[key]
 
     def _render_with_spans(self, row: Conversation) -> tuple[str, list[Span]]:
         if self._template is None:
@@ -544,6 +605,7 @@ def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.tex
     import rich.text
 
     supervised = encoded.labels != IGNORE_INDEX
+    supervised[:1] = False  # never predicted
     edges = [0, *(np.flatnonzero(supervised[1:] != supervised[:-1]) + 1).tolist(), len(supervised)]
     result = rich.text.Text()
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -598,6 +660,12 @@ class _Skeleton:
             return None
         places = (self.turns[turn] for turn in turns)
         return [(begins[a] + start, begins[b] + end) for a, start, b, end in places]
+
+
+def _common_prefix_length(ids: list[int], other_ids: list[int]) -> int:
+    """Number of leading tokens that both have in common."""
+    pairs = zip(ids, other_ids, strict=False)
+    return next((i for i, (id, other) in enumerate(pairs) if id != other), min(len(ids), len(other_ids)))
 
 
 def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:

@@ -192,8 +192,12 @@ def _collated(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> list[tuple
         Refused: the batch has more than that, or other tokens than its rows.
     """
     name = getattr(type(collator), "__name__", repr(collator))
+    whole = [{"input_ids": list(row["input_ids"]), "labels": list(row["labels"])} for row in rows]
     try:
-        batch = collator([{"input_ids": list(row["input_ids"]), "labels": list(row["labels"])} for row in rows])
+        try:
+            batch = collator(whole)
+        except (ValueError, TypeError):  # one that makes the labels itself may not know how to pad others
+            batch = collator([{"input_ids": row["input_ids"]} for row in whole])
     except Exception as error:
         raise Refused(f"`data_collator` {name} failed on tokenized rows: {describe(error)}. Remove it.") from error
     further = sorted(set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"})

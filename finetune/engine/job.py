@@ -92,8 +92,10 @@ def open_job(
     with activity.during("reading the checkpoint"):
         before_loading()
     pack_length = config.data.row_length if config.data.packing else None
+    splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
+    row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
-        loaded = model.load(config, stack, row_length=config.data.row_length)
+        loaded = model.load(config, stack, row_length=row_length)
     with bootstrap.quiet_ranks():
         loaded = hooks.replace("model", loaded, tokenizer)
     check_backend(stack)

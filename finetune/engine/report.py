@@ -52,7 +52,7 @@ def print_introduction(job: Job, start: Start) -> None:
             print_line(f"patched: {verdict.name} ({verdict.reason})")
     if config.rows_from_script:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
-    print_line(f"Row format: {job.data.format}")
+    print_line(f"Rows: {job.data.format}")
     console().print(ledger.table(job.data.ledgers, layouts(job)))
 
 

@@ -321,9 +321,10 @@ def out_of_memory(job: Job) -> Iterator[None]:
             f"set training.per_device_train_batch_size to {half} (same global batch of "
             f"{job.batch.global_batch_size}, same result)"
             if job.batch.per_device > 1
-            else "lower data.max_length"
+            else f"{'lower' if job.config.data.max_length else 'set'} data.max_length"
         )
         model, training = job.config.model, job.config.training
+        longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
         alternatives = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
         if model.full_finetuning:
             alternatives += ["training.optim: adamw_8bit"] if training.adam_in_full else []
@@ -331,8 +332,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
         elif not model.load_in_4bit:
             alternatives.append("model.load_in_4bit: true")
         raise RunError(
-            f"CUDA ran out of memory: {job.batch.per_device} rows of up to {job.config.data.max_length} tokens per "
-            f"GPU. To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
+            f"CUDA ran out of memory: {job.batch.per_device} rows of up to {longest} tokens per GPU. "
+            f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
             f"({out_of_memory_details(error)})"
         ) from error
 

@@ -20,6 +20,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Greet.", "input": "", "output": "Hello"},
     "prompt_completion": {"prompt": "Hi", "completion": "Hello"},
     "text": {"text": "Once upon a time"},
+    "tokenized": {"input_ids": [5, 6, 7]},
 }
 
 
@@ -65,13 +66,16 @@ def test_the_items_decide_and_not_the_name_of_the_column() -> None:
     assert messages_of({"messages": SHAREGPT}) == MESSAGES
 
 
-def test_a_tie_lists_the_evidence() -> None:
+def test_columns_of_several_formats_are_read_in_the_order_of_trl() -> None:
     row = {**ROWS["alpaca"], "text": "Below is an instruction"}
-    with pytest.raises(
-        UserError, match="several formats.*alpaca: columns 'instruction' and 'output'.*text: column 'text'"
-    ):
-        detected(row)
+    found = detected(row)
+    assert (found.name, found.evidence) == ("text", "column 'text' of text; before alpaca, as in TRL")
     assert detected(row, wanted="alpaca").name == "alpaca"
+    everything = {**row, **ROWS["messages"], **ROWS["sharegpt"], **ROWS["prompt_completion"], **ROWS["tokenized"]}
+    for name in ("tokenized", "prompt_completion", "sharegpt", "messages", "text", "alpaca"):
+        assert detected(everything).name == name
+        del everything[next(iter(ROWS[name]))]
+    assert detected({"conversations": MESSAGES, "text": "Hi"}).name == "text"  # TRL reads from/value there
     assert detected(row, mapping={"instruction": "instruction"}).name == "alpaca"
 
 
@@ -92,9 +96,7 @@ def test_a_mapping_decides_the_format() -> None:
     row = {"question": "1 + 1?", "answer": "2", "text": "1 + 1 = 2"}
     found = detected(row, mapping={"prompt": "question", "completion": "answer"})
     assert (found.name, found.columns) == ("prompt_completion", {"prompt": "question", "completion": "answer"})
-    assert to_conversation(row, found) == Conversation(
-        messages=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    )
+    assert to_conversation(row, found) == Text(text="1 + 1?2", supervised_from=6)
     assert detected(row, mapping={"text": "answer"}).columns == {"text": "answer"}
 
 
@@ -152,10 +154,11 @@ def test_alpaca() -> None:
 
 
 def test_prompt_completion() -> None:
-    assert messages_of(ROWS["prompt_completion"]) == MESSAGES
-    assert convert({"prompt": "1 + 1 =", "completion": " 2"}, has_template=False) == Text(
-        text="1 + 1 = 2", supervised_from=7
-    )
+    row = {"prompt": "1 + 1 =", "completion": " 2"}
+    assert convert(row) == convert(row, has_template=False) == Text(text="1 + 1 = 2", supervised_from=7)
+    assert convert({"prompt": "", "completion": "2"}) == Text(text="2", supervised_from=0)
+    with pytest.raises(UserError, match="system_prompt"):
+        convert(row, system_prompt="Be brief.")
 
     lists = {"prompt": [*MESSAGES, {"role": "user", "content": "and?"}], "completion": [MESSAGES[1]]}
     assert convert(lists, system_prompt="Be brief.") == Conversation(

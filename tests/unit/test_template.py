@@ -243,8 +243,8 @@ def test_only_turns_from_supervised_from_on_are_supervised() -> None:
 
 def test_everything_is_supervised_without_assistant_only_loss() -> None:
     encoded = encode_one(encoder_for("llama3", assistant_only_loss=False), HELLO)
-    assert encoded.labels[0] == IGNORE_INDEX  # nothing precedes the first token
-    assert (encoded.labels[1:] == encoded.input_ids[1:]).all()
+    assert (encoded.labels == encoded.input_ids).all()
+    assert encoded.label_tokens == len(encoded.labels) - 1  # nothing precedes the first token
     with pytest.raises(UserError, match="assistant_only_loss"):
         encoder_for("chatml", assistant_only_loss=False, last_turn_only=True)
 
@@ -321,8 +321,10 @@ def test_bos_occurs_once() -> None:
     ((text,),) = encoder.encode_batch([Text(text="Hello there")])
     assert isinstance(text, Encoded)
     assert text.input_ids.tolist().count(bos) == 1
-    assert text.input_ids[0] == bos and text.labels[0] == IGNORE_INDEX
-    assert supervised(text, tokenizer) == ["Hello there<eos>"]
+    assert text.input_ids[0] == bos
+    assert supervised(text, tokenizer) == ["<bos>Hello there<eos>"]
+    ((again,),) = encoder.encode_batch([Text(text="<bos>Hello there<eos>")])
+    assert isinstance(again, Encoded) and again.input_ids.tolist() == text.input_ids.tolist()
 
 
 def test_the_completion_and_eos_of_plain_text_are_supervised() -> None:
@@ -330,7 +332,7 @@ def test_the_completion_and_eos_of_plain_text_are_supervised() -> None:
     text = Text(text="Question: how many? Answer: 42", supervised_from=len("Question: how many? Answer:"))
     ((piece,),) = Encoder(tokenizer, None).encode_batch([text])  # type: ignore[misc]
     assert supervised(piece, tokenizer) == [" 42<|im_end|>"]
-    ((piece,),) = Encoder(tokenizer, None, assistant_only_loss=False).encode_batch([text])  # type: ignore[misc]
+    ((piece,),) = Encoder(tokenizer, None, completion_only_loss=False).encode_batch([text])  # type: ignore[misc]
     assert piece.label_tokens == len(piece.input_ids) - 1
     with pytest.raises(UserError, match="no chat template"):
         Encoder(tokenizer, None).encode_batch([Conversation(messages=HELLO)])
@@ -422,7 +424,7 @@ def test_a_message_that_the_template_does_not_render_is_an_error() -> None:
 )
 def test_ambiguous_templates_are_refused(template: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
-        Encoder(tokenizer_for("chatml"), template)
+        encode_one(Encoder(tokenizer_for("chatml"), template), HELLO)
     assert "assistant_only_loss" in str(caught.value) and template[:20] in str(caught.value).replace("\\n", "\n")
     if "raise_exception" not in template:
         assert encode_one(Encoder(tokenizer_for("chatml"), template, assistant_only_loss=False), HELLO).label_tokens

@@ -1,0 +1,266 @@
+"""Rows mean what they mean to `trl.SFTTrainer`: generated data sets give the same token ids and labels, token by token.
+
+The reference is TRL's own preparation. Differences are the ones in `_explained`, which docs/data.md lists with reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from finetune.data import IGNORE_INDEX, formats
+from finetune.data.formats import RowError
+from finetune.data.template import Encoder
+from tests.unit.chat_templates import CORPUS, build_tokenizer
+
+FAST, ALL = 36, 360
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>")
+SPECIAL += ("<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+
+# The role and a variable of the row in the text, and marks around the answer.
+OWN = (
+    "{% if persona is defined %}{{ 'You are ' + persona + '.\n' }}{% endif %}"
+    "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think>' if think else '') }}{% endif %}"
+)
+TEMPLATES = ("own", "qwen2_5", "qwen3", "llama3", "phi3", "gemma")  # all but the first: TRL's training templates
+
+WORDS = [
+    "hel",
+    "lo",
+    " world",
+    "Natalia",
+    " 48",
+    "\n",
+    " ",
+    "  ",
+    "é",
+    "日本",
+    "🙂",
+    "👩\u200d👧",
+    "answers:",
+    "\t",
+    "ß",
+]
+WORDS += ["0", "{{ x }}", "user\n", "-100", "<|im_end|>", "clips", "<eos>", "<bos>", "assistant"]
+
+
+@functools.cache
+def tokenizer_for(kind: str, template: str) -> PreTrainedTokenizerFast:
+    """plain: byte-level; bos, both: it adds BOS, or BOS and EOS; metaspace: like Llama 2's, with a BOS."""
+    if kind == "metaspace":
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+        special = ["<unk>", "<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPECIAL]
+        backend.train_from_iterator(
+            CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>")
+    else:
+        tokenizer = build_tokenizer(SPECIAL, "<eos>", None if kind == "plain" else "<bos>")
+    if kind != "plain":
+        ends = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A <eos>" if kind == "both" else "<bos> $A", special_tokens=ends
+        )
+    if template != "own":
+        from trl import chat_template_utils
+
+        tokenizer.chat_template = getattr(chat_template_utils, f"{template}_training_chat_template")
+    else:
+        tokenizer.chat_template = OWN
+    tokenizer.pad_token = "<eos>"
+    return tokenizer
+
+
+@functools.cache
+def model() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1024, bos_token_id=None, eos_token_id=1, **sizes))
+
+
+# --- the data sets ----------------------------------------------------------------------------------------------------
+
+FORMATS = ("text", "strings", "prompt messages", "messages", "conversations", "tokenized")
+
+
+class Case:
+    """One generated data set and the options to read it with."""
+
+    def __init__(self, number: int) -> None:
+        self.rng = rng = random.Random(number)
+        self.format = FORMATS[number % len(FORMATS)]
+        self.kind = rng.choice(("plain", "bos", "both", "metaspace"))
+        self.template = "own" if rng.random() < 0.5 else rng.choice(TEMPLATES)
+        if self.kind == "plain" and self.template in ("llama3", "gemma"):
+            self.kind = "bos"  # these templates write a BOS
+        conversational = self.format in ("prompt messages", "messages", "conversations")
+        self.options: dict[str, Any] = {
+            "assistant_only_loss": self.format in FORMATS[2:4] and rng.random() < 0.5,
+            "completion_only_loss": rng.choice((None, None, True, False)),
+            "max_length": rng.choice((None, None, 4, 9, 30)),
+            "truncation_mode": rng.choice(("keep_start", "keep_end")),
+        }
+        self.extra = self.template == "own" and conversational and rng.random() < 0.5
+        self.columns = [c for c in ("labels", "completion_mask", "assistant_masks") if rng.random() < 0.4]
+        self.with_prompts = rng.random() < 0.3
+        self.rows = [{**self.row(), "number": n} for n in range(rng.randint(1, 4))]
+
+    def words(self, least: int = 0) -> str:
+        text = "".join(self.rng.choices(WORDS, k=self.rng.randint(least, 6)))
+        return text if self.kind != "plain" or "<bos>" not in text else text.replace("<bos>", "")
+
+    def content(self) -> str:
+        return "x" + self.words()
+
+    def text(self) -> str:
+        found = self.words()
+        cut = self.options["max_length"] is not None  # then the difference below would shift the cut
+        return "x" + found if cut and found[:1] in ("", "<") else found
+
+    def turns(self) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.words()}] if self.template not in ("gemma",) else []
+        found: list[dict[str, str]] = system if self.rng.random() < 0.3 else []
+        for _ in range(self.rng.randint(1, 2)):
+            found = [
+                *found,
+                {"role": "user", "content": self.content()},
+                {"role": "assistant", "content": self.content()},
+            ]
+        return found
+
+    def row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        if self.extra:
+            tools = [{"type": "function", "function": {"name": "add"}}]
+            row["tools"] = (
+                self.rng.choice((tools, [])) if self.options["max_length"] else '[{"function": {"name": "add"}}]'
+            )
+            row["chat_template_kwargs"] = {"persona": self.words(), "think": self.rng.random() < 0.5}
+        if self.format == "text":
+            return row | {"text": self.text()}
+        if self.format == "strings":
+            return row | {"prompt": self.text(), "completion": self.words()}
+        turns = self.turns()
+        if self.format == "prompt messages":
+            return row | {"prompt": turns[:-1], "completion": turns[-1:]}
+        if self.format == "messages":
+            return row | {"messages": turns, "text": "not read"}
+        if self.format == "conversations":
+            return row | {"conversations": [{"from": m["role"], "value": m["content"]} for m in turns]}
+        ids = [self.rng.randint(3, 500) for _ in range(self.rng.randint(1, 40))]
+        row["input_ids"] = ids
+        for column in self.columns:
+            bits = [self.rng.randint(0, 1) for _ in ids]
+            row[column] = (
+                [id if bit else IGNORE_INDEX for id, bit in zip(ids, bits, strict=True)] if column == "labels" else bits
+            )
+        return row | ({"prompt": "p", "completion": "c"} if self.with_prompts else {})
+
+
+# --- both readings ----------------------------------------------------------------------------------------------------
+
+Document = tuple[list[int], list[int]]  # token ids and labels
+Documents = dict[int, Document]
+
+
+def read_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Any, **options: Any) -> Documents:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(
+        output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **options
+    )
+    dataset = datasets.Dataset.from_list(rows)
+    trainer = SFTTrainer(model(), args=args, train_dataset=dataset, processing_class=tokenizer)
+    return {row["number"]: (row["input_ids"], row["labels"]) for row in trainer.train_dataset}
+
+
+def read_here(
+    rows: list[dict[str, Any]], tokenizer: Any, *, truncation_mode: str = "keep_start", **options: Any
+) -> tuple[Documents, dict[int, RowError]]:
+    dataset = datasets.Dataset.from_list(rows)
+    over_length = {"keep_start": "truncate", "keep_end": "keep_end"}[truncation_mode]
+    found = formats.detect(dataset.column_names, list(dataset))
+    encoder = Encoder(tokenizer, tokenizer.chat_template, over_length=over_length, **options)
+    documents: Documents = {}
+    errors: dict[int, RowError] = {}
+    for row in dataset:
+        try:
+            (result,) = encoder.encode_batch([formats.to_conversation(row, found)])
+        except RowError as error:
+            result = error
+        if isinstance(result, RowError):
+            errors[row["number"]] = result
+        else:
+            (piece,) = result
+            documents[row["number"]] = (piece.input_ids.tolist(), piece.labels.tolist())
+    return documents, errors
+
+
+def explained(row: dict[str, Any], error: RowError, labels: list[int]) -> bool:
+    """Whether a row that TRL keeps is dropped here for a documented reason."""
+    if error.reason == "empty":
+        return not row.get("completion", row.get("text", "?")).strip()
+    return error.reason == "no_label" and set(labels[1:]) <= {IGNORE_INDEX}
+
+
+def with_special_tokens_once(row: dict[str, Any], document: Document, case: Case) -> Document:
+    """TRL's document of a text that begins with BOS itself, without what the tokenizer adds to any text."""
+    text = row.get("text") or (row["prompt"] + row["completion"] if isinstance(row.get("prompt"), str) else "")
+    if case.kind == "plain" or "input_ids" in row or "messages" in row or not text.startswith("<bos>"):
+        return document
+    end = -1 if case.kind == "both" else None
+    return document[0][1:end], document[1][1:end]
+
+
+def with_last_characters(document: Document, found: Document) -> Document:
+    """TRL's document with the labels found here for the last character of a marked turn, if it has several tokens.
+
+    TRL's mask ends with the first of them: of Llama 2's two tokens for a newline after a special token, or of the
+    bytes of an emoji.
+    """
+    ids, labels = document
+    labels = list(labels)
+    for place in range(1, len(labels)):
+        follows = place + 1 == len(ids) or found[1][place + 1] == IGNORE_INDEX or labels[place + 1] == IGNORE_INDEX
+        if labels[place] == IGNORE_INDEX != found[1][place] and labels[place - 1] != IGNORE_INDEX and follows:
+            labels[place] = ids[place]
+    return ids, labels
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet_datasets() -> Any:
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    yield
+    datasets.enable_caching()
+
+
+@pytest.mark.parametrize("number", [n if n < FAST else pytest.param(n, marks=pytest.mark.campaign) for n in range(ALL)])
+@pytest.mark.filterwarnings("ignore")
+def test_ids_and_labels_are_those_of_trl(number: int, tmp_path: Any) -> None:
+    case = Case(number)
+    tokenizer = tokenizer_for(case.kind, case.template)
+    expected = read_by_trl(case.rows, tokenizer, tmp_path, **case.options)
+    found, errors = read_here(case.rows, tokenizer, **case.options)
+    rows = {row["number"]: row for row in case.rows}
+    assert set(found) <= set(expected)
+    for index, document in expected.items():
+        if index in errors:
+            assert explained(rows[index], errors[index], document[1]), errors[index]
+        else:
+            document = with_special_tokens_once(rows[index], document, case)
+            if case.kind == "metaspace" and case.options["assistant_only_loss"]:
+                document = with_last_characters(document, found[index])
+            assert found[index] == document
