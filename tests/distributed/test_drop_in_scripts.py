@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import finetune
 from tests import launch, tiny, warm
+from tests.conformance import runner
 
 STOCK = "from trl import SFTTrainer"
 OURS = "from finetune import SFTTrainer"
@@ -34,7 +34,7 @@ SCRIPTS = {
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(
-        WHOSE == "finetune" and not hasattr(finetune, "SFTTrainer"), reason="finetune.SFTTrainer does not exist yet"
+        WHOSE == "finetune" and not runner.has_trainer(), reason="finetune.SFTTrainer does not exist yet"
     ),
 ]
 
