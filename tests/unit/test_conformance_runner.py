@@ -57,9 +57,10 @@ test_of.__test__ = False  # type: ignore[attr-defined]
     ],
 )
 def test_ranks_must_agree(outcomes: list[str], expected: str, tmp_path: Path) -> None:
-    session = follow(tmp_path, *(test_of("test_x", outcome, "the reason") for outcome in outcomes))
-    assert session.results["test_x"].outcome == expected
-    assert ("disagree" in session.results["test_x"].reason) == (len(set(outcomes)) > 1)
+    session = follow(tmp_path, *(test_of("test_x", outcome, f"why {outcome}") for outcome in outcomes))
+    result = session.results["test_x"]
+    assert result.outcome == expected and result.reason.endswith(f"why {outcomes[-1]}")
+    assert ("disagree" in result.reason) == (len(set(outcomes)) > 1)
 
 
 def test_disagreement_leaves_the_rest_to_fresh_ranks(tmp_path: Path) -> None:
