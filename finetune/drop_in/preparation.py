@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config import Config
 from finetune.config.schema import DataConfig, TrainingConfig
 from finetune.data.mixture import Source
 from finetune.data.prepare import Data, prepare_splits
-from finetune.drop_in import rows, settings
+from finetune.data.store import Rows
+from finetune.drop_in import refusals, rows, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,19 @@ class Preparation:
     def tokenized(self, sources: Mapping[str, Source]) -> Data:
         """The documents of each split's source, with the labels of the user's collator if there is one."""
         data = self._prepared(sources)
-        if self.collator is None:
-            return data
-        labeled = {
-            split: rows.labeled(found.dataset, self.collator, sources[split].name, [data.fingerprint, split])
-            for split, found in data.splits.items()
+        if self.args.packing and self.args.packing_strategy == "wrapped":
+            return self._again(data, lambda found, *about: rows.wrapped(found, self.args.max_length, *about))
+        if self.collator is not None:
+            return self._again(data, lambda found, *about: rows.labeled(found.dataset, self.collator, *about))
+        return data
+
+    def _again(self, data: Data, source: Callable[[Rows, str, Any], Source]) -> Data:
+        """The documents that are made of prepared ones: `source` takes those of a split, its name and its identity."""
+        found = {
+            split: source(one, refusals.argument(split), [data.fingerprint, split])
+            for split, one in data.splits.items()
         }
-        return self._prepared(labeled)
+        return replace(self._prepared(found), format=data.format)
 
     def _prepared(self, sources: Mapping[str, Source]) -> Data:
         config = Config(data=self.settings, training=TrainingConfig(seed=self.args.seed))

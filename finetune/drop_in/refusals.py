@@ -22,7 +22,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "group_by_length": ((False,), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),
     "train_sampling_strategy": (("random",), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),
     "dataloader_drop_last": ((False,), "an epoch trains on every row once. Remove it"),
-    "packing_strategy": (("bfd", "bfd_split"), "it cuts documents at arbitrary places. Use bfd or bfd_split"),
     "auto_find_batch_size": ((False,), "the batch would depend on the GPU. Set per_device_train_batch_size"),
     "fsdp": ((None, "", [], False), _LAUNCHED),
     "deepspeed": ((None, ""), _LAUNCHED),

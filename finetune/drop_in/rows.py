@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from finetune.data.layout import Layout
 from finetune.data.mixture import Item, Source
+from finetune.data.store import Rows
 from finetune.drop_in import refusals
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
@@ -214,6 +215,30 @@ def _collated(collator: Labels, rows: Sequence[Mapping[str, Any]]) -> list[tuple
     if len(found) != len(rows):
         raise Refused(f"`data_collator` {name} changes the tokens of its rows or joins them. Remove it.")
     return found
+
+
+# --- rows of a constant length ----------------------------------------------------------------------------------------
+
+
+def wrapped(found: Rows, length: int, name: str, identity: Any) -> Source:
+    """`packing_strategy="wrapped"`: all documents in order as one sequence, cut into rows of `length` tokens. A row
+    is then one document: its tokens attend to those of the document before, as in TRL.
+
+    Args:
+        identity: of the documents.
+    """
+
+    def read() -> Iterator[Item]:
+        ids, labels, number = np.empty(0, np.int32), np.empty(0, np.int32), 0
+        for index in range(len(found)):
+            ids, labels = (np.concatenate(pair) for pair in zip((ids, labels), found[index], strict=True))
+            while len(ids) >= length or (len(ids) and index == len(found) - 1):
+                number += 1
+                row = {"input_ids": ids[:length].tolist(), "labels": labels[:length].tolist()}
+                yield row, f"{name}:row {number}"
+                ids, labels = ids[length:], labels[length:]
+
+    return Source(name=name, open=read, identity=[identity, "wrapped", length], format="tokenized")
 
 
 # --- prepared rows, as a data set -------------------------------------------------------------------------------------

@@ -114,14 +114,15 @@ def data(args: Any) -> DataConfig:
     """How rows are read: TRL's defaults, not those of a YAML file."""
     prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
     cut = {"keep_start": "truncate", "keep_end": "keep_end"}[args.truncation_mode]
-    split = args.packing and args.packing_strategy == "bfd_split"
+    strategy = args.packing_strategy if args.packing else None
+    packs = strategy is not None and strategy != "wrapped"
     return DataConfig(
-        max_length=None if prepared else args.max_length,
-        over_length="split" if split else cut,  # type: ignore[arg-type]
+        max_length=None if prepared or strategy == "wrapped" else args.max_length,
+        over_length="split" if strategy == "bfd_split" else cut,  # type: ignore[arg-type]
         assistant_only_loss=args.assistant_only_loss,
         completion_only_loss=args.completion_only_loss,
-        packing=args.packing,
-        pack_length=args.max_length if args.packing else None,
+        packing=packs,
+        pack_length=args.max_length if packs else None,
         num_proc=args.dataset_num_proc,
     )
 

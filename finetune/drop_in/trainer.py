@@ -143,7 +143,7 @@ class SFTTrainer(engine.SFTTrainer):
     def _open_job(self, model: Any, data: Data, global_batch_size: int | None) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.stack_of(model, STACK)
-        because = None if self.given.packing else "packing is off"
+        because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
             engine_model.prepare_for_packs(model, stack)
@@ -157,7 +157,7 @@ class SFTTrainer(engine.SFTTrainer):
             hardware=hardware.probe(),
             tokenizer=self.preparation.tokenizer,
             data=data,
-            layout=lay_out(data.train, self.given.max_length if because is None else None),
+            layout=lay_out(data.train, self.preparation.settings.pack_length if because is None else None),
             eval_layout=None,
             unpacked_because=because,
             model=model,
@@ -167,7 +167,7 @@ class SFTTrainer(engine.SFTTrainer):
     def _eval_layouts(self, data: Data) -> Layout | dict[str, Layout] | None:
         """The held-out rows; by name if the user gave several sets."""
         packs = self.given.packing if self.given.eval_packing is None else self.given.eval_packing
-        length = self.given.max_length if packs and self.job.unpacked_because is None else None
+        length = self.job.layout.packs.pack_length if packs else None
         found = {
             split.removeprefix("eval").removeprefix("_"): lay_out(one, length)
             for split, one in data.splits.items()

@@ -115,7 +115,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another order": (dict(data_seed=3), "Set `seed`"),
     "groups by length": (dict(train_sampling_strategy="group_by_length"), "grouped anyway"),
     "rows left out": (dict(dataloader_drop_last=True), "`dataloader_drop_last=True`"),
-    "documents cut anywhere": (dict(packing=True, packing_strategy="wrapped"), "Use bfd or bfd_split"),
     "the batch that fits": (dict(auto_find_batch_size=True), "Set per_device_train_batch_size"),
     "pushes while training": (dict(push_to_hub=True), "trainer.push_to_hub()"),
     "packs without length": (dict(packing=True, max_length=None), "needs `max_length`"),
@@ -208,6 +207,12 @@ def test_packs_are_shown_as_trl_shows_them(make: Callable[..., Any]) -> None:
     assert all(len(row["input_ids"]) == sum(row["seq_lengths"]) <= 64 for row in packs)
     assert packs.map(lambda row: row).num_rows == len(packs)  # whatever else a Dataset can do
     assert len(trainer.eval_dataset) == 5 and "seq_lengths" not in trainer.eval_dataset.column_names
+
+
+def test_wrapped_rows_are_one_sequence_cut_to_length(make: Callable[..., Any]) -> None:
+    whole, rows = make().train_dataset, make(packing=True, packing_strategy="wrapped", max_length=20).train_dataset
+    assert [token for row in rows["input_ids"] for token in row] == [t for row in whole["input_ids"] for t in row]
+    assert {len(row) for row in rows["input_ids"][:-1]} == {20} and "seq_lengths" not in rows.column_names
 
 
 def test_a_digest_follows_the_content_and_not_the_storage() -> None:
