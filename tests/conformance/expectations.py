@@ -13,8 +13,8 @@ NOT_THE_TRAINER = {
     "TestSFTTrainerSlow": "TRL's slow tests: data from the hub and an accelerator",
 }
 
-# A drop-in replacement must pass these: none may be refused. `test_train_model_dtype` is not among them: in float16 at a
-# learning rate of 0.1 its loss soon is not a number, and it asks only that the weights differ, as NaN does.
+# A drop-in replacement must pass these: none may be refused. `test_train_model_dtype` is not among them: in float16 at
+# a learning rate of 0.1 its loss soon is not a number, and it asks only that the weights differ, as NaN does.
 REQUIRED = """
 test_init_with_training_arguments test_train_dataset_format test_train_model test_train_nll_loss
 test_train_nll_loss_peft test_train_with_formatting_func
