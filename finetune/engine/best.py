@@ -28,7 +28,7 @@ def set_arguments(args: Any, training: TrainingConfig) -> None:
     args.load_best_model_at_end = training.load_best_model_at_end
 
 
-def callbacks(training: TrainingConfig, *, evaluates: bool) -> list[TrainerCallback]:
+def callbacks(training: TrainingConfig, *, evaluates: bool) -> list[BestModel]:
     """The callback of a run that tracks its best evaluation; none for other runs.
 
     Args:
@@ -110,8 +110,9 @@ class BestModel(TrainerCallback):
     def ended_at(self, args: Any, state: TrainerState, total_steps: int) -> bool:
         """Whether a run of `total_steps` steps ends at a checkpoint with this state: it was stopped early there."""
         kept = state.stateful_callbacks.get(_STATE)
-        unchanged = kept is not None and kept["metric"] == _metric(args) and state.max_steps == total_steps
-        return unchanged and self.patience is not None and kept["misses"] >= self.patience
+        if kept is None or kept["metric"] != _metric(args) or state.max_steps != total_steps:
+            return False
+        return self.patience is not None and kept["misses"] >= self.patience
 
 
 def _metric(args: Any) -> list[Any]:

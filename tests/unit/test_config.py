@@ -349,7 +349,12 @@ def test_a_key_like_no_other():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("bf16", "true", "model.dtype"),
+        ("bf16_full_eval", "true", "model.dtype"),
+        ("eval_strategy", "epoch", "training.eval_steps"),
+        ("save_strategy", "best", "training.save_steps"),
+        ("truncation_mode", "keep_end", "data.over_length"),
+        ("chat_template_path", "org/model", "model.chat_template"),
+        ("dataset_text_field", "[a]", "data.columns"),
         ("report_to", "none", "TensorBoard"),
         ("report_to", "wandb", "TensorBoard"),
         ("push_to_hub", "true", "hf upload"),
@@ -357,7 +362,7 @@ def test_a_key_like_no_other():
         ("logging_dir", "x", "TensorBoard"),
         ("average_tokens_across_devices", "false", "supervised tokens"),
         ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),
-        ("do_train", "true", "this command always trains"),
+        ("do_train", "false", "this command always trains"),
         ("extra", "{}", "by its own name"),
     ],
 )
