@@ -211,8 +211,8 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
         return
     target, ours = found
     section, _, key = target.partition(".")
-    checked = _check(Setting(setting.where, section, key, ours), problems)
-    if checked is None:
+    if _check(Setting(setting.where, section, key, ours), problems, shown=setting) is None:
+        problems.names.add(setting.name)
         return
     other = origin.get(target)
     if other is not None and isinstance(ours, dict):  # one column of several
@@ -392,24 +392,29 @@ def _nodes(mapping: yaml.Node | None) -> dict[str, tuple[int, yaml.Node]]:
 # Checking -----------------------------------------------------------------------------------------------------------
 
 
-def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
-    """The value in a 1-tuple, or None if it is invalid (and reported) or has no effect."""
+def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) -> tuple[Any] | None:
+    """The value in a 1-tuple, or None if it is invalid (and reported).
+
+    Args:
+        shown: what the user wrote, if that was another name.
+    """
+    shown = shown or setting
     annotation = _annotation(setting.section, setting.key)
     if annotation is None:
         nearest = _nearest(setting.key)
-        problems.add(f"{setting}: {_unknown(setting.section, setting.key, nearest)}", setting.name, nearest)
+        problems.add(f"{shown}: {_unknown(setting.section, setting.key, nearest)}", setting.name, nearest)
         return None
     try:
         value = convert(_parse(setting.raw, annotation) if setting.raw else setting.value, annotation)
     except (NotAllowed, *_NOT_YAML):
-        problems.add(f"{setting}: {_wrong_type(setting, annotation)}", setting.name)
+        problems.add(f"{shown}: {_wrong_type(setting, annotation)}", setting.name)
         return None
     if why := _unusable(value):
-        problems.add(f"{setting}: {why}", setting.name)
+        problems.add(f"{shown}: {why}", setting.name)
         return None
     words, test = (KEYS[setting.name].metadata["allowed"] if setting.name in KEYS else None) or ("", None)
     if test is not None and value is not None and not test(value):
-        problems.add(f"{setting}: must be {words}.", setting.name)
+        problems.add(f"{shown}: must be {words}.", setting.name)
         return None
     if setting.section == "training" and setting.key in CHOICES and value != DEFAULTS[setting.name]:
         known = choices(setting.key)
@@ -417,7 +422,7 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
             longer = next((name for name in known if name.startswith(f"{value}_")), None)
             near = longer or _most_alike(str(value), known)
             nearest = f" Nearest is {near}." if near else ""
-            problems.add(f"{setting}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
+            problems.add(f"{shown}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None
     return (value,)
 

@@ -55,6 +55,8 @@ def same_as(name: str, value: Any) -> tuple[str, Any] | None:
         return "data.columns", {"text": value}
     if name == "chat_template_path" and isinstance(value, str) and value.endswith((".jinja", ".jinja2")):
         return "model.chat_template", value  # a folder or Hub name would also bring a tokenizer
+    if value is False and name.endswith("_strategy"):
+        value = "no"  # YAML reads an unquoted no as false
     known = SAME_AS.get(name, {})
     if ANY in known:
         return known[ANY][0], value

@@ -62,7 +62,7 @@ class BestModel(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._training = True
-        kept = state.stateful_callbacks.get(_STATE)
+        kept = _callback_states(state).get(_STATE)
         same = kept is not None and _metric(args) == kept["metric"]
         moved = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
         if same and state.best_model_checkpoint is None and moved.is_dir():
@@ -97,7 +97,7 @@ class BestModel(TrainerCallback):
             return
         gain = _gain(metrics[name], state.best_metric, greater=args.greater_is_better)
         self.misses = 0 if gain > self.threshold else self.misses + 1
-        state.stateful_callbacks[_STATE] = {"metric": _metric(args), "misses": self.misses}
+        _callback_states(state)[_STATE] = {"metric": _metric(args), "misses": self.misses}
         if gain > 0 and args.load_best_model_at_end:
             control.should_save = True
         if self.patience is not None and self.misses >= self.patience and state.global_step < state.max_steps:
@@ -109,10 +109,14 @@ class BestModel(TrainerCallback):
 
     def ended_at(self, args: Any, state: TrainerState, total_steps: int) -> bool:
         """Whether a run of `total_steps` steps ends at a checkpoint with this state: it was stopped early there."""
-        kept = state.stateful_callbacks.get(_STATE)
+        kept = _callback_states(state).get(_STATE)
         if kept is None or kept["metric"] != _metric(args) or state.max_steps != total_steps:
             return False
         return self.patience is not None and kept["misses"] >= self.patience
+
+
+def _callback_states(state: TrainerState) -> dict[str, Any]:
+    return state.stateful_callbacks  # type: ignore[return-value]  # annotated as a list, converted to a dict on creation
 
 
 def _metric(args: Any) -> list[Any]:
