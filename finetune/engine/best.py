@@ -68,7 +68,7 @@ class BestModel(TrainerCallback):
         if same and state.best_model_checkpoint is None and moved.is_dir():
             state.best_model_checkpoint = str(moved)
         lost = same and args.load_best_model_at_end and state.best_model_checkpoint is None
-        self.misses = kept["misses"] if same and not lost else 0
+        self.misses = kept["misses"] if kept is not None and same and not lost else 0
         if not same or lost:
             if lost and state.best_global_step is not None:
                 print_line(
