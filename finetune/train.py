@@ -80,7 +80,7 @@ def run_locked(
 def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True if a signal ended training early, after a checkpoint."""
     from finetune import review
-    from finetune.engine import samples
+    from finetune.engine import best, samples
     from finetune.measure import scoring
     from finetune.review.rules.learning import divergence
 
@@ -118,6 +118,10 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
             record.update(status="interrupted", interrupted_by=interrupt.reason())
             report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
             return True
+        found, stopped_at = best.summary(trainer), built.best.stopped_at if built.best else None
+        rule = job.config.training.early_stopping
+        record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
+        logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), trainer.state.global_step)
         with interrupt.finishing():
             session.save_final(trainer, output_dir)
         after, answers_after = session.evaluate(job, trainer, questions)

@@ -25,6 +25,15 @@ COMMON = (
     "training.resume_from_checkpoint",
 )
 
+# What few users set: listed by --help SECTION alone.
+DETAILS = (
+    "model.loader_kwargs",
+    "lora.adapter_kwargs",
+    "training.metric_for_best_model",
+    "training.greater_is_better",
+    "training.early_stopping_threshold",
+)
+
 OPTIONS = """\
   --config FILE.yaml    YAML file with settings; without a model, the embedded demo runs
   --section.key VALUE   one setting, overriding the file; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
@@ -53,12 +62,13 @@ def help_text(script: str | None = None) -> str:
         "Common settings:",
         *(line for name in COMMON for line in _described(name, f"--{name}", width=35)),
         "",
-        "All other settings (type, default); descriptions: --help SECTION, or docs/configuration.md",
+        "All other settings (type, default); descriptions and rare settings: --help SECTION, or docs/configuration.md",
     ]
     for section, kind in SECTIONS.items():
         summary = (kind.__doc__ or "").splitlines()[0]
         lines.append(f" {section}: {summary}")
-        lines += [_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON]
+        listed = [name for name in KEYS if name not in COMMON and name not in DETAILS]
+        lines += [_listed(name) for name in listed if name.startswith(f"{section}.")]
     lines += ["", EXIT_CODES]
     return "\n".join(lines) + "\n"
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from finetune.config import names
 from finetune.config.rules import contradictions
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
 from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
@@ -160,10 +161,17 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
 
     values: dict[str, Any] = {}
     origin: dict[str, Setting] = {}
+    taken: dict[str, Setting] = {}
     for setting in settings:
-        if (checked := _check(setting, problems)) is not None:
+        if setting.section == "training" and setting.key in names.TAKEN:
+            taken[setting.name] = setting
+        elif (checked := _check(setting, problems)) is not None:
             values[setting.name], origin[setting.name] = checked[0], setting
     _drop_outranked_length(values, origin)
+    for setting in taken.values():
+        _take_over(setting, values, origin, problems)
+    for setting in taken.values():
+        _compare(setting, values, origin, problems)
     if values.get("model.backend") == "transformers":  # the default, "unsloth", exists in the unsloth backend only
         values.setdefault("training.gradient_checkpointing", True)
 
@@ -175,9 +183,9 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
         script=script,
         given=frozenset(origin),
     )
-    for names, text in contradictions(config, config.given):
-        if problems.names.isdisjoint(names):
-            given = "; ".join(str(origin[name]) for name in names if name in origin)
+    for about, text in contradictions(config, config.given):
+        if problems.names.isdisjoint(about):
+            given = "; ".join(str(origin[name]) for name in about if name in origin)
             problems.add(f"{given}: {text}")
     if problems.texts:
         raise ConfigError(problems.texts)
@@ -191,6 +199,63 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
         on_command_line = mine in origin and origin[mine].raw is not None
         if on_command_line and values[mine] != -1 and other in origin and origin[other].raw is None:
             del values[other], origin[other]
+
+
+def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+    """Set our key for a name of SFTConfig that means the same. One on the command line outranks one in the file."""
+    value = _value_of(setting)
+    found = names.same_as(setting.key, value)
+    if found is None:
+        if not names.is_as_it_is(setting.key, value) and names.excluded(setting.key, value) is None:
+            problems.add(f"{setting}: cannot be set here: {MANAGED[setting.key]}.", setting.name)
+        return
+    target, ours = found
+    section, _, key = target.partition(".")
+    if _check(Setting(setting.where, section, key, ours), problems, shown=setting) is None:
+        problems.names.add(setting.name)
+        return
+    other = origin.get(target)
+    if other is not None and isinstance(ours, dict):  # one column of several
+        conflict = any(values[target].get(role, column) != column for role, column in ours.items())
+        ours = values[target] | ours if not conflict or _outranks(setting, other) else ours
+    else:
+        conflict = other is not None and values[target] != ours
+    if other is not None and conflict and not _outranks(setting, other):
+        if not _outranks(other, setting):
+            problems.add(f"{other}; {setting}: these contradict each other. Keep one.", target, setting.name)
+        return
+    values[target], origin[target] = ours, setting
+
+
+def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
+    """Report a name of SFTConfig whose value excludes what our key is set to."""
+    found = names.excluded(setting.key, _value_of(setting))
+    if found is None:
+        return
+    target, excluded = found
+    other = origin.get(target)
+    if values.get(target, DEFAULTS[target]) != excluded or other is not None and _outranks(other, setting):
+        return
+    if other is None:
+        text = f"{setting}: {target} is {show(excluded)} by default. Set {target}."
+    else:
+        text = f"{other}; {setting}: these contradict each other. Keep one."
+    problems.add(text, target, setting.name)
+
+
+def _outranks(one: Setting, other: Setting) -> bool:
+    """Whether `one` is on the command line and `other` is in the file."""
+    return one.raw is not None and other.raw is None
+
+
+def _value_of(setting: Setting) -> Any:
+    """The value of a setting, parsed if it is text of the command line; text that is not YAML stays as it is."""
+    if not setting.raw:
+        return setting.value
+    try:
+        return yaml.load(setting.raw, _Loader)
+    except _NOT_YAML:
+        return setting.raw
 
 
 def _json_path(options: dict[str, str], problems: _Problems) -> Path | None:
@@ -327,26 +392,29 @@ def _nodes(mapping: yaml.Node | None) -> dict[str, tuple[int, yaml.Node]]:
 # Checking -----------------------------------------------------------------------------------------------------------
 
 
-def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
-    """The value in a 1-tuple, or None if it is invalid (and reported) or has no effect."""
-    if setting.name == "training.report_to" and setting.value in ("tensorboard", ["tensorboard"]):
-        return None  # the default anyway
+def _check(setting: Setting, problems: _Problems, shown: Setting | None = None) -> tuple[Any] | None:
+    """The value in a 1-tuple, or None if it is invalid (and reported).
+
+    Args:
+        shown: what the user wrote, if that was another name.
+    """
+    shown = shown or setting
     annotation = _annotation(setting.section, setting.key)
     if annotation is None:
         nearest = _nearest(setting.key)
-        problems.add(f"{setting}: {_unknown(setting.section, setting.key, nearest)}", setting.name, nearest)
+        problems.add(f"{shown}: {_unknown(setting.section, setting.key, nearest)}", setting.name, nearest)
         return None
     try:
         value = convert(_parse(setting.raw, annotation) if setting.raw else setting.value, annotation)
     except (NotAllowed, *_NOT_YAML):
-        problems.add(f"{setting}: {_wrong_type(setting, annotation)}", setting.name)
+        problems.add(f"{shown}: {_wrong_type(setting, annotation)}", setting.name)
         return None
     if why := _unusable(value):
-        problems.add(f"{setting}: {why}", setting.name)
+        problems.add(f"{shown}: {why}", setting.name)
         return None
     words, test = (KEYS[setting.name].metadata["allowed"] if setting.name in KEYS else None) or ("", None)
     if test is not None and value is not None and not test(value):
-        problems.add(f"{setting}: must be {words}.", setting.name)
+        problems.add(f"{shown}: must be {words}.", setting.name)
         return None
     if setting.section == "training" and setting.key in CHOICES and value != DEFAULTS[setting.name]:
         known = choices(setting.key)
@@ -354,7 +422,7 @@ def _check(setting: Setting, problems: _Problems) -> tuple[Any] | None:
             longer = next((name for name in known if name.startswith(f"{value}_")), None)
             near = longer or _most_alike(str(value), known)
             nearest = f" Nearest is {near}." if near else ""
-            problems.add(f"{setting}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
+            problems.add(f"{shown}: unknown value.{nearest} Allowed: {', '.join(known)}.", setting.name)
             return None
     return (value,)
 

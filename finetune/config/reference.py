@@ -2,9 +2,11 @@
 
 import sys
 
+from finetune.config import names
 from finetune.config.help import COMMON, default_of, type_of
 from finetune.config.rules import MANAGED_ARGUMENTS
 from finetune.config.schema import KEYS, SECTIONS
+from finetune.config.values import show
 
 INTRODUCTION = """\
 # Configuration
@@ -34,6 +36,10 @@ and contradictory settings are reported together, with file and line, before any
 OTHERS = """\
 Any other field of TRL's `SFTConfig` is accepted under `training:` by its own name, such as `adam_beta2` or
 `neftune_noise_alpha`. Fields that would break exact results on several GPUs are refused with the reason.
+
+These names set another key, which the resolved configuration then shows; a contradiction with that key is an error.
+`bf16: false` and `fp16: false` only rule out their dtype; they do not mean float32.
+
 """
 
 
@@ -46,10 +52,10 @@ def page() -> str:
     """The page: the common keys first, then every key of each section."""
     parts = [INTRODUCTION, "## Common settings\n", _table(COMMON, full_names=True)]
     for section, kind in SECTIONS.items():
-        names = [name for name in KEYS if name.startswith(f"{section}.")]
-        parts += [f"## {section}\n", f"{(kind.__doc__ or '').splitlines()[0]}\n", _table(names, full_names=False)]
+        keys = [name for name in KEYS if name.startswith(f"{section}.")]
+        parts += [f"## {section}\n", f"{(kind.__doc__ or '').splitlines()[0]}\n", _table(keys, full_names=False)]
         if section == "training":
-            parts.append(OTHERS)
+            parts.append(OTHERS + _taken_over())
     parts.append(_managed())
     return "\n".join(parts)
 
@@ -61,6 +67,19 @@ def _table(names: tuple[str, ...] | list[str], *, full_names: bool) -> str:
         cells = (f"`{key}`", type_of(name), f"`{default_of(name)}`", KEYS[name].metadata["help"])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _taken_over() -> str:
+    """Names of SFTConfig that set one of our keys, and values that change nothing."""
+    rows = ["| under `training:` | sets |", "|---|---|"]
+    for name, table in names.SAME_AS.items():
+        for value, (target, ours) in table.items():
+            given, result = ("N", "N") if value is names.ANY else (show(value), show(ours))
+            rows.append(f"| `{name}: {given}` | `{target}: {result}` |")
+    rows.append("| `dataset_text_field: NAME` | `data.columns: {text: NAME}` |")
+    rows.append("| `chat_template_path: FILE.jinja` | `model.chat_template: FILE.jinja` |")
+    kept = (f"`{name}: {show(value)}`" for name, values in names.AS_IT_IS.items() for value in values[:1])
+    return "\n".join(rows) + "\n\nThese describe what happens in every run and are accepted: " + ", ".join(kept) + ".\n"
 
 
 def _managed() -> str:

@@ -276,6 +276,30 @@ def run_length(config: Config, given: frozenset[str]) -> Found:
         yield lengths, "both set the length of the run. Keep one (max_steps: -1 is off)."
 
 
+def best_model(config: Config, given: frozenset[str]) -> Found:
+    """The best model and early stopping need evaluations during training, and their details need one of them."""
+    training = config.training
+    names = ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
+    asking = tuple(f"training.{name}" for name in names if getattr(training, name))
+    if asking and training.eval_steps == 0:
+        yield (
+            (*asking, "training.eval_steps"),
+            "the best model is chosen by evaluations during training, and eval_steps is 0. Set training.eval_steps,"
+            " and data.eval_file or data.eval_fraction.",
+        )
+    if training.greater_is_better is not None and not asking:
+        yield (
+            ("training.greater_is_better", *(f"training.{name}" for name in names)),
+            "greater_is_better has no effect without load_best_model_at_end, early_stopping_patience or"
+            " metric_for_best_model. Set one of them, or remove it.",
+        )
+    if training.early_stopping_threshold > 0 and training.early_stopping_patience is None:
+        yield (
+            ("training.early_stopping_threshold", "training.early_stopping_patience"),
+            "early_stopping_threshold has no effect without early_stopping_patience. Set both, or remove it.",
+        )
+
+
 def output_folder(config: Config, given: frozenset[str]) -> Found:
     """Resume or overwrite."""
     if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
@@ -328,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     loss_mask,
     packing,
     run_length,
+    best_model,
     output_folder,
     learning_rate_scaling,
     batch_size,

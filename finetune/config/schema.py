@@ -200,6 +200,19 @@ class TrainingConfig:
     save_steps: int = _setting(500, "Steps between checkpoints. 0 saves only at the end.", AT_LEAST_0)
     save_total_limit: int | None = _setting(3, "Number of checkpoints to keep. null keeps all.", AT_LEAST_1)
     eval_steps: int = _setting(0, "Steps between evaluations. 0 evaluates only before and after training.", AT_LEAST_0)
+    load_best_model_at_end: bool = _setting(
+        False, "End with the weights of the best evaluation. Each new best is saved as a checkpoint."
+    )
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_entropy"] | None = _setting(
+        None, "What the best evaluation is chosen by. null is eval_loss."
+    )
+    greater_is_better: bool | None = _setting(
+        None, "Whether higher values of the metric are better. null is true for eval_token_accuracy only."
+    )
+    early_stopping_patience: int | None = _setting(
+        None, "End the run after this many evaluations in a row without improvement. null is off.", AT_LEAST_1
+    )
+    early_stopping_threshold: float = _setting(0.0, "Smallest change that counts as an improvement.", AT_LEAST_0)
     stop_on_divergence: bool = _setting(
         False, "End the run with a checkpoint and an error if its loss diverges, by the rule of `finetune review`."
     )
@@ -221,6 +234,31 @@ class TrainingConfig:
     overwrite_output_dir: bool = _setting(False, "Discard the run in output_dir and start over.")
     # Not a key: the SFTConfig fields that were given under `training:` and are none of the above.
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric that the best evaluation is chosen by; None if the run does not track it."""
+        tracked = self.load_best_model_at_end or self.early_stopping_patience is not None
+        return self.metric_for_best_model or ("eval_loss" if tracked else None)
+
+    @property
+    def best_is_greatest(self) -> bool | None:
+        """Whether higher values of `best_metric` are better; None without one."""
+        if self.best_metric is None or self.greater_is_better is not None:
+            return self.greater_is_better
+        return self.best_metric == "eval_token_accuracy"
+
+    @property
+    def early_stopping(self) -> dict[str, Any] | None:
+        """The rule that ends a run early, as run.json has it; None if there is none."""
+        if self.early_stopping_patience is None:
+            return None
+        return {
+            "metric": self.best_metric,
+            "greater_is_better": self.best_is_greatest,
+            "patience": self.early_stopping_patience,
+            "threshold": self.early_stopping_threshold,
+        }
 
     @property
     def adam_in_full(self) -> bool:

@@ -57,8 +57,8 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ),
     (
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps"
-        " include_for_metrics batch_eval_metrics load_best_model_at_end metric_for_best_model greater_is_better",
-        "evaluation averages the loss over all supervised tokens, and the final model is that of the last step",
+        " include_for_metrics batch_eval_metrics",
+        "evaluation averages the loss over all supervised tokens",
     ),
     (
         "loss_type label_smoothing_factor",

@@ -31,6 +31,7 @@ class StopOnRequest(TrainerCallback):
             control.should_log = True  # or the steps since the last record would be missing from run.json
             control.should_save = True
             control.should_training_stop = True
+            args.load_best_model_at_end = False  # the run is not over
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._flag.settle()  # no rank leaves while another waits for its answer

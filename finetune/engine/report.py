@@ -67,10 +67,33 @@ def method(job: Job) -> str:
 def print_finished(output_dir: str, done: dict[str, Any]) -> None:
     """Print that there is nothing to do."""
     steps = done.get("steps")
+    early = bool(done.get("early_stopping"))
     print_line(
-        f"The run in {output_dir} is already finished: {steps} of {done.get('total_steps', steps)} steps. Nothing was "
-        "changed. A higher training.max_steps (or training.num_train_epochs) continues it."
+        f"The run in {output_dir} is already finished: {steps} of {done.get('total_steps', steps)} steps"
+        f"{', stopped early by training.early_stopping_patience' if early else ''}. Nothing was changed. A higher "
+        f"{'training.early_stopping_patience, ' if early else ''}training.max_steps (or training.num_train_epochs) "
+        "continues it."
     )
+
+
+def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) -> str:
+    """Print which evaluation was the best and whether training ended early. Returns the text; empty without either.
+
+    Args:
+        best: `best.summary` of the run.
+        stopped_at: step at which early stopping ended the training.
+        total: optimizer steps of the complete run.
+    """
+    sentences = []
+    if stopped_at is not None:
+        sentences.append(f"Stopped early after step {stopped_at} of {total}, by training.early_stopping_patience.")
+    if best is not None:
+        which = "that of this step" if best["loaded"] else "that of the last step"
+        value = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
+        sentences.append(f"Best evaluation: {value}. The final model is {which}.")
+    for sentence in sentences:
+        print_line(sentence)
+    return " ".join(sentences)
 
 
 def print_stopped(checkpoint: Path) -> None:

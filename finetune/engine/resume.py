@@ -469,6 +469,9 @@ def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict
         return None
     if found.path is not None:
         stopped_early = (done.get("total_steps"), done.get("steps")) == (total, found.step)
+        ended = done.get("early_stopping")  # the rule that ended it, unless a callback of the script did
+        if isinstance(ended, dict) and {**ended, "step": None} != {**(training.early_stopping or {}), "step": None}:
+            stopped_early = False
         return done if found.step >= total or stopped_early else None
     had = done.get("settings")
     same = not isinstance(had, dict) or not differences(had, start.settings)[0]

@@ -413,6 +413,11 @@ class RunLogger(TrainerCallback):
         if self.writer and samples and self.dashboard.include_rows:
             self.writer.add_text("5 samples", pages.samples_page(samples), step)
 
+    def show_best(self, text: str, step: int) -> None:
+        """The text page of the best evaluation, if there is one."""
+        if self.writer and text:
+            self.writer.add_text("6 best evaluation", text, step)
+
     def write_review(self, step: int) -> None:
         """The review page and the picture of the last record's steps, as of now."""
         if self.writer is None:

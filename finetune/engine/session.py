@@ -22,6 +22,7 @@ from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
+    from finetune.engine.best import BestModel
     from finetune.engine.callbacks import StopOnRequest
     from finetune.engine.job import Job
     from finetune.engine.run_logger import Dashboard, RunLogger
@@ -121,11 +122,13 @@ def total_steps(job: Job) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A trainer, the callback that logs it, and the one that stops it on a signal."""
+    """A trainer, the callback that logs it, the one that stops it on a signal, and the one that tracks its best
+    evaluation, if asked for."""
 
     trainer: SFTTrainer
     logger: RunLogger
     stop: StopOnRequest
+    best: BestModel | None = None
 
 
 def build_trainer(
@@ -143,13 +146,14 @@ def build_trainer(
         start_step: optimizer steps that a resumed run starts from.
         dashboard: what TensorBoard shows beside the curves.
     """
-    from finetune.engine import callbacks
+    from finetune.engine import best, callbacks
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config = job.config
     args = arguments(config, job.stack, job.batch, evaluate=job.data.eval is not None)
     logger = run_logger(job, output_dir, start_step=start_step, dashboard=dashboard)
     stop = callbacks.StopOnRequest()
+    tracker = best.callbacks(config.training, evaluates=job.data.eval is not None)
     steps = config.logging.profile_steps
     dump = [callbacks.ParityDump(parity_dump)] if parity_dump else []
     profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
@@ -161,13 +165,13 @@ def build_trainer(
         plan=job.plan(),
         layout=job.layout,
         eval_layout=job.eval_layout,
-        callbacks=[logger, stop, callbacks.FirstGradients(), *profile, *dump],
+        callbacks=[logger, *tracker, stop, callbacks.FirstGradients(), *profile, *dump],
     )
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
     logger.attach(trainer)  # after the hook: what that replaces is timed as well
     complete_early_stopping(trainer)
-    return Build(trainer=trainer, logger=logger, stop=stop)
+    return Build(trainer=trainer, logger=logger, stop=stop, best=tracker[0] if tracker else None)
 
 
 def run_logger(job: Job, output_dir: Path, *, start_step: int, dashboard: Dashboard | None) -> RunLogger:
@@ -249,8 +253,8 @@ def complete_early_stopping(trainer: SFTTrainer) -> None:
         return
     if str(args.eval_strategy.value) == "no":
         raise UserError(
-            "EarlyStoppingCallback needs evaluations during training: none are configured. Set data.eval_file or "
-            "data.eval_fraction, and training.eval_steps."
+            "EarlyStoppingCallback needs evaluations during training: none are configured. Hold out rows and set "
+            "eval_steps (in SFTConfig also eval_strategy)."
         )
     if args.metric_for_best_model is None:
         args.metric_for_best_model = "eval_loss"

@@ -25,11 +25,13 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import checkpoints, token_statistics
+from finetune.engine import best, checkpoints, token_statistics
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
+
+NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
 
 def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> trl.SFTConfig:
@@ -37,6 +39,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     training = config.training
     dtype = resolve_dtype(config, stack)
     checkpointing = bool(training.gradient_checkpointing)
+    tracks_best = evaluate and bool(training.eval_steps) and training.best_metric is not None
     settings: dict[str, Any] = dict(
         output_dir=training.output_dir,
         per_device_train_batch_size=batch.per_device,
@@ -56,8 +59,8 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         use_cpu=stack.device == "cpu",
         gradient_checkpointing=checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
-        save_strategy="steps" if training.save_steps else "no",
-        save_steps=training.save_steps or 500,
+        save_strategy="steps" if training.save_steps or tracks_best else "no",
+        save_steps=training.save_steps or NEVER,
         eval_strategy="steps" if evaluate and training.eval_steps else "no",
         eval_steps=training.eval_steps or None,
         logging_steps=config.logging.logging_steps,
@@ -69,7 +72,10 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     )
     settings |= training.extra
     settings |= MANAGED | {"report_to": "none"}
-    return trl.SFTConfig(**_with_current_field_names(settings))
+    args = trl.SFTConfig(**_with_current_field_names(settings))
+    if tracks_best:
+        best.set_arguments(args, training)
+    return args
 
 
 # Fields of SFTConfig that this project handles, with what TRL and transformers must see in them.
@@ -454,6 +460,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Write checkpoint-N under a temporary name; rename it once all ranks' files and the manifest are there."""
         output_dir = Path(self.args.output_dir)
         target = output_dir / f"checkpoint-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(target)  # on every rank: all load it in the end
         with (
             checkpoints.no_space(output_dir, target.name),
             checkpoints.staging(target, main=self.args.should_save) as staging,
@@ -467,19 +475,17 @@ class SFTTrainer(trl.SFTTrainer):
                 if not self.args.should_save:  # the main rank, perhaps on another machine, syncs the rest
                     files.sync_file(staging / f"rng_state_{self.args.process_index}.pth")
             if self.args.should_save:
-                self._save_state(staging, output_dir)
+                self._save_state(staging)
             distributed.barrier()
             if self.args.should_save:
                 fields = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
                 checkpoints.seal(staging, fields | self.manifest)
         if self.args.should_save:
-            best = Path(self.state.best_model_checkpoint or target).name
-            checkpoints.rotate(output_dir, self.retention, target.name, best)
+            kept = Path(self.state.best_model_checkpoint or target).name
+            checkpoints.rotate(output_dir, self.retention, target.name, kept)
         distributed.barrier()
 
-    def _save_state(self, staging: Path, output_dir: Path) -> None:
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = str(output_dir / f"checkpoint-{self.state.best_global_step}")
+    def _save_state(self, staging: Path) -> None:
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
@@ -518,6 +524,15 @@ class SFTTrainer(trl.SFTTrainer):
             group.update(values)
         move_schedule(self.lr_scheduler, int(schedule.get("last_epoch", self.resumed_step)))
 
+    def _load_best_model(self) -> None:
+        """Load the weights of the best evaluation, verified, on every rank."""
+        checkpoint = Path(self.state.best_model_checkpoint)
+        if checkpoint.name == f"checkpoint-{self.state.global_step}":
+            return  # these are the weights in memory
+        best.verify(checkpoint, Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
+        with loading(checkpoint):
+            self._load_from_checkpoint(str(checkpoint))
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         rng_file = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
         with loading(Path(str(checkpoint), rng_file)):
@@ -553,20 +568,28 @@ class SFTTrainer(trl.SFTTrainer):
         self.resumed_step = checkpoints.manifest(Path(resume_from_checkpoint))["step"]
         state = Path(resume_from_checkpoint, "trainer_state.json")
         with loading(state):
-            transformers.TrainerState.load_from_json(str(state))
-        if self.resumed_step < self.total_steps:
+            reached = transformers.TrainerState.load_from_json(str(state))
+        trackers = [one for one in self.callback_handler.callbacks if isinstance(one, best.BestModel)]
+        ended = [one for one in trackers if one.ended_at(self.args, reached, self.total_steps)]
+        for tracker in ended:
+            tracker.stopped_at = self.resumed_step if self.resumed_step < self.total_steps else None
+        if self.resumed_step < self.total_steps and not ended:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         return self._train_zero_steps(resume_from_checkpoint)
 
     def _train_zero_steps(self, checkpoint: str) -> None:
-        """Load the weights and the state of a checkpoint at the end of the run. transformers would train one more step
-        before it checks for the end."""
+        """Load the weights and the state of a checkpoint at the end of the run, then the best weights if asked for.
+        transformers would train one more step before it checks for the end."""
         self._load_from_checkpoint(checkpoint)
         self.state = transformers.TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json")))
         self.state.max_steps = self.total_steps
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
+        if not Path(self.state.best_model_checkpoint or "").is_dir():
+            self.state.best_model_checkpoint = None
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best_model()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
 

@@ -21,10 +21,11 @@ from finetune.config import (
     dump_yaml,
     help_text,
     load,
+    names,
     reference,
     resolve_batch,
 )
-from finetune.config.help import COMMON, default_of
+from finetune.config.help import COMMON, DETAILS, default_of
 from finetune.config.load import _ALIASES
 from finetune.config.schema import KEYS, SECTIONS
 from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
@@ -349,7 +350,12 @@ def test_a_key_like_no_other():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("bf16", "true", "model.dtype"),
+        ("bf16_full_eval", "true", "model.dtype"),
+        ("eval_strategy", "epoch", "training.eval_steps"),
+        ("save_strategy", "best", "training.save_steps"),
+        ("truncation_mode", "keep_end", "data.over_length"),
+        ("chat_template_path", "org/model", "model.chat_template"),
+        ("dataset_text_field", "[a]", "data.columns"),
         ("report_to", "none", "TensorBoard"),
         ("report_to", "wandb", "TensorBoard"),
         ("push_to_hub", "true", "hf upload"),
@@ -357,13 +363,84 @@ def test_a_key_like_no_other():
         ("logging_dir", "x", "TensorBoard"),
         ("average_tokens_across_devices", "false", "supervised tokens"),
         ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),
-        ("do_train", "true", "this command always trains"),
+        ("do_train", "false", "this command always trains"),
         ("extra", "{}", "by its own name"),
     ],
 )
 def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
     text = problem(f"--training.{name}", value)
     assert f"--training.{name} {value}" in text and remedy in text
+
+
+# Names of SFTConfig that are taken over -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"bf16": "true"}, {"model.dtype": "bfloat16"}),
+        ({"fp16": "true", "bf16": "false"}, {"model.dtype": "float16"}),
+        ({"fp16": "false", "bf16": "false"}, {"model.dtype": "auto"}),
+        ({"dataset_num_proc": "3"}, {"data.num_proc": 3}),
+        ({"dataset_text_field": "content"}, {"data.columns": {"text": "content"}}),
+        ({"dataset_text_field": "text"}, {"data.columns": {}}),
+        ({"truncation_mode": "keep_start"}, {"data.over_length": "truncate"}),
+        ({"activation_checkpointing": "false"}, {"training.gradient_checkpointing": False}),
+        ({"chat_template_path": "x.jinja"}, {"model.chat_template": "x.jinja"}),
+        ({"eval_strategy": '"no"'}, {"training.eval_steps": 0}),
+        ({"save_strategy": "no"}, {"training.save_steps": 0}),
+        ({"save_strategy": "steps", "save_steps": "7"}, {"training.save_steps": 7}),
+        ({"eval_strategy": "steps", "eval_steps": "7"}, {"training.eval_steps": 7}),
+        ({"do_train": "true", "report_to": "tensorboard", "logging_strategy": "steps", "loss_type": "nll"}, {}),
+        ({"label_smoothing_factor": "0", "push_to_hub": "false", "eval_on_start": "true"}, {}),
+    ],
+)
+def test_names_of_sft_config_set_our_keys(write, given, expected):
+    """On the command line and in a file alike; the resolved configuration has our name alone."""
+    own = ["--model.model_name_or_path", "m", "--data.train_file", "t.jsonl", "--data.eval_file", "e.jsonl"]
+    flags = [word for name, value in given.items() for word in (f"--training.{name}", value)]
+    path = write("training: {" + ", ".join(f"{name}: {value}" for name, value in given.items()) + "}\n")
+    for config in (load([*own, *flags]), load([*own, "--config", str(path)])):
+        resolved = config.to_dict()
+        for name, value in expected.items():
+            section, key = name.split(".")
+            assert resolved[section][key] == value
+            assert name in config.given or value in ("auto", {})
+        foreign = set(given) - {"eval_steps", "save_steps"}
+        assert not config.training.extra and not foreign & set(resolved["training"])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--training.bf16", "true", "--training.fp16", "true"], ("training.bf16 true", "training.fp16 true")),
+        (["--training.bf16", "--model.dtype", "float32"], ("training.bf16", "model.dtype float32")),
+        (["--training.bf16", "false", "--model.dtype", "bfloat16"], ("training.bf16 false", "model.dtype bfloat16")),
+        (["--training.eval_strategy", "steps"], ("training.eval_strategy steps", "training.eval_steps is 0")),
+        (["--training.eval_strategy", "no", "--training.eval_steps", "2"], ("eval_strategy no", "eval_steps 2")),
+        (["--training.save_strategy", "no", "--training.save_steps", "2"], ("save_strategy no", "save_steps 2")),
+        (["--training.dataset_num_proc", "0"], ("dataset_num_proc 0", "at least 1")),
+        (["--training.dataset_num_proc", "a"], ("dataset_num_proc a", "an integer or null")),
+    ],
+)
+def test_names_that_contradict_are_both_named(given, words):
+    with pytest.raises(ConfigError) as refusal:
+        load(given)
+    (text,) = refusal.value.problems
+    assert all(word in text for word in words), text
+
+
+def test_the_command_line_outranks_the_file_by_any_name(write):
+    path = str(write("model: {dtype: float32}\ntraining: {fp16: true, dataset_num_proc: 2}\n"))
+    own = ["--model.model_name_or_path", "m", "--data.train_file", "t.jsonl"]
+    with pytest.raises(ConfigError, match="contradict"):
+        load([*own, "--config", path])
+    path = str(write("training: {fp16: true, dataset_num_proc: 2, bf16: false}\n"))
+    config = load([*own, "--config", path, "--training.bf16", "--data.num_proc", "5"])
+    assert (config.model.dtype, config.data.num_proc) == ("bfloat16", 5)
+    path = str(write("data: {columns: {text: a, tools: t}}\n"))
+    config = load([*own, "--training.dataset_text_field", "b", "--config", path])
+    assert config.data.columns == {"text": "b", "tools": "t"}
 
 
 # Files that cannot be read ------------------------------------------------------------------------------------------
@@ -600,6 +677,10 @@ def test_tables_name_what_exists():
     keys = {name.split(".")[1] for name in own} - {"extra"}
     assert set(_ALIASES.values()) <= own
     assert not set(_ALIASES) & keys and not set(MANAGED) & keys
+    assert set(DETAILS) <= own and not set(DETAILS) & set(COMMON)
+    tables = [values for table in (names.SAME_AS, names.EXCLUDES) for values in table.values()]
+    targets = {target for values in tables for target, _ in values.values()}
+    assert names.TAKEN <= set(MANAGED) and targets <= own
     assert set(CHOICES) <= keys
 
 
@@ -613,7 +694,7 @@ def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
     for name, field in KEYS.items():
         section, key = name.split(".")
         line = next((line for line in sections[section].splitlines() if line.split()[0] == key), None)
-        assert (line is None) == (name in COMMON), name
+        assert (line is None) == (name in COMMON or name in DETAILS), name
         assert line is None or describe(field.type) in line
     assert "  seed                         int (42)\n" in others
     assert "Peak learning rate. Use about a tenth for full fine-tuning. [0.0002]" in " ".join(common.split())
