@@ -428,6 +428,8 @@ NO_MODEL = ["--data.train_file", "t.jsonl"]
         ([*MODEL, "--training.max_steps", "5", "--training.num_train_epochs", "1"], "length of the run"),
         ([*MODEL, "--data.pack_length", "4096"], "packing: true"),
         ([*MODEL, "--data.packing", "--data.pack_length", "512"], "below max_length 2048"),
+        ([*MODEL, "--data.packing", "--data.max_length", "null"], "leaves the length of the packs open"),
+        ([*MODEL, "--data.max_length", "null", "--data.over_length", "drop"], "null is no limit"),
         ([*MODEL, "--data.eval_file", "e.jsonl", "--data.eval_fraction", "0.1"], "held-out rows"),
         ([*MODEL, "--training.eval_steps", "5"], "no rows are held out"),
         ([*MODEL, "--data.last_turn_only", "--data.assistant_only_loss", "false"], "assistant_only_loss: true"),

@@ -7,6 +7,7 @@ and `with_last_characters`, which docs/data.md lists with reasons.
 from __future__ import annotations
 
 import functools
+import json
 import random
 from typing import Any
 
@@ -30,7 +31,7 @@ SPECIAL += ("<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>
 # The role and a variable of the row in the text, and marks around the answer.
 OWN = (
     "{% if persona is defined %}{{ 'You are ' + persona + '.\n' }}{% endif %}"
-    "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}"
+    "{{ 'tools:\n' if tools is not none }}{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
@@ -146,10 +147,8 @@ class Case:
     def row(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
         if self.extra:
-            tools = [{"type": "function", "function": {"name": "add"}}]
-            row["tools"] = (
-                self.rng.choice((tools, [])) if self.options["max_length"] else '[{"function": {"name": "add"}}]'
-            )
+            tools = self.rng.choice(([{"type": "function", "function": {"name": "add"}}], []))
+            row["tools"] = tools if self.options["max_length"] else json.dumps(tools)
             row["chat_template_kwargs"] = {"persona": self.words(), "think": self.rng.random() < 0.5}
         if self.format == "text":
             return row | {"text": self.text()}
@@ -267,6 +266,19 @@ def test_ids_and_labels_are_those_of_trl(number: int, tmp_path: Any) -> None:
             if case.kind == "metaspace" and case.options["assistant_only_loss"]:
                 document = with_last_characters(document, found[index])
             assert found[index] == document
+
+
+@pytest.mark.parametrize("completion_only_loss", [None, True, False])
+@pytest.mark.parametrize("assistant_only_loss", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_both_masks_apply_to_prompts_of_messages(
+    assistant_only_loss: bool, completion_only_loss: bool | None, tmp_path: Any
+) -> None:
+    tokenizer = tokenizer_for("plain", "own")
+    turns = [{"role": role, "content": f"{role} x"} for role in ("user", "assistant")]
+    rows = [{"prompt": [*turns, turns[0]], "completion": [turns[1], *turns], "number": 0}]
+    options = {"assistant_only_loss": assistant_only_loss, "completion_only_loss": completion_only_loss}
+    assert read_here(rows, tokenizer, **options)[0] == read_by_trl(rows, tokenizer, tmp_path, **options)
 
 
 @pytest.mark.filterwarnings("ignore")
