@@ -67,7 +67,7 @@ def run(name: str, given: argparse.Namespace) -> int:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)),
         *("-m", "benchmarks.dashboard_rank", kind, str((given.out / f"{slug}.json").resolve())),
         *("--model.model_name_or_path", str(model), "--training.output_dir", str(out)),
-        *("--data.train_file", str(given.train), "--data.columns", "{prompt: question, completion: answer}"),
+        *("--data.train_file", str(given.train), "--data.columns", "{instruction: question, output: answer}"),
         *("--training.overwrite_output_dir", "true"),
         *("--logging.generate_samples", "0", "--logging.logging_steps", "10"),
         *("--training.save_steps", "0", *arguments),

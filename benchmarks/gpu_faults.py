@@ -58,7 +58,7 @@ def trial(
     out, log = folder / "out", folder / "killed.log"
     arguments = [
         *("--model.model_name_or_path", str(model), "--model.backend", backend),
-        *("--data.train_file", str(given.train), "--data.columns", "{prompt: question, completion: answer}"),
+        *("--data.train_file", str(given.train), "--data.columns", "{instruction: question, output: answer}"),
         *("--data.max_length", "512", "--logging.generate_samples", "0", "--logging.logging_steps", "1"),
         *("--training.max_steps", str(STEPS), "--training.save_steps", str(SAVE), "--training.global_batch_size", "16"),
         *("--training.output_dir", str(out)),

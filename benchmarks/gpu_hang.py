@@ -105,7 +105,7 @@ def arguments(model: Path, given: argparse.Namespace, out: Path) -> list[str]:
     """Of the training run."""
     return [
         *("--model.model_name_or_path", str(model), "--model.backend", given.backend),
-        *("--data.train_file", str(given.train), "--data.columns", "{prompt: question, completion: answer}"),
+        *("--data.train_file", str(given.train), "--data.columns", "{instruction: question, output: answer}"),
         *("--data.max_length", "512", "--logging.generate_samples", "0", "--logging.logging_steps", "1"),
         *("--training.max_steps", str(STEPS), "--training.save_steps", str(STEP)),
         *("--training.global_batch_size", "16", "--training.ddp_timeout", str(TIMEOUT)),

@@ -73,7 +73,7 @@ def train(options: argparse.Namespace, model: Path, backend: str, once: bool) ->
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *(options.work / "as_torch.py", "--model.model_name_or_path", model, "--data.train_file", options.train),
-        *("--data.columns", "{prompt: question, completion: answer}", "--data.max_length", "48"),
+        *("--data.columns", "{instruction: question, output: answer}", "--data.max_length", "48"),
         *("--model.backend", backend, "--model.full_finetuning", "true", "--training.learning_rate", "1e-5"),
         *("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1"),
         *("--training.max_steps", "4", "--training.save_steps", "0", "--logging.generate_samples", "0"),

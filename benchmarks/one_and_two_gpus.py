@@ -49,7 +49,7 @@ def main() -> int:
     held_out.write_text("".join(options.eval.open(encoding="utf-8").readlines()[:128]), encoding="utf-8")
     common = [
         *("--model.model_name_or_path", str(model), "--data.train_file", str(options.train)),
-        *("--data.eval_file", str(held_out), "--data.columns", "{prompt: question, completion: answer}"),
+        *("--data.eval_file", str(held_out), "--data.columns", "{instruction: question, output: answer}"),
         *("--data.max_length", "512", "--training.max_steps", str(STEPS), "--training.global_batch_size", "32"),
         *("--training.per_device_train_batch_size", "8", "--training.save_steps", "10", "--logging.logging_steps", "5"),
         *("--logging.generate_samples", "0"),

@@ -47,7 +47,7 @@ def main() -> int:
         out = options.work / name.replace(" ", "-").replace(",", "")
         arguments = [
             *("--model.model_name_or_path", str(model), "--data.train_file", str(options.train)),
-            *("--data.columns", "{prompt: question, completion: answer}", "--training.max_steps", str(options.steps)),
+            *("--data.columns", "{instruction: question, output: answer}", "--training.max_steps", str(options.steps)),
             *("--training.save_steps", "0", "--logging.logging_steps", "10", "--training.output_dir", str(out)),
             *("--training.gradient_checkpointing", "false", *RUNS[name]),
         ]

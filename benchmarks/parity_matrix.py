@@ -91,7 +91,7 @@ def prove(options: argparse.Namespace, words: list[str], backend: str, model: Pa
     report = Path(tempfile.mkdtemp(dir=options.work)) / "report.json"
     command = [sys.executable, "-m", "finetune.parity", "--world-sizes", options.world_sizes, "--steps", "3"]
     command += ["--json", str(report), "--model.model_name_or_path", str(model), "--model.backend", backend]
-    command += ["--data.columns", "{prompt: question, completion: answer}", "--data.eval_file", str(held_out)]
+    command += ["--data.columns", "{instruction: question, output: answer}", "--data.eval_file", str(held_out)]
     command += ["--training.global_batch_size", "12"]
     if "--data.train_file" not in words:
         command += ["--data.train_file", str(options.train)]

@@ -198,7 +198,7 @@ def words_of(options: argparse.Namespace, model: Path, case: Case, name: str) ->
     """Arguments of a job, for `advise` and for the run."""
     return [
         *("--model.model_name_or_path", str(model), "--data.train_file", str(options.train)),
-        *("--data.columns", "{prompt: question, completion: answer}", "--training.max_steps", str(case.steps)),
+        *("--data.columns", "{instruction: question, output: answer}", "--training.max_steps", str(case.steps)),
         *("--training.save_steps", "0", "--logging.logging_steps", "10", "--logging.generate_samples", "0"),
         *("--training.output_dir", str(options.work / name), "--training.overwrite_output_dir", "true", *case.words),
     ]

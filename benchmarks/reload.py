@@ -40,9 +40,9 @@ def main() -> int:
     columns = config["data"]["columns"]
     rows = [json.loads(line) for line in Path(config["data"]["eval_file"]).open(encoding="utf-8")]
     for row in rows:
-        question = [{"role": "user", "content": row[columns["prompt"]]}]
+        question = [{"role": "user", "content": row[columns["instruction"]]}]
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
-        answer = tokenizer(row[columns["completion"]] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        answer = tokenizer(row[columns["output"]] + "<|im_end|>", add_special_tokens=False)["input_ids"]
         whole = prompt + answer + tokenizer("\n")["input_ids"]
         ids = torch.tensor([whole[: config["data"]["max_length"]]], device=device)
         with torch.no_grad():

@@ -119,7 +119,7 @@ class DataConfig:
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = _setting(
         "auto", "Row format. auto detects it and prints what it found."
     )
-    columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {prompt: question, completion: answer}.")
+    columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {instruction: question, output: answer}.")
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
     max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
     over_length: Literal["truncate", "keep_end", "drop", "split"] = _setting(

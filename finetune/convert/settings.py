@@ -79,8 +79,7 @@ _RENAMED = {
 }
 # Arguments of SFTTrainer in older TRL that are now fields of SFTConfig.
 _MOVED = frozenset("dataset_text_field max_length packing dataset_num_proc dataset_kwargs neftune_noise_alpha".split())
-# data.max_length for SFTConfig(max_length=None), which truncates nothing: the package needs a number.
-UNCUT = 99_999
+UNCUT = -1  # stands for SFTConfig(max_length=None), which truncates nothing; None there means that it is not set
 # Arguments that are left out, with the reason for the report.
 _LEFT_OUT = {
     "model": "",
@@ -534,9 +533,10 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
     length = max_length(what)
     explicit = what.config.get("max_length")
     default = "the loader's max_seq_length" if what.api == "unsloth" else "TRL's default"
-    settings.set(
-        "data.max_length", length, default if explicit is None else "not truncated" if explicit == UNCUT else ""
-    )
+    if explicit == UNCUT:
+        settings.set("data.max_length", None, "not truncated")
+    else:
+        settings.set("data.max_length", length, default if explicit is None else "")
     if plan.formatting is None:
         _not_token_ids(what, plan)
     _rows_as_the_package_takes_them(what, plan)
@@ -606,41 +606,14 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
     completion = what.config.get("completion_only_loss")
     if {"prompt", "completion"} <= columns and not columns & {"messages", "text"}:
         settings.set("data.format", "prompt_completion")
-        settings.set("data.assistant_only_loss", completion is not False)
-        if not _prompts_are_messages(plan):
-            settings.set("model.chat_template", "none", "concatenated unchanged, as in TRL")
-        return
     settings.set("data.assistant_only_loss", bool(only))
+    if completion is not None:
+        settings.set("data.completion_only_loss", bool(completion))
     if not columns:
         settings.notes.append(
-            "the columns of the data set are unknown until it is loaded, so all tokens of a row are supervised, as in"
-            " TRL for conversations; set data.assistant_only_loss: true if the rows are prompt and completion"
+            "the columns of the data set are unknown until it is loaded; the run reads them in TRL's order, and prints"
+            " how"
         )
-
-
-def _prompts_are_messages(plan: Plan) -> bool:
-    """Whether prompts are messages; a list alone could also be a column of strings."""
-    nodes = [
-        node
-        for place in plan.hooks["dataset"] + plan.hooks["module"]
-        for node in ast.walk(plan.program.statements[place].node)
-    ]
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    for node in nodes:
-        for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
-            if isinstance(key, ast.Constant) and key.value == "prompt" and isinstance(value, ast.List | ast.ListComp):
-                called = [
-                    functions[one.id] for one in ast.walk(value) if isinstance(one, ast.Name) and one.id in functions
-                ]
-                if any(_makes_a_message(inner) for tree in (value, *called) for inner in ast.walk(tree)):
-                    return True
-    return False
-
-
-def _makes_a_message(node: ast.AST) -> bool:
-    return isinstance(node, ast.Dict) and any(
-        isinstance(key, ast.Constant) and key.value == "role" for key in node.keys
-    )
 
 
 def _columns(plan: Plan) -> set[str]:

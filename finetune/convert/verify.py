@@ -28,6 +28,7 @@ from finetune.convert.plan import (
 )
 from finetune.convert.read import Notebook
 from finetune.convert.settings import (
+    UNCUT,
     Described,
     Unknown,
     bits,
@@ -414,7 +415,7 @@ def notebook_values(what: Described) -> dict[str, Any]:
         "revision": what.loader.get("revision"),
         "attn_implementation": what.loader.get("attn_implementation"),
         "trust_remote_code": bool(what.loader.get("trust_remote_code")),
-        "max_length": max_length(what),
+        "max_length": None if max_length(what) == UNCUT else max_length(what),
         "packing": bool(what.config.get("packing", False)),
         "global batch": given["per_device_train_batch_size"] * given["gradient_accumulation_steps"],
         "per_device_train_batch_size": given["per_device_train_batch_size"]

@@ -321,7 +321,7 @@ trainer.train()"""
 HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = {
     "a model by its name": (
         ['SFTTrainer(\n    model="acme/tiny", train_dataset=dataset,\n    args=SFTConfig(max_length=None, model_init_kwargs={"dtype": torch.bfloat16, "attn_implementation": "sdpa"}),\n).train()'],
-        {"model.model_name_or_path": "acme/tiny", "model.full_finetuning": True, "model.dtype": "bfloat16", "model.attn_implementation": "sdpa", "model.backend": "transformers", "data.max_length": 99_999, "training.global_batch_size": 8, "training.per_device_train_batch_size": None},
+        {"model.model_name_or_path": "acme/tiny", "model.full_finetuning": True, "model.dtype": "bfloat16", "model.attn_implementation": "sdpa", "model.backend": "transformers", "data.max_length": None, "training.global_batch_size": 8, "training.per_device_train_batch_size": None},
         [], ["AutoModel"],
     ),
     "and its quantization": (
@@ -344,7 +344,7 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
     ),
     "prompts and completions as texts": (
         ['dataset = dataset.map(lambda row: {"prompt": row["q"], "completion": row["a"]}, remove_columns=["q", "a"])', HUB_MODEL, HUB_TRAINER],
-        {"data.format": "prompt_completion", "model.chat_template": "none", "data.assistant_only_loss": True}, [], [],
+        {"data.format": "prompt_completion", "model.chat_template": None, "data.assistant_only_loss": False}, [], [],
     ),
     "checkpointing by PEFT": (
         [HUB_MODEL, "model = prepare_model_for_kbit_training(model)\nmodel.is_parallelizable = True\nmodel = get_peft_model(model, LoraConfig(r=4))", "from transformers import TrainingArguments\n" + HUB_TRAINER.replace(', peft_config=LoraConfig(r=4, task_type="CAUSAL_LM")', "").replace("SFTConfig(", "TrainingArguments(save_steps=0.5, max_steps=20, ")],
@@ -407,7 +407,7 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
     ),
     "columns of prompts": (
         ['from datasets import Dataset\ndataset = Dataset.from_dict({"prompt": [str(row["q"]) for row in dataset], "completion": [row["a"] for row in dataset]})', HUB_MODEL, HUB_TRAINER],
-        {"data.format": "prompt_completion", "model.chat_template": "none"}, [], [],
+        {"data.format": "prompt_completion", "model.chat_template": None}, [], [],
     ),
     "prompts of messages": (
         ['dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["q"]}], "completion": [{"role": "assistant", "content": row["a"]}]})', HUB_MODEL, HUB_TRAINER],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.formats import FORMATS, Conversation, Format, RowError, Text, detect, to_conversation
+from finetune.data.formats import FORMATS, Conversation, Format, RowError, Text, describe, detect, to_conversation
 from finetune.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -164,6 +164,60 @@ def test_prompt_completion() -> None:
     assert convert(lists, system_prompt="Be brief.") == Conversation(
         messages=[{"role": "system", "content": "Be brief."}, *lists["prompt"], MESSAGES[1]], supervised_from=4
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": "12"}, "wrong_type"),
+        ({"input_ids": [1.5, 2.0]}, "wrong_type"),
+        ({"input_ids": [1, -2]}, "wrong_type"),
+        ({"input_ids": [1, 2**40]}, "wrong_type"),
+        ({"input_ids": [[1], [2, 3]]}, "wrong_type"),
+        ({"input_ids": [1, 2], "labels": [1, -7]}, "wrong_type"),
+        ({"input_ids": [1, 2], "labels": [1]}, "wrong_length"),
+        ({"input_ids": [1, 2], "completion_mask": [1, 0, 1]}, "wrong_length"),
+        ({"input_ids": [1, 2], "assistant_masks": []}, "wrong_length"),
+        ({"input_ids": [1, 2], "seq_lengths": [1]}, "wrong_length"),
+        ({"input_ids": [1, 2], "seq_lengths": [2, 0]}, "wrong_length"),
+        ({"input_ids": None}, "missing_field"),
+    ],
+)
+def test_invalid_token_ids(row: dict[str, Any], expected: str) -> None:
+    assert reason(row) == expected
+
+
+def test_variables_of_the_chat_template() -> None:
+    row = {**ROWS["messages"], "chat_template_kwargs": {"enable_thinking": False}}
+    found = convert(row)
+    assert isinstance(found, Conversation) and found.variables == {"enable_thinking": False}
+    assert reason(ROWS["messages"] | {"chat_template_kwargs": {"tools": []}}) == "wrong_type"
+    assert reason(ROWS["messages"] | {"chat_template_kwargs": ["enable_thinking"]}) == "wrong_type"
+
+
+def test_one_line_says_how_rows_are_read() -> None:
+    settings: dict[str, Any] = {"has_template": True, "assistant_only_loss": True, "completion_only_loss": None}
+    strings, lists = ROWS["prompt_completion"], {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}
+    masked = {"input_ids": [1, 2], "completion_mask": [0, 1], "assistant_masks": [1, 1]}
+    for row, changed, expected in [
+        (strings, {}, "prompt/completion (columns 'prompt' and 'completion' of text), loss on the completion"),
+        (strings, {"completion_only_loss": False}, "loss on all tokens"),
+        (lists, {}, "of messages), loss on the assistant's turns in the completion"),
+        (lists, {"assistant_only_loss": False}, "loss on the completion"),
+        (lists, {"completion_only_loss": False}, "loss on the assistant's turns"),
+        (ROWS["messages"], {"last_turn_only": True}, "loss on the assistant's last turn"),
+        (ROWS["sharegpt"], {"assistant_only_loss": False}, "loss on all tokens"),
+        (ROWS["alpaca"], {}, "loss on the assistant's turns"),
+        (ROWS["alpaca"], {"has_template": False}, "loss on the completion"),
+        (ROWS["text"], {}, "text (column 'text' of text), loss on all tokens"),
+        (ROWS["text"], {"markers": True}, "loss on the responses after the markers"),
+        (ROWS["tokenized"], {}, "tokenized (column 'input_ids' of token ids), loss on all tokens"),
+        (masked, {}, "loss on the tokens of assistant_masks"),
+        (masked, {"completion_only_loss": True}, "loss on the tokens of completion_mask and assistant_masks"),
+        (masked | {"labels": [1, 2]}, {"completion_only_loss": True}, "loss on the tokens of labels"),
+    ]:  # fmt: skip
+        assert describe(detected(row), **{**settings, **changed}).endswith(expected)
 
 
 def test_text() -> None:

@@ -1,21 +1,25 @@
 """Rows mean what they mean to `trl.SFTTrainer`: generated data sets give the same token ids and labels, token by token.
 
-The reference is TRL's own preparation. Differences are the ones in `_explained`, which docs/data.md lists with reasons.
+The reference is TRL's own preparation. Differences are the ones in `explained`, `with_special_tokens_once`
+and `with_last_characters`, which docs/data.md lists with reasons.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import random
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from finetune.data import IGNORE_INDEX, formats
-from finetune.data.formats import RowError
+from finetune.data import IGNORE_INDEX, formats, store
+from finetune.data.collate import collate
+from finetune.data.formats import Conversation, RowError
 from finetune.data.template import Encoder
 from tests.unit.chat_templates import CORPUS, build_tokenizer
 
@@ -27,7 +31,7 @@ SPECIAL += ("<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>
 # The role and a variable of the row in the text, and marks around the answer.
 OWN = (
     "{% if persona is defined %}{{ 'You are ' + persona + '.\n' }}{% endif %}"
-    "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}"
+    "{{ 'tools:\n' if tools is not none }}{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
@@ -143,10 +147,8 @@ class Case:
     def row(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
         if self.extra:
-            tools = [{"type": "function", "function": {"name": "add"}}]
-            row["tools"] = (
-                self.rng.choice((tools, [])) if self.options["max_length"] else '[{"function": {"name": "add"}}]'
-            )
+            tools = self.rng.choice(([{"type": "function", "function": {"name": "add"}}], []))
+            row["tools"] = tools if self.options["max_length"] else json.dumps(tools)
             row["chat_template_kwargs"] = {"persona": self.words(), "think": self.rng.random() < 0.5}
         if self.format == "text":
             return row | {"text": self.text()}
@@ -264,3 +266,101 @@ def test_ids_and_labels_are_those_of_trl(number: int, tmp_path: Any) -> None:
             if case.kind == "metaspace" and case.options["assistant_only_loss"]:
                 document = with_last_characters(document, found[index])
             assert found[index] == document
+
+
+@pytest.mark.parametrize("completion_only_loss", [None, True, False])
+@pytest.mark.parametrize("assistant_only_loss", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_both_masks_apply_to_prompts_of_messages(
+    assistant_only_loss: bool, completion_only_loss: bool | None, tmp_path: Any
+) -> None:
+    tokenizer = tokenizer_for("plain", "own")
+    turns = [{"role": role, "content": f"{role} x"} for role in ("user", "assistant")]
+    rows = [{"prompt": [*turns, turns[0]], "completion": [turns[1], *turns], "number": 0}]
+    options = {"assistant_only_loss": assistant_only_loss, "completion_only_loss": completion_only_loss}
+    assert read_here(rows, tokenizer, **options)[0] == read_by_trl(rows, tokenizer, tmp_path, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eos_ends_the_completion_whatever_other_columns_there_are(tmp_path: Any) -> None:
+    """TRL appends EOS to an unread text column instead, so that such a completion has no end."""
+    tokenizer = tokenizer_for("bos", "own")
+    rows = [{"prompt": "1 + 1 =", "completion": " 2", "number": 0}]
+    wanted = read_by_trl(rows, tokenizer, tmp_path)
+    with_text = [{**rows[0], "text": "not read"}]
+    assert read_by_trl(with_text, tokenizer, tmp_path)[0][0] == wanted[0][0][:-1]
+    assert read_here(with_text, tokenizer)[0] == read_here(rows, tokenizer)[0] == wanted
+
+
+# TRL's templates without marks: name -> special tokens.
+UNMARKED = {
+    "llama3": "<|eot_id|> <|start_header_id|> <|end_header_id|>",
+    "qwen2_5": "<|im_start|> <|im_end|>",
+    "qwen3_8": "<|im_start|> <|im_end|> <think> </think>",
+    "gemma3": "<start_of_turn> <end_of_turn>",
+    "phi3": "<|user|> <|assistant|> <|end|>",
+    "gptoss": "<|start|> <|channel|> <|message|> <|end|> <|return|>",
+    "deepseekv3": "<｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>",
+}
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_turns_without_marks_are_those_of_the_training_template_without_what_no_model_generates(name: str) -> None:
+    """Masked here: what the generation prompt already has, and what follows the end of the turn."""
+    from trl import chat_template_utils
+
+    tokenizer = build_tokenizer(UNMARKED[name].split(), "<eos>", "<bos>")
+    template = getattr(chat_template_utils, f"{name}_chat_template")
+    tokenizer.chat_template = getattr(chat_template_utils, f"{name}_training_chat_template")
+    messages = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello"))] * 2
+    trl = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    opening = tokenizer.apply_chat_template(
+        messages[:1], chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    ((found,),) = Encoder(tokenizer, template).encode_batch([Conversation(messages=messages)])  # type: ignore[misc]
+    assert found.input_ids.tolist() == trl["input_ids"]
+    here, there = _runs(found.labels != IGNORE_INDEX), _runs(np.array(trl["assistant_masks"]) == 1)
+    assert len(here) == len(there) == 2
+    for (start, stop), (first, last) in zip(here, there, strict=True):
+        assert first <= start < stop <= last
+        before, after = trl["input_ids"][first:start], trl["input_ids"][stop:last]
+        assert tokenizer.decode(before) in opening
+        assert tokenizer.decode(after).strip() in ("", "<eos>")
+    if name == "llama3":
+        assert here == there
+
+
+def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def test_rows_packed_by_someone_else_are_split_into_their_documents() -> None:
+    row = {"input_ids": list(range(10, 20)), "labels": [10, 11, -100, *range(13, 20)], "seq_lengths": [4, 1, 5]}
+    tokens = formats.to_conversation(row, formats.detect(list(row), [row]))
+    (found,) = Encoder(tokenizer_for("plain", "own"), None, max_length=4).encode_batch([tokens])
+    assert not isinstance(found, RowError)
+    documents = [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in found]
+    # A document of one token predicts nothing; each document is cut for itself.
+    assert documents == [([10, 11, 12, 13], [10, 11, -100, 13]), ([15, 16, 17, 18], [15, 16, 17, 18])]
+
+
+def test_the_first_label_is_stored_and_never_trained(tmp_path: Any) -> None:
+    tokenizer = tokenizer_for("bos", "own")
+    rows = [{"text": "Natalia sold clips", "number": 0}, {"text": "a model answers", "number": 1}]
+    expected = read_here(rows, tokenizer)[0]
+    writer = store.Writer(tmp_path, "train")
+    for ids, labels in expected.values():
+        writer.add(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
+    writer.close()
+    stored = store.load_rows(tmp_path, "train")
+    assert [(row["input_ids"], row["labels"]) for row in stored.dataset] == list(expected.values())
+    assert all(labels[0] == ids[0] for ids, labels in expected.values())
+    lengths = [len(ids) for ids, _ in expected.values()]
+    assert stored.label_tokens.tolist() == [length - 1 for length in lengths]
+    packed = collate([[stored[0], stored[1]]], pad_token_id=0, pack_length=64)
+    supervised = (packed["labels"][0] != IGNORE_INDEX).tolist()
+    assert supervised == [place not in (0, lengths[0]) and place < sum(lengths) for place in range(64)]
+    padded = collate([[stored[0]], [stored[1]]], pad_token_id=0, pack_length=None)
+    assert (padded["labels"] != IGNORE_INDEX).sum(1).tolist() == stored.label_tokens.tolist()
+    assert (padded["labels"][:, 0] == IGNORE_INDEX).all()
