@@ -156,7 +156,12 @@ class _Readers:
         self._encoders: dict[tuple[str | None, bool], Encoder] = {}
         self.derived_markers = ""
         for source in sources:
-            self._add(source)
+            try:
+                self._add(source)
+            except UserError as error:
+                if source.template is None:
+                    raise
+                raise UserError(f"{source.name}, template {source.template}: {error}") from None
 
     def identity(self, source: Source) -> Any:
         """The template and the markers of a source, JSON-safe."""
@@ -175,17 +180,20 @@ class _Readers:
         return source.template or self._config.model.chat_template
 
     def _add(self, source: Source) -> None:
-        data, name, is_text = self._config.data, self._name(source), source.format == "text"
+        name, is_text = self._name(source), source.format == "text"
         if name not in self._templates:
             self._templates[name] = load_template(self._tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
-        if (name, is_text) in self._encoders:
-            return
+        if (name, is_text) not in self._encoders:
+            self._encoders[name, is_text] = self._new_encoder(name, is_text)
+
+    def _new_encoder(self, name: str | None, is_text: bool) -> Encoder:
+        data = self._config.data
         instruction, response = self._markers[name]
         markers = None
         if response is not None:
             markers = Markers(self._tokenizer, response, instruction, last_only=data.last_turn_only)
-        self._encoders[name, is_text] = Encoder(
+        return Encoder(
             self._tokenizer,
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
             None if is_text or markers else self._templates[name],
@@ -213,6 +221,8 @@ class _Chunk:
 
     rows: list[dict[str, Any]]
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
+    source: str
+    format: str  # and its evidence
     work: tuple  # how to encode the rows, see `_encode`
 
 
@@ -224,9 +234,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
     ledgers = {name: Ledger() for name in names}
     overlap = Overlap()
     writers = {name: store.Writer(folder, _file_name(name)) for name in names}
-    described: dict[str, list[str]] = {name: [] for name in names}
-
-    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers, described))
+    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers))
     _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
     for name in names:
         if name != "train" and "train" in names:
@@ -236,7 +244,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
             raise UserError(_nothing_left(name, ledgers[name], splits.get(name, ())))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
-        "format": "; ".join(described["train" if "train" in names else names[0]]),
+        "format": "; ".join(ledgers["train" if "train" in names else names[0]].formats()),
     }
 
 
@@ -245,15 +253,13 @@ def _chunks(
     opened: Iterable[tuple[Source, Iterator[Item]]],
     config: Config,
     readers: _Readers,
-    described: dict[str, list[str]],
 ) -> Iterator[_Chunk]:
-    """The rows of a split, in order, CHUNK_ROWS of the same source at a time. Adds each format to `described`."""
+    """The rows of a split, in order, CHUNK_ROWS of the same source at a time."""
     seed, first = config.training.seed, 0
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
         format, rows = _detect(rows, source, config)
-        text = f"{format.name} ({format.evidence})"
-        described[split] += [] if text in described[split] else [text]
+        described = f"{format.name} ({format.evidence})"
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
@@ -268,7 +274,7 @@ def _chunks(
                     placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
             read += len(batch)
             if chosen:
-                yield _Chunk(rows=chosen, placed=placed, work=work)
+                yield _Chunk(rows=chosen, placed=placed, source=source.name, format=described, work=work)
         first += read
 
 
@@ -302,12 +308,12 @@ def _encode_all(
     for chunk, results in _encoded_chunks(chunks, num_proc):
         for (where, name, copies), result in zip(chunk.placed, results, strict=True):
             ledger = ledgers[name]
-            ledger.rows_read += copies
+            ledger.read(chunk.source, chunk.format, copies)
             if isinstance(result, RowError):
-                ledger.drop(result.reason, where, result.detail, copies)
+                ledger.drop(chunk.source, result.reason, where, result.detail, copies)
                 continue
             for piece in [*result] * copies:
-                ledger.keep(len(piece.input_ids), piece.label_tokens)
+                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens)
                 writers[name].add(piece.input_ids, piece.labels)
             for piece in result:
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()

@@ -29,7 +29,7 @@ _BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
 _CHUNK_BYTES = 1 << 20
 
 
-def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
+def iter_rows(files: Sequence[str | Path]) -> Iterator[tuple[Row, str]]:
     """Yields (row, where) from files, globs, folders of files and save_to_disk folders, in the order given.
 
     `where` is for messages: "train.jsonl:17" (physical line) or "x.parquet:row 17", both counted from 1. Memory use is
@@ -45,14 +45,14 @@ def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
             raise UserError(f"{path} is empty: it has no rows. Remove it from the list of files, or add rows to it.")
 
 
-def expand(files: Sequence[str]) -> list[Path]:
+def expand(files: Sequence[str | Path]) -> list[Path]:
     """Expand paths, globs and folders into files and save_to_disk folders; the matches of each are sorted."""
     if not files:
         raise UserError(f"No data file was given. {_SUPPORTED}")
-    return [path for name in files for path in _expand_one(name)]
+    return [path for name in files for path in _expand_one(str(name))]
 
 
-def content_digest(files: Sequence[str]) -> str:
+def content_digest(files: Sequence[str | Path]) -> str:
     """xxh3-128 (hex) of what `iter_rows` would read: type, size and bytes of every file, in order. It does not depend
     on the names of files and folders, so a moved or renamed folder keeps its digest."""
     import xxhash
