@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import fsspec
+import pyarrow
 import pytest
+import zstandard
 from rich.console import Console
 
 from finetune.config import Config, ConfigError, dump_yaml, load
 from finetune.data.ledger import sources_table
 from finetune.data.prepare import Data, Source, prepare, prepare_splits
+from finetune.data.sources import expand
 from finetune.engine.session import check_present
 from finetune.errors import UserError
 from tests import tiny
@@ -251,3 +259,73 @@ def test_missing_files_of_a_mixture_are_found_before_anything_is_loaded(files: d
 def test_a_template_of_a_source_that_does_not_exist(tmp_path: Path, tokenizer: Any, files: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=r"chat\.jsonl, template chatmll: .* neither a known name nor a file"):
         run(tmp_path, tokenizer, "--data.train", f"[{{file: {files['chat']}, template: chatmll}}]")
+
+
+# --- files behind a URL ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    system = fsspec.filesystem("memory")
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv", "a.parquet", "a.arrow"])
+def test_a_file_behind_a_url_has_the_same_documents(tmp_path: Path, tokenizer: Any, bucket: Any, name: str) -> None:
+    rows, local = texts("one", 6), tmp_path / name
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name.endswith((".parquet", ".arrow")):
+        table = datasets.Dataset.from_list(rows)
+        if name.endswith(".parquet"):
+            table.to_parquet(local)
+        else:
+            with pyarrow.ipc.new_stream(local, table.data.table.schema) as stream:
+                stream.write_table(table.data.table)
+    elif name.endswith(".csv"):
+        local.write_text("text\n" + "".join(row["text"] + "\n" for row in rows))
+    elif name.endswith(".json"):
+        local.write_text(json.dumps(rows))
+    else:
+        packed = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}.get(name[8:], bytes)
+        local.write_bytes(packed(lines))
+    bucket.pipe(f"/bucket/{name}", local.read_bytes())
+    bucket.pipe("/bucket/README.md", b"x")
+    there = run(tmp_path, tokenizer, "--data.train_file", f"memory://bucket/{name}")
+    assert documents(there.train) == documents(run(tmp_path, tokenizer, "--data.train_file", str(local)).train)
+    for other in ("memory://bucket/*", "memory://bucket"):
+        assert documents(run(tmp_path, tokenizer, "--data.train", f"[{{file: '{other}'}}]").train) == documents(
+            there.train
+        )
+
+
+def test_a_changed_file_behind_a_url_is_read_again(tmp_path: Path, tokenizer: Any, bucket: Any) -> None:
+    found = []
+    for word in ("one", "two"):
+        bucket.pipe("/bucket/a.jsonl", json.dumps({"text": word}).encode())
+        found += [run(tmp_path, tokenizer, "--data.train_file", "memory://bucket/a.jsonl") for _ in range(2)]
+    assert [data.cached for data in found] == [False, True, False, True]
+    assert documents(found[0].train) != documents(found[2].train)
+
+
+def test_urls_that_cannot_be_read(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> str:
+        with pytest.raises(UserError) as caught:
+            expand([name])
+        return str(caught.value)
+
+    assert "memory://bucket/none.jsonl cannot be read" in refused("memory://bucket/none.jsonl")
+    bucket.pipe("/bucket/README.md", b"x")
+    assert "has no data file: it has memory:///bucket/README.md" in refused("memory://bucket")
+    assert "Protocol not known: nosuch" in refused("nosuch://a/b.jsonl")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    text = refused("s3://me:hunter2hunter2@bucket/x.parquet")
+    assert "`pip install s3fs`" in text and "hunter2" not in text
+
+    def offline(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("offline: token=abcdefgh12345678")
+
+    monkeypatch.setattr(bucket, "exists", offline)
+    monkeypatch.setattr(bucket.__class__, "exists", offline)
+    text = refused("memory://bucket/a.jsonl")
+    assert "memory://bucket/a.jsonl cannot be read: ConnectionError" in text and "abcdefgh" not in text
