@@ -48,6 +48,8 @@ def run(config: Config) -> int:
 
     print_line(f"Rows: {data.format}")
     print_line(ledger.table(data.ledgers, shapes))
+    if (table := ledger.sources_table(data.ledgers)) is not None:
+        print_line(table)
     for sentence in ledger.examples(data.ledgers):
         print_line(sentence)
     print_line("The first row; supervised tokens are marked:")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS
 from finetune.config.values import describe, show
 
-WIDTH = 100
+WIDTH = 110
 
 # What nearly every user sets.
 COMMON = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from finetune.config.origins import mistakes
 from finetune.config.schema import DEFAULTS, Config
 
 Contradiction = tuple[tuple[str, ...], str]
@@ -21,10 +22,12 @@ NEEDS_A_MODEL = (
     "model.chat_template",
     "lora.continue_adapter",
     "data.train_file",
+    "data.train",
     "data.dataset_name",
     "data.dataset_config",
     "data.weights",
     "data.eval_file",
+    "data.eval",
     "data.eval_fraction",
     "data.format",
     "data.columns",
@@ -160,9 +163,10 @@ def adapter(config: Config, given: frozenset[str]) -> Found:
 
 def training_data(config: Config, given: frozenset[str]) -> Found:
     """A model needs training data from one source, and the demo brings its own."""
-    data, sources = config.data, ("data.train_file", "data.dataset_name")
-    if data.train_file is not None and data.dataset_name is not None:
-        yield sources, "both name the training data. Keep one."
+    data, sources = config.data, ("data.train_file", "data.dataset_name", "data.train")
+    named = tuple(name for name in sources if not _is_default(config, name))
+    if len(named) > 1:
+        yield named, f"{'both' if len(named) == 2 else 'all'} name the training data. Keep one."
     if config.demo:
         without_model = tuple(name for name in NEEDS_A_MODEL if name in given and not _is_default(config, name))
         if without_model:
@@ -171,10 +175,10 @@ def training_data(config: Config, given: frozenset[str]) -> Found:
                 "no model is named, and the embedded demo brings its own model and data. Set"
                 " model.model_name_or_path, or remove these settings.",
             )
-    elif data.train_file is None and data.dataset_name is None and config.script is None:
+    elif not named and config.script is None:
         yield (
             ("model.model_name_or_path", *sources),
-            "there is no training data for the model. Set data.train_file or data.dataset_name.",
+            "there is no training data for the model. Set data.train_file, data.dataset_name or data.train.",
         )
     elif data.dataset_config is not None and data.dataset_name is None:
         yield (
@@ -183,10 +187,24 @@ def training_data(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+def mixtures(config: Config, given: frozenset[str]) -> Found:
+    """The entries of data.train and data.eval, and the keys that belong into them."""
+    for name, entries in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for text in mistakes(entries) if entries is not None else ():
+            yield (name,), text
+    if config.data.train is not None:
+        for key, instead in (("data.weights", "weight"), ("data.dataset_config", "config"), ("data.split", "split")):
+            if not _is_default(config, key):
+                yield (
+                    ("data.train", key),
+                    f"{key} is for the short forms. Set {instead} in the entry of data.train.",
+                )
+
+
 def weights(config: Config, given: frozenset[str]) -> Found:
     """One weight per training file."""
     given_weights, files = config.data.weights, config.data.train_file
-    if given_weights is None:
+    if given_weights is None or config.data.train is not None:
         return
     count = len([files] if isinstance(files, str) else files or [])
     if len(given_weights) != count or not all(weight > 0 and math.isfinite(weight) for weight in given_weights):
@@ -198,13 +216,13 @@ def weights(config: Config, given: frozenset[str]) -> Found:
 
 def held_out_rows(config: Config, given: frozenset[str]) -> Found:
     """Evaluation rows come from one source, and eval_steps needs one."""
-    data = config.data
-    if data.eval_file is not None and data.eval_fraction > 0:
-        yield ("data.eval_file", "data.eval_fraction"), "both choose the held-out rows. Keep one."
-    may_hold_out = config.demo or config.rows_from_script or data.eval_file is not None or data.eval_fraction > 0
-    if config.training.eval_steps > 0 and not may_hold_out:
+    sources = ("data.eval_file", "data.eval", "data.eval_fraction")
+    named = tuple(name for name in sources if not _is_default(config, name))
+    if len(named) > 1:
+        yield named, f"{'both' if len(named) == 2 else 'all'} choose the held-out rows. Keep one."
+    if config.training.eval_steps > 0 and not (config.demo or config.rows_from_script or named):
         yield (
-            ("training.eval_steps", "data.eval_file", "data.eval_fraction"),
+            ("training.eval_steps", *sources),
             "eval_steps is set, but no rows are held out. Set data.eval_file or data.eval_fraction.",
         )
 
@@ -347,6 +365,7 @@ RULES: tuple[Rule, ...] = (
     managed_arguments,
     adapter,
     training_data,
+    mixtures,
     weights,
     held_out_rows,
     loss_mask,

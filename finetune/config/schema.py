@@ -106,6 +106,9 @@ class DataConfig:
     """Which rows to train on, and how they become tokens and labels."""
 
     train_file: str | list[str] | None = _setting(None, "Training rows: a path or glob, or a list of them.", NOT_EMPTY)
+    train: list[dict] | None = _setting(
+        None, "Training rows from several sources, such as {file: a.csv, format: alpaca, weight: 2}: see docs/data.md."
+    )
     weights: list[float] | None = _setting(
         None, "Passes over each train_file per epoch: 2 uses its rows twice, 0.5 half of them. null is 1 each."
     )
@@ -113,6 +116,7 @@ class DataConfig:
     dataset_config: str | None = _setting(None, "Configuration (subset) of the Hub dataset, such as main.")
     split: str = _setting("train", "Split of the dataset to train on.")
     eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
+    eval: list[dict] | None = _setting(None, "Held-out rows from several sources, written like train.")
     eval_fraction: float = _setting(
         0.0, "Fraction of the training rows to hold out, instead of an eval_file.", FRACTION
     )
@@ -292,7 +296,7 @@ class Config:
     config_file: str | None = None
     dry_run: bool = False
     json: Path | None = None
-    script: str | None = None  # its function returns the rows if neither train_file nor dataset_name is given
+    script: str | None = None  # its function returns the rows if the configuration names no training data
     # Dotted names that the user wrote; the others are defaults.
     given: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -304,7 +308,8 @@ class Config:
     @property
     def rows_from_script(self) -> bool:
         """Whether the training script's function returns the training rows."""
-        return self.script is not None and self.data.train_file is None and self.data.dataset_name is None
+        named = (self.data.train_file, self.data.dataset_name, self.data.train)
+        return self.script is not None and all(source is None for source in named)
 
     def to_dict(self) -> dict[str, Any]:
         """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script` and `given`,

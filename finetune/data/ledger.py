@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,18 @@ BUCKETS = (
 
 
 @dataclass
+class SourceCounts:
+    """Counts for one source of a split."""
+
+    formats: list[str] = field(default_factory=list)  # as its files were read
+    rows_read: int = 0
+    rows_kept: int = 0
+    rows_dropped: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+
+@dataclass
 class Ledger:
     """Counts for one split. A row that is cut into pieces counts once as read and once per piece as kept."""
 
@@ -36,21 +48,39 @@ class Ledger:
     split: int = 0
     duplicates: int = 0
     tokens: int = 0
-    label_tokens: int = 0
+    supervised_tokens: int = 0
+    sources: dict[str, SourceCounts] = field(default_factory=dict)  # by name, in the order in which they are read
     leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
-    def drop(self, reason: str, where: str, detail: str, count: int = 1) -> None:
+    def source(self, name: str) -> SourceCounts:
+        """The counts of a source, zero at first."""
+        return self.sources.setdefault(name, SourceCounts())
+
+    def read(self, source: str, format: str, count: int) -> None:
+        """Count a row that is read, `count` times."""
+        for counts in (self, self.source(source)):
+            counts.rows_read += count
+        if format not in self.source(source).formats:
+            self.source(source).formats.append(format)
+
+    def drop(self, source: str, reason: str, where: str, detail: str, count: int = 1) -> None:
         """Count a dropped row; the first row of each reason is kept as an example."""
         self.dropped[reason] += count
+        self.source(source).rows_dropped += count
         self.examples.setdefault(reason, f"{where}: {detail}")
 
-    def keep(self, length: int, label_tokens: int) -> None:
+    def keep(self, source: str, length: int, supervised_tokens: int) -> None:
         """Count a document that is kept."""
-        self.rows_kept += 1
-        self.tokens += length
-        self.label_tokens += label_tokens
+        for counts in (self, self.source(source)):
+            counts.rows_kept += 1
+            counts.tokens += length
+            counts.supervised_tokens += supervised_tokens
         self.histogram[int(np.searchsorted(BUCKETS, length))] += 1
+
+    def formats(self) -> list[str]:
+        """The formats that were read, each with its evidence."""
+        return list(dict.fromkeys(format for counts in self.sources.values() for format in counts.formats))
 
     def to_dict(self) -> dict[str, Any]:
         """As stored in the cache, run.json and the --json output."""
@@ -63,7 +93,8 @@ class Ledger:
             "split": self.split,
             "duplicates": self.duplicates,
             "tokens": self.tokens,
-            "label_tokens": self.label_tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "sources": [{"name": name, **asdict(counts)} for name, counts in self.sources.items()],
             "length_histogram": dict(zip([*map(str, BUCKETS), "longer"], self.histogram, strict=True)),
             **({} if self.leaked is None else {"leaked": self.leaked}),
         }
@@ -101,12 +132,31 @@ def table(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, Any]]
     if any(one.get("leaked") for one in each):
         line("  also training rows", [f"{one['leaked']['rows']:,}" if one.get("leaked") else "" for one in each])
     line("tokens", [f"{one['tokens']:,}" for one in each])
-    shares = [one["label_tokens"] / max(one["tokens"], 1) for one in each]
-    line("  supervised", [f"{one['label_tokens']:,} ({share:.0%})" for one, share in zip(each, shares, strict=True)])
+    shares = [one["supervised_tokens"] / max(one["tokens"], 1) for one in each]
+    line("  supervised", [f"{one['supervised_tokens']:,} ({part:.0%})" for one, part in zip(each, shares, strict=True)])
     line("mean length (tokens)", [f"{one['tokens'] / max(one['rows_kept'], 1):,.1f}" for one in each])
     packed = [layouts[name] for name in ledgers]
     if any(one["pack_length"] for one in packed):
         line("packs", [f"{one['rows']:,}" for one in packed])
         line("  documents per pack", [f"{one['documents_per_row']:.1f}" for one in packed])
         line("  packing efficiency", [f"{one['packing_efficiency']:.1%}" for one in packed])
+    return result
+
+
+def sources_table(ledgers: dict[str, dict[str, Any]]) -> Table | None:
+    """One row per source of each split; None if no split has several."""
+    if all(len(one["sources"]) < 2 for one in ledgers.values()):
+        return None
+    result = Table(title="Sources", title_justify="left")
+    for name in ("split", "source", "format"):
+        result.add_column(name, overflow="fold")
+    for name in ("rows read", "kept", "dropped", "tokens", "supervised"):
+        result.add_column(name, justify="right")
+    for split, one in ledgers.items():
+        short = [row["name"].rpartition("/")[2] for row in one["sources"]]  # without the folder, if that is enough
+        names = short if len(set(short)) == len(short) else [row["name"] for row in one["sources"]]
+        for name, row in zip(names, one["sources"], strict=True):
+            formats = ", ".join(dict.fromkeys(format.partition(" ")[0] for format in row["formats"]))
+            counts = (row[name] for name in ("rows_read", "rows_kept", "rows_dropped", "tokens", "supervised_tokens"))
+            result.add_row(split, name, formats, *(f"{count:,}" for count in counts))
     return result

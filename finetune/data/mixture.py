@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config import Config
+from finetune.config.origins import Origin, evaluation_origins, training_origins
 from finetune.data import sources
 from finetune.errors import UserError
+from finetune.redact import redact
 from finetune.runtime.hooks import Hooks
 
 Item = tuple[dict[str, Any], str]  # a row and its position in the source
@@ -40,48 +43,48 @@ class Source:
 
 def configured(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
     """The sources that `config` names; rows of a script's function come from a call of it."""
-    data = config.data
-    train_files, eval_files = _files(data.train_file), _files(data.eval_file)
-    splits: dict[str, list[Source]] = {}
     if config.rows_from_script:
-        splits |= _script_sources(config, tokenizer, hooks)
-    elif train_files:
-        weights = data.weights or [1.0] * len(train_files)
-        splits["train"] = [
-            source
-            for name, weight in zip(train_files, weights, strict=True)
-            for source in _file_sources(config, name, weight)
-        ]
+        splits = _script_sources(config, tokenizer, hooks)
     else:
-        splits["train"] = [_hub_source(config)]
-    if eval_files:
-        splits["eval"] = [source for name in eval_files for source in _file_sources(config, name)]
-    return splits
+        splits = {"train": _sources(config, training_origins(config.data))}
+    held_out = _sources(config, evaluation_origins(config.data))
+    return splits | ({"eval": held_out} if held_out else {})
 
 
-def _file_sources(config: Config, name: str, weight: float = 1.0) -> Iterator[Source]:
-    """One source per file that `name` (a path, a glob or a folder) stands for: each file has its own format."""
-    for path in sources.expand([name]):
-        yield Source(
-            name=name,
-            open=functools.partial(sources.iter_rows, [str(path)]),
-            identity=sources.content_digest([str(path)]),
-            format=config.data.format,
-            columns=config.data.columns,
-            weight=weight,
-        )
+def _sources(config: Config, origins: list[Origin]) -> list[Source]:
+    """The sources of a split. Every entry has its own row of the ledger, also if two of them read the same file."""
+    found, names = [], Counter[str]()
+    for origin in origins:
+        name = _name(origin)
+        names[name] += 1
+        name += f" (entry {names[name]})" if names[name] > 1 else ""
+        settings = {
+            "name": name,
+            "format": origin.format or config.data.format,
+            "columns": config.data.columns if origin.columns is None else origin.columns,
+            "template": origin.template,
+            "weight": origin.passes,
+        }
+        if origin.name is not None:
+            hub = (origin.name, origin.config, origin.split or "train")
+            found.append(Source(open=functools.partial(sources.iter_hub, *hub), identity=hub, **settings))
+        # One source per file that a glob or a folder stands for: the format of each is detected on its own.
+        for file in sources.expand(origin.files) if origin.files else ():
+            found.append(
+                Source(
+                    open=functools.partial(sources.iter_rows, [file]),
+                    identity=sources.content_digest([file]),
+                    **settings,
+                )
+            )
+    return found
 
 
-def _hub_source(config: Config) -> Source:
-    data = config.data
-    identity = (str(data.dataset_name), data.dataset_config, data.split)
-    return Source(
-        name=identity[0],
-        open=functools.partial(sources.iter_hub, *identity),
-        identity=identity,
-        format=data.format,
-        columns=data.columns,
-    )
+def _name(origin: Origin) -> str:
+    if origin.name is not None:
+        return ":".join(filter(None, (origin.name, origin.config, origin.split)))
+    first, *others = origin.files
+    return redact(first) + (f" and {len(others)} more" if others else "")
 
 
 def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:
@@ -100,8 +103,8 @@ def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, l
             )
         ]
 
-    # Held-out rows from data.eval_file or data.eval_fraction take the place of those that the function may return.
-    chosen = config.data.eval_file is not None or config.data.eval_fraction
+    # Held-out rows of the configuration take the place of those that the function may return.
+    chosen = evaluation_origins(config.data) or config.data.eval_fraction
     return {"train": source(0)} | ({} if chosen else {"eval": source(1)})
 
 
@@ -126,7 +129,3 @@ def _returned(config: Config, tokenizer: Any, hooks: Hooks) -> tuple[Iterator[It
             "may choose them. Set data.eval_fraction to 0, or return only the training rows."
         )
     return read(returned[0]), None if returned[1] is None else read(returned[1])
-
-
-def _files(given: str | list[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import threading
@@ -18,6 +19,7 @@ from urllib.parse import quote
 import numpy as np
 
 from finetune.config import Config
+from finetune.config.schema import DEFAULTS
 from finetune.data import formats, store
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
@@ -140,27 +142,85 @@ def prepare_splits(
         ledgers=about["ledgers"],
         format=about["format"] + readers.derived_markers,
         # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-        fingerprint=store.fingerprint({"rows": store.content(folder)}) if inputs else key,
+        fingerprint=store.fingerprint({"rows": store.content(folder)})
+        if inputs
+        else _identity(config, splits, readers),
         folder=folder,
         cached=not built,
     )
+
+
+# Settings of `data:` that came after version 2 of the cache: part of an identity only if they are not at their default.
+_LATER = ("completion_only_loss",)
+
+
+def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _Readers) -> str:
+    """The fingerprint that the order of the rows is drawn from.
+
+    It is not the key of the cache: a new layout of the cached files must not change the order, or no run of an earlier
+    version could be resumed. A plan's digest also covers the lengths and supervised tokens of all rows.
+    """
+    data, seed = config.data, config.training.seed
+
+    def of(source: Source) -> Any:
+        plain = (source.format, source.columns, source.template, source.weight) == (
+            data.format,
+            data.columns,
+            None,
+            1.0,
+        )
+        parts = [source.format, source.columns, source.template, source.weight, seed if source.weight % 1 else None]
+        return source.identity if plain else [source.identity, *parts]
+
+    rows = {name: [of(source) for source in split] for name, split in splits.items()}
+    alone = {name: found[0] if len(found) == 1 else found for name, found in rows.items()}
+    template, instruction, response = readers.default_identity()
+    same = ("format", "columns", "system_prompt", "max_length", "over_length")
+    same += ("assistant_only_loss", "last_turn_only", "split")
+    settings = {
+        "eval": None,
+        **alone,
+        "tokenizer": _tokenizer_digest(readers.tokenizer),
+        "template": template,
+        "held out": [data.eval_fraction, seed] if data.eval_fraction else None,
+        "weights": None,
+        **{name: getattr(data, name) for name in same},
+        **{name: getattr(data, name) for name in _LATER if getattr(data, name) != DEFAULTS[f"data.{name}"]},
+        "instruction_part": instruction,
+        "response_part": response,
+    }
+    text = json.dumps({"version": 2, **settings}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class _Readers:
     """The chat template, turn markers and encoder of each source; sources with the same settings share them."""
 
     def __init__(self, config: Config, tokenizer: Any, sources: Iterable[Source]) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self.tokenizer = config, tokenizer
         self._templates: dict[str | None, str | None] = {}
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
         self._encoders: dict[tuple[str | None, bool], Encoder] = {}
         self.derived_markers = ""
         for source in sources:
-            self._add(source)
+            try:
+                self._add(source)
+            except UserError as error:
+                if source.template is None:
+                    raise
+                raise UserError(f"{source.name}, template {source.template}: {error}") from None
 
     def identity(self, source: Source) -> Any:
         """The template and the markers of a source, JSON-safe."""
         name = self._name(source)
+        return [self._templates[name], *self._markers[name]]
+
+    def default_identity(self) -> Any:
+        """Those of the configuration."""
+        name = self._config.model.chat_template
+        if name not in self._templates:
+            self._templates[name] = load_template(self.tokenizer, name)
+            self._markers[name] = self._markers_of(self._templates[name])
         return [self._templates[name], *self._markers[name]]
 
     def encoder(self, source: Source) -> Encoder:
@@ -175,18 +235,21 @@ class _Readers:
         return source.template or self._config.model.chat_template
 
     def _add(self, source: Source) -> None:
-        data, name, is_text = self._config.data, self._name(source), _needs_no_template(source)
+        name, is_text = self._name(source), _needs_no_template(source)
         if name not in self._templates:
-            self._templates[name] = load_template(self._tokenizer, name)
+            self._templates[name] = load_template(self.tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
-        if (name, is_text) in self._encoders:
-            return
+        if (name, is_text) not in self._encoders:
+            self._encoders[name, is_text] = self._new_encoder(name, is_text)
+
+    def _new_encoder(self, name: str | None, is_text: bool) -> Encoder:
+        data = self._config.data
         instruction, response = self._markers[name]
         markers = None
         if response is not None:
-            markers = Markers(self._tokenizer, response, instruction, last_only=data.last_turn_only)
-        self._encoders[name, is_text] = Encoder(
-            self._tokenizer,
+            markers = Markers(self.tokenizer, response, instruction, last_only=data.last_turn_only)
+        return Encoder(
+            self.tokenizer,
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
             None if is_text or markers else self._templates[name],
             max_length=data.document_length,
@@ -202,7 +265,7 @@ class _Readers:
         data = self._config.data
         if data.response_part != "auto":
             return data.instruction_part, data.response_part
-        instruction, response = derive_markers(self._tokenizer, template)
+        instruction, response = derive_markers(self.tokenizer, template)
         found = f"; markers from the chat template: {response!r} (supervised), {instruction!r} (masked)"
         self.derived_markers += "" if found in self.derived_markers else found
         return instruction, response
@@ -219,6 +282,8 @@ class _Chunk:
 
     rows: list[dict[str, Any]]
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
+    source: str
+    format: str  # and its evidence
     work: tuple  # how to encode the rows, see `_encode`
 
 
@@ -230,9 +295,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
     ledgers = {name: Ledger() for name in names}
     overlap = Overlap()
     writers = {name: store.Writer(folder, _file_name(name)) for name in names}
-    described: dict[str, list[str]] = {name: [] for name in names}
-
-    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers, described))
+    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers))
     _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
     for name in names:
         if name != "train" and "train" in names:
@@ -242,7 +305,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
             raise UserError(_nothing_left(name, ledgers[name], splits.get(name, ())))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
-        "format": "; ".join(described["train" if "train" in names else names[0]]),
+        "format": "; ".join(ledgers["train" if "train" in names else names[0]].formats()),
     }
 
 
@@ -251,14 +314,13 @@ def _chunks(
     opened: Iterable[tuple[Source, Iterator[Item]]],
     config: Config,
     readers: _Readers,
-    described: dict[str, list[str]],
 ) -> Iterator[_Chunk]:
-    """The rows of a split, in order, CHUNK_ROWS of the same source at a time. Adds each format to `described`."""
+    """The rows of a split, in order, CHUNK_ROWS of the same source at a time."""
     seed, first = config.training.seed, 0
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
         format, rows = _detect(rows, source, config)
-        text = formats.describe(
+        described = formats.describe(
             format,
             has_template=readers.has_template(source),
             assistant_only_loss=config.data.assistant_only_loss,
@@ -266,7 +328,6 @@ def _chunks(
             last_turn_only=config.data.last_turn_only,
             markers=config.data.response_part is not None,
         )
-        described[split] += [] if text in described[split] else [text]
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
@@ -281,7 +342,7 @@ def _chunks(
                     placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
             read += len(batch)
             if chosen:
-                yield _Chunk(rows=chosen, placed=placed, work=work)
+                yield _Chunk(rows=chosen, placed=placed, source=source.name, format=described, work=work)
         first += read
 
 
@@ -315,12 +376,12 @@ def _encode_all(
     for chunk, results in _encoded_chunks(chunks, num_proc):
         for (where, name, copies), result in zip(chunk.placed, results, strict=True):
             ledger = ledgers[name]
-            ledger.rows_read += copies
+            ledger.read(chunk.source, chunk.format, copies)
             if isinstance(result, RowError):
-                ledger.drop(result.reason, where, result.detail, copies)
+                ledger.drop(chunk.source, result.reason, where, result.detail, copies)
                 continue
             for piece in [*result] * copies:
-                ledger.keep(len(piece.input_ids), piece.label_tokens)
+                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens)
                 writers[name].add(piece.input_ids, piece.labels)
             for piece in result:
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()

@@ -14,9 +14,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError
 
 Row = dict[str, Any]
+File = Path | RemoteFile
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
@@ -29,8 +31,8 @@ _BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
 _CHUNK_BYTES = 1 << 20
 
 
-def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) from files, globs, folders of files and save_to_disk folders, in the order given.
+def iter_rows(files: Sequence[str | File]) -> Iterator[tuple[Row, str]]:
+    """Yields (row, where) from files, URLs, globs, folders of files and save_to_disk folders, in the order given.
 
     `where` is for messages: "train.jsonl:17" (physical line) or "x.parquet:row 17", both counted from 1. Memory use is
     bounded by a line or a record batch, except for .json, which is parsed as one document. Raises UserError if a file
@@ -45,20 +47,24 @@ def iter_rows(files: Sequence[str]) -> Iterator[tuple[Row, str]]:
             raise UserError(f"{path} is empty: it has no rows. Remove it from the list of files, or add rows to it.")
 
 
-def expand(files: Sequence[str]) -> list[Path]:
-    """Expand paths, globs and folders into files and save_to_disk folders; the matches of each are sorted."""
+def expand(files: Sequence[str | File]) -> list[File]:
+    """Expand paths, URLs, globs and folders into files and save_to_disk folders; the matches of each are sorted."""
     if not files:
         raise UserError(f"No data file was given. {_SUPPORTED}")
-    return [path for name in files for path in _expand_one(name)]
+    return [path for name in files for path in ([name] if isinstance(name, RemoteFile) else _expand_one(str(name)))]
 
 
-def content_digest(files: Sequence[str]) -> str:
+def content_digest(files: Sequence[str | File]) -> str:
     """xxh3-128 (hex) of what `iter_rows` would read: type, size and bytes of every file, in order. It does not depend
-    on the names of files and folders, so a moved or renamed folder keeps its digest."""
+    on the names of files and folders, so a moved or renamed folder keeps its digest. A file behind a URL is not read:
+    its address, size and checksum or time stand for it."""
     import xxhash
 
     digest = xxhash.xxh3_128()
     for path in expand(files):
+        if isinstance(path, RemoteFile):
+            digest.update(json.dumps(path.identity()).encode())
+            continue
         for part in _arrow_parts(path) if path.is_dir() else [path]:
             digest.update(f"{_kind(part)}:{part.stat().st_size}:".encode())
             with part.open("rb") as file:
@@ -117,7 +123,9 @@ def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
 # --- which files ----------------------------------------------------------------------------------------------------
 
 
-def _expand_one(name: str) -> list[Path]:
+def _expand_one(name: str) -> Sequence[File]:
+    if is_url(name):
+        return expand_url(name, lambda file: _kind(file) in KINDS, _SUPPORTED)
     path = Path(name).expanduser()
     if path.is_dir():
         return _expand_folder(path)
@@ -170,7 +178,7 @@ def _arrow_parts(folder: Path) -> list[Path]:
     return parts
 
 
-def _kind(path: Path) -> str:
+def _kind(path: File) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         inner = suffixes[0] if len(suffixes) == 2 else ""
@@ -190,9 +198,20 @@ def _what_exists_near(path: Path) -> str:
 # --- one reader per type --------------------------------------------------------------------------------------------
 
 
-def _reader(path: Path) -> Iterator[tuple[Row, str]]:
+def _reader(path: File) -> Iterator[tuple[Row, str]]:
+    if isinstance(path, RemoteFile):
+        return _remote_rows(path)
     if path.is_dir():
         return _read_saved_dataset(path)
+    return _file_rows(path)
+
+
+def _remote_rows(path: RemoteFile) -> Iterator[tuple[Row, str]]:
+    with remote_errors(str(path)):
+        yield from _file_rows(path)
+
+
+def _file_rows(path: File) -> Iterator[tuple[Row, str]]:
     kind = _kind(path)
     if kind == ".parquet":
         return _read_parquet(path)
@@ -201,7 +220,7 @@ def _reader(path: Path) -> Iterator[tuple[Row, str]]:
     return _read_text(path, {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind])
 
 
-def _read_text(path: Path, reader: Any) -> Iterator[tuple[Row, str]]:
+def _read_text(path: File, reader: Any) -> Iterator[tuple[Row, str]]:
     """Rows of a text file. A truncated archive fails only while it is read, so errors are handled around the reader."""
     try:
         yield from reader(path)
@@ -217,10 +236,10 @@ def _read_text(path: Path, reader: Any) -> Iterator[tuple[Row, str]]:
         raise
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: File) -> IO[bytes]:
     suffix = path.suffix.lower()
     if suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return gzip.open(path if isinstance(path, Path) else path.open(), "rb")  # type: ignore[return-value]
     if suffix == ".zst":
         if importlib.util.find_spec("zstandard") is None:
             raise UserError(
@@ -233,7 +252,7 @@ def _open(path: Path) -> IO[bytes]:
 class _ZstdFile(io.RawIOBase):
     """A .zst file as a byte stream. zstandard's own reader accepts a truncated file as complete; this one does not."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: File) -> None:
         import zstandard  # pyright: ignore[reportMissingImports]
 
         self._file, self._context = path.open("rb"), zstandard.ZstdDecompressor()
@@ -261,7 +280,7 @@ class _ZstdFile(io.RawIOBase):
         super().close()
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_jsonl(path: File) -> Iterator[tuple[Row, str]]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(path, line, first=number == 1)
@@ -279,7 +298,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Row, str]]:
             yield _as_row(row, where), where
 
 
-def _read_json(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_json(path: File) -> Iterator[tuple[Row, str]]:
     with _open(path) as file:
         text = _decode(path, file.read(), first=True)
     if not text.strip():
@@ -314,7 +333,7 @@ def _read_json(path: Path) -> Iterator[tuple[Row, str]]:
         yield _as_row(row, where), where
 
 
-def _read_csv(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
     csv.field_size_limit(2**31 - 1)  # the default rejects fields above 128 KiB
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
         try:
@@ -340,13 +359,14 @@ def _read_csv(path: Path) -> Iterator[tuple[Row, str]]:
             raise _wrong_encoding(path) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_parquet(path: File) -> Iterator[tuple[Row, str]]:
     import pyarrow
     import pyarrow.parquet
 
     def rows() -> Iterator[Row]:
         try:
-            with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+            local = isinstance(path, Path)
+            with pyarrow.parquet.ParquetFile(path if local else path.open(), memory_map=local) as file:
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     yield from batch.to_pylist()
         except (pyarrow.ArrowInvalid, OSError) as error:
@@ -361,11 +381,17 @@ def _read_saved_dataset(folder: Path) -> Iterator[tuple[Row, str]]:
     return _number(folder, (row for part in _arrow_parts(folder) for row in _arrow_rows(part)))
 
 
-def _arrow_rows(path: Path) -> Iterator[Row]:
+def _arrow_source(path: File) -> Any:
+    import pyarrow
+
+    return pyarrow.memory_map(str(path)) if isinstance(path, Path) else pyarrow.PythonFile(path.open(), mode="r")
+
+
+def _arrow_rows(path: File) -> Iterator[Row]:
     import pyarrow
 
     try:
-        with pyarrow.memory_map(str(path)) as source:
+        with _arrow_source(path) as source:
             try:  # `datasets` writes Arrow's stream format, other programs often its file format
                 batches = iter(pyarrow.ipc.open_stream(source))
             except pyarrow.ArrowInvalid:
@@ -383,7 +409,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 # --- helpers --------------------------------------------------------------------------------------------------------
 
 
-def _number(path: Path, rows: Iterator[Row]) -> Iterator[tuple[Row, str]]:
+def _number(path: File, rows: Iterator[Row]) -> Iterator[tuple[Row, str]]:
     for number, row in enumerate(rows, 1):
         yield row, f"{path}:row {number}"
 
@@ -394,14 +420,14 @@ def _as_row(row: Any, where: str) -> Row:
     return row
 
 
-def _decode(path: Path, data: bytes, first: bool) -> str:
+def _decode(path: File, data: bytes, first: bool) -> str:
     try:
         return data.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
         raise _wrong_encoding(path) from error
 
 
-def _wrong_encoding(path: Path) -> UserError:
+def _wrong_encoding(path: File) -> UserError:
     """Reads the file again to find the position: a text wrapper decodes in chunks and does not report it."""
     offset, number, guess = 0, 1, "LATIN1"
     with _open(path) as file:

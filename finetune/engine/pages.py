@@ -113,7 +113,7 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
     rows.append(["truncated", *shares("truncated", "rows_read")])
     rows.append(["exact duplicates", *shares("duplicates", "rows_read")])
     rows.append(["tokens", *(f"{one['tokens']:,}" for one in each)])
-    rows.append(["supervised tokens", *shares("label_tokens", "tokens")])
+    rows.append(["supervised tokens", *shares("supervised_tokens", "tokens")])
     filled = [layouts[name].get("packing_efficiency") for name in splits]
     if any(filled):
         rows.append(["padding in packs", *("" if one is None else f"{1 - one:.1%}" for one in filled)])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from finetune.config import Config
+from finetune.config.origins import evaluation_origins, training_origins
 from finetune.errors import UserError
 
 ADAPTER = "adapter_config.json"
@@ -131,21 +132,23 @@ def check_refused(name: str, what: str, error: Exception) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Check that a data set of the hub is in the cache, or that the hub can be reached.
+    """Check that each data set of the hub is in the cache, or that the hub can be reached.
 
     Raises:
         UserError: there is no connection at all.
     """
     from huggingface_hub import constants
 
-    name = config.data.dataset_name
-    if name is None or Path(name).exists() or _hub_is_off():
-        return
-    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
-    if folder.is_dir():
-        use_cache_without_network()
-    else:
-        check_hub(f"data.dataset_name is {name}")
+    origins = [*training_origins(config.data), *evaluation_origins(config.data)]
+    names = dict.fromkeys(origin.name for origin in origins if origin.name is not None)
+    for name in names:
+        if Path(name).exists() or _hub_is_off():
+            continue
+        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+        if folder.is_dir():
+            use_cache_without_network()
+        else:
+            check_hub(f"{'data.dataset_name' if config.data.dataset_name == name else 'the data set'} is {name}")
 
 
 def use_cache_without_network() -> None:

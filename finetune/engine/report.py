@@ -54,6 +54,8 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")
     console().print(ledger.table(job.data.ledgers, layouts(job)))
+    if (table := ledger.sources_table(job.data.ledgers)) is not None:
+        console().print(table)
 
 
 def method(job: Job) -> str:

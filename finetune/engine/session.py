@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config.origins import evaluation_origins, training_origins
 from finetune.data import sources
 from finetune.engine import checkpoints, metrics, preflight, resume
 from finetune.engine.record import RunRecord
@@ -40,9 +41,9 @@ def check_present(config: Config) -> None:
     if config.demo:
         return
     preflight.check(config)
-    for given in (config.data.train_file, config.data.eval_file):
-        if given is not None:
-            sources.expand([given] if isinstance(given, str) else given)
+    for origin in (*training_origins(config.data), *evaluation_origins(config.data)):
+        if origin.files:
+            sources.expand(origin.files)
 
 
 def with_demo(config: Config) -> tuple[Config, ModuleType | None]:

@@ -177,7 +177,7 @@ def test_every_function_of_a_script_runs_in_its_place(tiny_model: Path, tmp_path
     assert runs[0]["data_fingerprint"] == runs[1]["data_fingerprint"]
     assert runs[1]["ledger"]["train"]["rows_read"] == 32 and runs[1]["ledger"]["eval"]["rows_read"] == 8
     entry = json.loads(next((tmp_path / "two" / "data").glob("*/entry.json")).read_text())["about"]
-    assert 0 < entry["ledgers"]["train"]["label_tokens"] < entry["ledgers"]["train"]["tokens"]
+    assert 0 < entry["ledgers"]["train"]["supervised_tokens"] < entry["ledgers"]["train"]["tokens"]
     exported = load_file(tmp_path / "two" / "exported-<|im_end|>" / "adapter_model.safetensors")
     saved = load_file(tmp_path / "two" / "out" / "adapter_model.safetensors")
     assert exported.keys() == saved.keys() and all((exported[name] == saved[name]).all() for name in saved)

@@ -17,7 +17,7 @@ REASONS = (
 def large_ledger() -> Ledger:
     """Counts of a set of 98 billion tokens, nearly all of them supervised."""
     ledger = Ledger(rows_read=123_456_789, rows_kept=111_222_333, truncated=44_555_666, split=7_888_999)
-    ledger.duplicates, ledger.tokens, ledger.label_tokens = 1_234_567, 98_765_432_109, 98_700_000_000
+    ledger.duplicates, ledger.tokens, ledger.supervised_tokens = 1_234_567, 98_765_432_109, 98_700_000_000
     for number, reason in enumerate(REASONS):
         ledger.dropped[reason] = 1_000_000 + number
     return ledger
@@ -55,9 +55,9 @@ def test_the_table_fits_80_columns_with_nothing_cut(soft_wrap: bool) -> None:
 
 def test_the_first_row_of_each_reason_is_the_example() -> None:
     ledger = Ledger()
-    ledger.drop("empty", "r.jsonl:3", "message 2 is empty")
-    ledger.drop("empty", "r.jsonl:4", "message 1 is empty")
-    ledger.drop("no_label", "r.jsonl:5", "no token is supervised")
+    ledger.drop("r.jsonl", "empty", "r.jsonl:3", "message 2 is empty")
+    ledger.drop("r.jsonl", "empty", "r.jsonl:4", "message 1 is empty")
+    ledger.drop("r.jsonl", "no_label", "r.jsonl:5", "no token is supervised")
     assert examples({"train": ledger.to_dict()}) == [
         "train: 2 rows dropped (empty), first r.jsonl:3: message 2 is empty",
         "train: 1 rows dropped (no_label), first r.jsonl:5: no token is supervised",

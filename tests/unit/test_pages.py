@@ -68,7 +68,7 @@ def ledger(**changes):
         "truncated": 4,
         "duplicates": 0,
         "tokens": 1000,
-        "label_tokens": 250,
+        "supervised_tokens": 250,
     }
     return one | changes
 

@@ -62,7 +62,7 @@ def test_rows_are_what_the_template_renders(tmp_path: Path, tokenizer: Any, trai
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         assert tokenizer.decode(labels[labels != -100]) == messages[1]["content"] + "<|im_end|>"
     assert data.train.lengths.sum() == data.ledgers["train"]["tokens"]
-    assert data.train.label_tokens.sum() == data.ledgers["train"]["label_tokens"]
+    assert data.train.label_tokens.sum() == data.ledgers["train"]["supervised_tokens"]
     assert data.train.dataset[3]["input_ids"] == data.train[3][0].tolist()
 
 
@@ -193,9 +193,10 @@ def test_over_length_documents(tmp_path: Path, tokenizer: Any, how: str) -> None
     if how == "drop":
         assert ledger["dropped"] == {"over_length": 1} and ledger["rows_kept"] == 1
     elif how == "truncate":
-        assert ledger["truncated"] == 1 and ledger["label_tokens"] < whole["label_tokens"]
+        assert ledger["truncated"] == 1 and ledger["supervised_tokens"] < whole["supervised_tokens"]
     else:
-        assert ledger["split"] == 1 and ledger["label_tokens"] == whole["label_tokens"]  # each label exactly once
+        assert ledger["split"] == 1
+        assert ledger["supervised_tokens"] == whole["supervised_tokens"]  # each label exactly once
 
 
 def test_held_out_rows_are_a_fixed_share_and_disjoint(tmp_path: Path, tokenizer: Any) -> None:
@@ -317,7 +318,7 @@ def test_packs_hold_every_document_once_and_are_padded(tmp_path: Path, tokenizer
             seen[tuple(batch["input_ids"][0, start : start + length].tolist())] += 1
         assert int((batch["labels"] != -100).sum()) == layout.label_tokens[row]
     assert sum(seen.values()) == 60
-    assert layout.label_tokens.sum() == data.ledgers["train"]["label_tokens"]
+    assert layout.label_tokens.sum() == data.ledgers["train"]["supervised_tokens"]
 
 
 @pytest.mark.process

@@ -1,0 +1,122 @@
+"""The sources of rows that a configuration names: the entries of data.train and data.eval, or their short forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from finetune.config.schema import KEYS, DataConfig
+from finetune.config.values import NotAllowed, convert, in_words, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """One entry of data.train or data.eval: files, or a data set on the hub, and how its rows are read."""
+
+    file: str | list[str] | None = None
+    name: str | None = None
+    config: str | None = None
+    split: str | None = None  # of a data set on the hub; None is "train"
+    format: str | None = None  # None is data.format
+    columns: dict[str, str] | None = None  # None is data.columns
+    template: str | None = None  # None is model.chat_template
+    weight: float | None = None
+    epochs: int | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The paths, globs and URLs; none for a data set on the hub."""
+        return [self.file] if isinstance(self.file, str) else list(self.file or [])
+
+    @property
+    def passes(self) -> float:
+        """Passes over the rows per epoch."""
+        return self.weight or float(self.epochs or 1)
+
+
+_TYPES: dict[str, Any] = {
+    "file": str | list[str],
+    "format": KEYS["data.format"].type,
+    "columns": dict[str, str],
+    "weight": float,
+    "epochs": int,
+    **dict.fromkeys(("name", "config", "split", "template"), str),
+}
+_OTHER_NAMES = {"path": "file", "files": "file", "train_file": "file", "dataset_name": "name", "dataset": "name"} | {
+    "dataset_config": "config",
+    "subset": "config",
+    "chat_template": "template",
+    "weights": "weight",
+}
+
+
+def training_origins(data: DataConfig) -> list[Origin]:
+    """The sources of the training rows; none if a script returns them."""
+    if data.train is not None:
+        return [_origin(entry) for entry in data.train]
+    if data.dataset_name is not None:
+        return [Origin(name=data.dataset_name, config=data.dataset_config, split=data.split)]
+    files = _listed(data.train_file)
+    weights = data.weights or [None] * len(files)
+    return [Origin(file=file, weight=weight) for file, weight in zip(files, weights, strict=True)]
+
+
+def evaluation_origins(data: DataConfig) -> list[Origin]:
+    """The sources of the evaluation rows; none if they are a fraction of the training rows, or if there are none."""
+    if data.eval is not None:
+        return [_origin(entry) for entry in data.eval]
+    return [Origin(file=file) for file in _listed(data.eval_file)]
+
+
+def mistakes(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Everything that is wrong with the entries of data.train or data.eval: what, then what to do."""
+    if not entries:
+        yield "the list is empty. Name a source, such as {file: a.jsonl}, or remove the key."
+    for number, entry in enumerate(entries, 1):
+        for text in _mistakes(entry):
+            yield f"entry {number}: {text}"
+
+
+def _mistakes(entry: dict[str, Any]) -> Iterator[str]:
+    valid: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in _TYPES:
+            near = _OTHER_NAMES.get(str(key)) or next(iter(get_close_matches(str(key), _TYPES)), None)
+            remedy = f"Nearest is {near}" if near else f"The keys are {', '.join(_TYPES)}"
+            yield f"`{show(key)}`: unknown key. {remedy}."
+            valid[near or ""] = value  # what was meant is not also reported as missing
+            continue
+        try:
+            valid[key] = convert(value, _TYPES[key])
+        except NotAllowed:
+            yield f"`{key}: {show(value)}`: expected {in_words(_TYPES[key])}."
+            valid[key] = None
+    yield from _contradictions(valid)
+
+
+def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
+    if ("file" in entry) == ("name" in entry):
+        both = "both name the rows" if "file" in entry else "neither names the rows"
+        yield f"`file` and `name`: {both}. Set file (paths, globs or URLs) or name (a data set on the hub)."
+    if entry.get("file") == [] or "" in (entry.get("file"), entry.get("name")):
+        yield "the source is empty. Set file to a path, or name to a data set on the hub."
+    for key in ("config", "split"):
+        if key in entry and "name" not in entry:
+            yield f"`{key}` applies to a data set on the hub. Set name, or remove it."
+    if "weight" in entry and "epochs" in entry:
+        yield "`weight` and `epochs` are the same number: passes per epoch. Keep one."
+    for key in ("weight", "epochs"):
+        value = entry.get(key)
+        if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
+            yield f"`{key}: {value:g}`: must be above 0. Remove the source to leave it out."
+
+
+def _origin(entry: dict[str, Any]) -> Origin:
+    return Origin(**{key: convert(value, _TYPES[key]) for key, value in entry.items()})
+
+
+def _listed(given: str | list[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else list(given or [])
