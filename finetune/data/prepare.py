@@ -137,14 +137,13 @@ def prepare_splits(
 
     # One rank per machine verifies the checksums; the others check only file sizes.
     folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
+    # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
+    content = store.fingerprint({"rows": store.content(folder)}) if inputs else None
     return Data(
         splits={name: store.load_rows(folder, _file_name(name)) for name in about["ledgers"]},
         ledgers=about["ledgers"],
         format=about["format"] + readers.derived_markers,
-        # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
-        fingerprint=store.fingerprint({"rows": store.content(folder)})
-        if inputs
-        else _identity(config, splits, readers),
+        fingerprint=content or _identity(config, splits, readers),
         folder=folder,
         cached=not built,
     )
@@ -163,14 +162,10 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
     data, seed = config.data, config.training.seed
 
     def of(source: Source) -> Any:
-        plain = (source.format, source.columns, source.template, source.weight) == (
-            data.format,
-            data.columns,
-            None,
-            1.0,
-        )
-        parts = [source.format, source.columns, source.template, source.weight, seed if source.weight % 1 else None]
-        return source.identity if plain else [source.identity, *parts]
+        own = [source.format, source.columns, source.template, source.weight]
+        if own == [data.format, data.columns, None, 1.0]:
+            return source.identity
+        return [source.identity, *own, seed if source.weight % 1 else None]
 
     rows = {name: [of(source) for source in split] for name, split in splits.items()}
     alone = {name: found[0] if len(found) == 1 else found for name, found in rows.items()}

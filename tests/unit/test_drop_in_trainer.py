@@ -63,6 +63,7 @@ def tokenizer(model: Path) -> Any:
 def trainer_of(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes a trainer: keywords that `SFTConfig` knows go there, the others to the trainer."""
     monkeypatch.setenv("FINETUNE_BACKEND", "transformers")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     trainer_class = importlib.import_module(WHOSE).SFTTrainer
     from trl import SFTConfig
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,7 +166,8 @@ def test_a_file_on_the_command_line_replaces_the_function(tmp_path: Path, tokeni
     function, calls = counted(tmp_path, ROWS)
     config = settings(tmp_path, "--data.train_file", str(rows))
     data = prepare(config, tokenizer, Hooks(script=tmp_path / "mine.py", dataset=function))
-    assert len(data.train) == 5 and not calls and data.fingerprint == data.folder.name
+    alone = prepare(replace(config, script=None), tokenizer)
+    assert len(data.train) == 5 and not calls and data.fingerprint == alone.fingerprint
 
 
 # --- a mistake in a function ------------------------------------------------------------------------------------------
