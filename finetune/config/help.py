@@ -58,7 +58,7 @@ def help_text(script: str | None = None) -> str:
     for section, kind in SECTIONS.items():
         summary = (kind.__doc__ or "").splitlines()[0]
         lines.append(f" {section}: {summary}")
-        lines += [_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON]
+        lines += _paired([_listed(name) for name in KEYS if name.startswith(f"{section}.") and name not in COMMON])
     lines += ["", EXIT_CODES]
     return "\n".join(lines) + "\n"
 
@@ -93,6 +93,21 @@ def _described(name: str, title: str, *, width: int) -> Iterator[str]:
     first, *rest = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False)
     yield f"  {title:{width - 1}} {first}"
     yield from (f"{'':{width + 2}}{line}" for line in rest)
+
+
+def _paired(lines: list[str]) -> Iterator[str]:
+    """The lines; two that follow each other share one if both are short."""
+    left = ""
+    for line in lines:
+        if left and max(len(left), len(line)) * 2 <= WIDTH:
+            yield f"{left:{WIDTH // 2}}{line}"
+            left = ""
+        else:
+            if left:
+                yield left
+            left = line
+    if left:
+        yield left
 
 
 def _listed(name: str) -> str:

@@ -13,6 +13,7 @@ from finetune.errors import UserError
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TRAINED_ROLES = ("assistant",)  # the messages that are supervised by default
 
 # ShareGPT files name the speakers in several ways. Other names are rejected as unknown roles, never guessed.
 _SHAREGPT_ROLES = {
@@ -55,7 +56,8 @@ _ALPACA_WITHOUT_INPUT = (
 class RowError(Exception):
     """A row that cannot be used. `reason` is a slug that the ledger counts, `detail` describes the fault of this row.
 
-    Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type.
+    Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type,
+    invalid_weight.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -78,11 +80,16 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages for a chat template. Assistant turns at message index `supervised_from` or later are supervised."""
+    """Messages for a chat template. Messages of the trained roles at index `supervised_from` or later are supervised.
+
+    `supervised` has the row's own mark for each message, which overrides its role and index: True, False, or None for
+    a message without a mark. It is None if no message has one.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     supervised_from: int = 0
+    supervised: tuple[bool | None, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,11 +212,17 @@ def _needs(name: str) -> str:
 
 
 def to_conversation(
-    row: Mapping[str, Any], format: Format, *, system_prompt: str | None = None, has_template: bool = True
+    row: Mapping[str, Any],
+    format: Format,
+    *,
+    system_prompt: str | None = None,
+    has_template: bool = True,
+    train_on_roles: Sequence[str] = TRAINED_ROLES,
 ) -> Conversation | Text:
     """Convert one row to a conversation, or to text if the format is text or there is no chat template.
 
-    `system_prompt` is added to rows without a system message. Raises RowError if the row cannot be used.
+    `system_prompt` is added to rows without a system message. A conversation needs a message of one of the roles
+    `train_on_roles`, or one that the row marks to be trained. Raises RowError if the row cannot be used.
     """
     if format.name == "text":
         if system_prompt:
@@ -219,7 +232,7 @@ def to_conversation(
         return Text(text=_string(row, format, "text"))
     tools = _tools(row, format)
     if format.name == "prompt_completion" and not isinstance(_value(row, format, "prompt"), str):
-        return _from_message_lists(row, format, system_prompt, tools)
+        return _from_message_lists(row, format, system_prompt, tools, train_on_roles)
     if format.name in ("alpaca", "prompt_completion"):
         return _from_strings(row, format, system_prompt, has_template, tools)
     column = "messages" if format.name == "messages" else "conversations"
@@ -227,17 +240,27 @@ def to_conversation(
     messages = _openai(items) if format.name == "messages" else _sharegpt(items)
     row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
     messages = _with_system(messages, row_system or system_prompt)
-    check(messages)
-    return Conversation(messages=messages, tools=tools)
+    check(messages, train_on_roles)
+    return _conversation(messages, tools)
 
 
-def check(messages: list[Message]) -> None:
-    """Check the order of roles: at least one assistant turn; a system (or developer) message only at the start; a user
-    before the first assistant turn; tool results only after an assistant turn or another tool result. Strict
+def _conversation(messages: list[Message], tools: list | None, supervised_from: int = 0) -> Conversation:
+    """A conversation whose marks `train` are taken out of the messages, because a chat template may render any key."""
+    marks = tuple(message.pop("train", None) for message in messages)
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        supervised_from=supervised_from,
+        supervised=marks if any(mark is not None for mark in marks) else None,
+    )
+
+
+def check(messages: list[Message], train_on_roles: Sequence[str] = TRAINED_ROLES) -> None:
+    """Check the order of roles: at least one turn to train on; a system (or developer) message only at the start; a
+    user before the first assistant turn; tool results only after an assistant turn or another tool result. Strict
     alternation is left to the chat template. Raises RowError.
     """
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no_assistant", "no assistant turn, so no token is supervised")
+    _check_trained(messages, train_on_roles, "")
     before = "start"
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -275,14 +298,20 @@ def _from_strings(
 
 
 def _from_message_lists(
-    row: Mapping[str, Any], format: Format, system_prompt: str | None, tools: list | None
+    row: Mapping[str, Any], format: Format, system_prompt: str | None, tools: list | None, train_on_roles: Sequence[str]
 ) -> Conversation:
     prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
     completion = _openai(_list(row, format, "completion"))
-    if not any(message["role"] == "assistant" for message in completion):
-        raise RowError("no_assistant", "no assistant turn in the completion, so no token is supervised")
-    check(prompt + completion)
-    return Conversation(messages=prompt + completion, tools=tools, supervised_from=len(prompt))
+    if not any(message.get("train") for message in prompt):
+        _check_trained(completion, train_on_roles, " in the completion")
+    check(prompt + completion, train_on_roles)
+    return _conversation(prompt + completion, tools, supervised_from=len(prompt))
+
+
+def _check_trained(messages: list[Message], train_on_roles: Sequence[str], where: str) -> None:
+    if not any(message["role"] in train_on_roles or message.get("train") for message in messages):
+        turn = "assistant turn" if tuple(train_on_roles) == TRAINED_ROLES else f"turn of {', '.join(train_on_roles)}"
+        raise RowError("no_assistant", f"no {turn}{where}, so no token is supervised")
 
 
 def _openai(items: list) -> list[Message]:
@@ -301,6 +330,7 @@ def _openai(items: list) -> list[Message]:
             if not message["tool_calls"]:
                 del message["tool_calls"]
         message["content"] = _content(message, number)
+        _read_marks(message, item, number)
         messages.append(message)
     return messages
 
@@ -315,9 +345,31 @@ def _sharegpt(items: list) -> list[Message]:
             known = ", ".join(_SHAREGPT_ROLES)
             raise RowError("unknown_role", f"message {number} is from {item['from']!r}; known: {known}")
         message = {"role": role, "content": item.get("value")}
+        if item.get("train") is not None:
+            message["train"] = item["train"]
         message["content"] = _content(message, number)
+        _read_marks(message, item, number)
         messages.append(message)
     return messages
+
+
+def _read_marks(message: Message, item: Mapping[str, Any], number: int) -> None:
+    """Leave one mark in `message`: `train`, true or false, or none if the role decides.
+
+    axolotl's `train` decides for any role. OpenAI's `weight` is 1 by default, which leaves the decision to the role.
+    """
+    message.pop("weight", None)
+    train, weight = item.get("train"), item.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise RowError("wrong_type", f"'train' of message {number} must be true or false, not {train!r}")
+    if weight is None:
+        return
+    if isinstance(weight, str) or weight not in (0, 1):
+        raise RowError("invalid_weight", f"message {number} has the weight {weight!r}; only 0 and 1 are supported")
+    if train is not None and train != bool(weight):
+        raise RowError("invalid_weight", f"message {number} has train: {str(train).lower()} and weight: {weight}")
+    if not weight:
+        message["train"] = False
 
 
 def _content(message: Message, number: int) -> str | None:

@@ -77,6 +77,10 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
         over_length=data.over_length,
         assistant_only_loss=data.assistant_only_loss,
         last_turn_only=data.last_turn_only,
+        train_on_roles=data.train_on_roles,
+        train_on_tool_calls=data.train_on_tool_calls,
+        train_on_thinking=data.train_on_thinking,
+        chat_template_kwargs=data.chat_template_kwargs,
         markers=markers,
     )
     eval_files = _files(data.eval_file)
@@ -91,7 +95,8 @@ def prepare(config: Config, tokenizer: Any, hooks: Hooks = NO_HOOKS) -> Data:
             **{
                 name: getattr(data, name)
                 for name in ("format", "columns", "system_prompt", "max_length", "over_length")
-                + ("assistant_only_loss", "last_turn_only", "split")
+                + ("assistant_only_loss", "last_turn_only", "split", "train_on_roles", "train_on_tool_calls")
+                + ("train_on_thinking", "chat_template_kwargs")
             },
             "instruction_part": instruction,
             "response_part": response,
@@ -267,6 +272,7 @@ def _encode_all(
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
+                ledger.note(piece.notes)
                 if "eval" in ledgers:
                     overlap.add(name, piece.input_ids, where)
             ledger.truncated += len(result) == 1 and result[0].shortened
@@ -343,7 +349,13 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
     for row in rows:
         try:
             conversations.append(
-                formats.to_conversation(row, format, system_prompt=system_prompt, has_template=has_template)
+                formats.to_conversation(
+                    row,
+                    format,
+                    system_prompt=system_prompt,
+                    has_template=has_template,
+                    train_on_roles=encoder.train_on_roles,
+                )
             )
             positions.append(len(results))
             results.append([])

@@ -54,6 +54,8 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Row format: {job.data.format}")
     console().print(ledger.table(job.data.ledgers, layouts(job)))
+    for note in ledger.notes(job.data.ledgers):
+        print_line(note)
 
 
 def method(job: Job) -> str:
