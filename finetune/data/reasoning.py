@@ -14,7 +14,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 OPEN, CLOSE = "<think>", "</think>"
 
 _PROBE, _ANSWER = "zqx0xqz", "zqx1xqz"  # stand for the reasoning and the answer
-_LAST_TAG = re.compile(r"(<[^<>]*>|\[[^\[\]]*\]|\S+)\s*\Z")
+_TAG_AT_END = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])\Z")
 _LOOK_BACK = 256  # characters before a turn in which its prompt may open the reasoning
 
 
@@ -59,11 +59,15 @@ def _infer_tags(field: str, render: Callable[[list[Message]], str], token: str) 
         return None
     before, _, rest = text.partition(_PROBE)
     between, answer, _ = rest.partition(_ANSWER)
-    opening = _LAST_TAG.search(before)
-    if not answer or opening is None:
+    before = before.rstrip()
+    if not answer or not before:
         return None
+    opening = _TAG_AT_END.search(before)
     closing = re.search(rf"</[^<>\s]+>|\[/[^\[\]\s]+\]|{token}", between)
-    return _Tags(opening.group(1), closing.group() if closing else between.rstrip())
+    return _Tags(
+        opening.group() if opening else before.split()[-1],
+        closing.group() if closing else between.rstrip(),
+    )
 
 
 def _find_after(part: str, opening: str, text: str, start: int, end: int) -> int | None:

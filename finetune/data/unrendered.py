@@ -48,7 +48,9 @@ def _thinks(message: Message) -> bool:
 
 
 def _find(row: Conversation, render: Render) -> tuple[str, ...]:
-    messages, tools = copy.deepcopy(row.messages), copy.deepcopy(row.tools)
+    # One copy of each: a message that is in the row twice needs two placeholders.
+    messages = [copy.deepcopy(message) for message in row.messages]
+    tools = None if row.tools is None else [copy.deepcopy(tool) for tool in row.tools]
     parts: dict[str, str] = {}  # placeholder -> what it stands for
 
     def placeholder(what: str) -> str:
