@@ -272,7 +272,8 @@ def _encode_all(
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
-                ledger.note(piece.notes)
+                if piece.notes:
+                    ledger.note(piece.notes)
                 if "eval" in ledgers:
                     overlap.add(name, piece.input_ids, where)
             ledger.truncated += len(result) == 1 and result[0].shortened
