@@ -19,6 +19,7 @@ from finetune.data import IGNORE_INDEX, formats
 from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.prepare import prepare
 from finetune.data.template import TEMPLATES, Encoded, Encoder
+from finetune.engine import pages
 from finetune.errors import UserError
 from finetune.prepare import main as prepare_main
 from tests import tiny
@@ -488,6 +489,8 @@ def test_prepare_honors_weights_and_prints_the_notes(folder: Path, capsys: pytes
     assert "only 0 and 1 are supported" in printed
     ledger = json.loads(report.read_text(encoding="utf-8"))["ledger"]["train"]
     assert ledger["notes"] == {note: 1} and ledger["dropped"] == {"invalid_weight": 1}
+    layouts = {"train": {"packing_efficiency": None}}
+    assert f"| {note} | 1 rows |" in pages.data_page({"train": ledger}, layouts, include_rows=False)
 
 
 def test_every_setting_reaches_the_rows_and_the_cache_key(folder: Path) -> None:
