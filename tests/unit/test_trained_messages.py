@@ -147,7 +147,7 @@ def marked_rows(draw: st.DrawFn, system: bool) -> tuple[list[dict], list[bool | 
 
 
 @pytest.mark.parametrize("name", ENDS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_the_trained_text_is_that_of_the_trained_messages(name: str, data: st.DataObject) -> None:
     """The reference: each message's content in the rendered text, with the end of its turn."""
