@@ -50,7 +50,7 @@ def run(config: Config) -> int:
     print_line(ledger.table(data.ledgers, shapes))
     if (table := ledger.sources_table(data.ledgers)) is not None:
         print_line(table)
-    for sentence in ledger.examples(data.ledgers):
+    for sentence in [*ledger.notes(data.ledgers), *ledger.examples(data.ledgers)]:
         print_line(sentence)
     print_line("The first row; supervised tokens are marked:")
     ids, labels = data.train[0]

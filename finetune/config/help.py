@@ -25,15 +25,6 @@ COMMON = (
     "training.resume_from_checkpoint",
 )
 
-# What few users set: listed by --help SECTION alone.
-DETAILS = (
-    "model.loader_kwargs",
-    "lora.adapter_kwargs",
-    "training.metric_for_best_model",
-    "training.greater_is_better",
-    "training.early_stopping_threshold",
-)
-
 OPTIONS = """\
   --config FILE.yaml    YAML file with settings; without a model, the embedded demo runs
   --section.key VALUE   one setting, overriding the file; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
@@ -67,8 +58,8 @@ def help_text(script: str | None = None) -> str:
     for section, kind in SECTIONS.items():
         summary = (kind.__doc__ or "").splitlines()[0]
         lines.append(f" {section}: {summary}")
-        listed = [name for name in KEYS if name not in COMMON and name not in DETAILS]
-        lines += [_listed(name) for name in listed if name.startswith(f"{section}.")]
+        listed = [name for name in KEYS if name not in COMMON]
+        lines += _paired([_listed(name) for name in listed if name.startswith(f"{section}.")])
     lines += ["", EXIT_CODES]
     return "\n".join(lines) + "\n"
 
@@ -103,6 +94,21 @@ def _described(name: str, title: str, *, width: int) -> Iterator[str]:
     first, *rest = textwrap.wrap(text, WIDTH - width - 2, break_on_hyphens=False)
     yield f"  {title:{width - 1}} {first}"
     yield from (f"{'':{width + 2}}{line}" for line in rest)
+
+
+def _paired(lines: list[str]) -> Iterator[str]:
+    """The lines; two that follow each other share one if both are short."""
+    left = ""
+    for line in lines:
+        if left and max(len(left), len(line)) * 2 <= WIDTH:
+            yield f"{left:{WIDTH // 2}}{line}"
+            left = ""
+        else:
+            if left:
+                yield left
+            left = line
+    if left:
+        yield left
 
 
 def _listed(name: str) -> str:

@@ -38,6 +38,7 @@ _ALIASES = {
     "num_epochs": "training.num_train_epochs",
     "optimizer": "training.optim",
     "rank": "lora.r",
+    "roles_to_train": "data.train_on_roles",
     "sample_packing": "data.packing",
     "seq_length": "data.max_length",
     "sequence_len": "data.max_length",

@@ -35,7 +35,16 @@ NEEDS_A_MODEL = (
     "data.completion_only_loss",
     "data.instruction_part",
     "data.response_part",
+    "data.train_on_roles",
+    "data.train_on_tool_calls",
+    "data.train_on_thinking",
+    "data.chat_template_kwargs",
 )
+
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages
+
+# Variables of chat templates that come from the row or are set for each rendering.
+RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
 # Arguments of the loader and of get_peft_model that this program sets itself: key -> names -> what to do instead.
 MANAGED_ARGUMENTS = {
@@ -258,6 +267,33 @@ def loss_mask(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+def trained_messages(config: Config, given: frozenset[str]) -> Found:
+    """What selects messages needs rows of messages and a loss on some of them; template variables need a template."""
+    data = config.data
+    if unknown := [role for role in data.train_on_roles or () if role not in ROLES]:
+        known = ", ".join(ROLES)
+        yield ("data.train_on_roles",), f"unknown role {', '.join(map(repr, unknown))}. Set roles out of {known}."
+    reserved = sorted(RESERVED_VARIABLES & data.chat_template_kwargs.keys())
+    if reserved:
+        yield (
+            ("data.chat_template_kwargs",),
+            f"{', '.join(map(repr, reserved))} cannot be set here: the rows and this program set it. Remove it.",
+        )
+    names = ("data.train_on_roles", "data.train_on_tool_calls", "data.train_on_thinking")
+    chosen = tuple(name for name in names if not _is_default(config, name))
+    if chosen and not data.assistant_only_loss:
+        yield (
+            (*chosen, "data.assistant_only_loss"),
+            "assistant_only_loss: false computes the loss on all messages. Keep one.",
+        )
+    if not _is_default(config, "data.chat_template_kwargs"):
+        chosen += ("data.chat_template_kwargs",)
+    texts = {"data.format": data.format == "text", "data.response_part": data.response_part is not None}
+    of_text = tuple(name for name, is_set in texts.items() if is_set)
+    if chosen and of_text:
+        yield (*chosen, *of_text), "rows of text have no messages. Remove what selects them, or use rows of messages."
+
+
 def packing(config: Config, given: frozenset[str]) -> Found:
     """A pack holds at least the longest document, and a limit on documents has a number."""
     data = config.data
@@ -369,6 +405,7 @@ RULES: tuple[Rule, ...] = (
     weights,
     held_out_rows,
     loss_mask,
+    trained_messages,
     packing,
     run_length,
     best_model,

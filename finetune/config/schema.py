@@ -134,6 +134,16 @@ class DataConfig:
         None, "Rows of prompt and completion: compute the loss on the completion only. null is true for such rows."
     )
     last_turn_only: bool = _setting(False, "Compute the loss on the last of these turns only.")
+    train_on_roles: list[str] | None = _setting(
+        None, "Roles whose messages the loss is computed on, with assistant_only_loss. null is [assistant].", NOT_EMPTY
+    )
+    train_on_tool_calls: bool = _setting(True, "Compute the loss on assistant turns with tool calls.")
+    train_on_thinking: bool = _setting(
+        True, "Compute the loss on the reasoning of assistant turns (reasoning_content, <think>...</think>)."
+    )
+    chat_template_kwargs: dict[str, Any] = _setting(
+        {}, "Variables for the chat template, such as {enable_thinking: false}."
+    )
     instruction_part: str | None = _setting(
         None,
         "Rows of text: marker that starts a user turn, which is masked from the loss.",

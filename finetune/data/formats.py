@@ -16,6 +16,7 @@ from finetune.errors import UserError
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TRAINED_ROLES = ("assistant",)  # the messages that are supervised by default
 
 # ShareGPT files name the speakers in several ways. Other names are rejected as unknown roles, never guessed.
 _SHAREGPT_ROLES = {
@@ -73,7 +74,7 @@ class RowError(Exception):
     """A row that cannot be used. `reason` is a slug that the ledger counts, `detail` describes the fault of this row.
 
     Reasons raised here: missing_field, empty, unknown_role, roles_out_of_order, no_assistant, not_text, wrong_type,
-    wrong_length.
+    wrong_length, invalid_weight.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -100,15 +101,19 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages for a chat template. The first `supervised_from` messages are the prompt of a prompt/completion row.
+    """Messages for a chat template. Messages of the trained roles at index `supervised_from` or later are supervised;
+    those before it are the prompt of a prompt/completion row.
 
-    variables: values for the chat template, from the row's `chat_template_kwargs`.
+    variables:  values for the chat template, from the row's `chat_template_kwargs`
+    supervised: the row's own mark for each message, which overrides its role and index: True, False, or None for a
+                message without a mark. None if no message has one.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     supervised_from: int = 0
     variables: dict[str, Any] | None = None
+    supervised: tuple[bool | None, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,13 +290,19 @@ def _needs(name: str) -> str:
 
 
 def to_conversation(
-    row: Mapping[str, Any], format: Format, *, system_prompt: str | None = None, has_template: bool = True
+    row: Mapping[str, Any],
+    format: Format,
+    *,
+    system_prompt: str | None = None,
+    has_template: bool = True,
+    train_on_roles: Sequence[str] = TRAINED_ROLES,
 ) -> Row:
     """Convert one row to a conversation; to text if its format has no messages; or to its own token ids.
 
     Prompts and completions that are strings are joined as they are, as in TRL. Rows of Alpaca's format become
     conversations, or text if there is no chat template. `system_prompt` is added to conversations without a system
-    message. Raises RowError if the row cannot be used.
+    message. A conversation needs a message of one of the roles `train_on_roles`, or one that the row marks to be
+    trained. Raises RowError if the row cannot be used.
     """
     if format.name == "tokenized":
         return _tokens(row, format)
@@ -308,23 +319,36 @@ def to_conversation(
         return Text(text=prompt + _string(row, format, "completion"), supervised_from=len(prompt))
     tools, variables = _tools(row, format), _variables(row, format)
     if format.name == "prompt_completion":
-        return _from_message_lists(row, format, system_prompt, tools, variables)
+        return _from_message_lists(row, format, system_prompt, tools, variables, train_on_roles)
     column = "messages" if format.name == "messages" else "conversations"
     items = _list(row, format, column)
     messages = _openai(items) if format.name == "messages" else _sharegpt(items)
     row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
     messages = _with_system(messages, row_system or system_prompt)
-    check(messages)
-    return Conversation(messages=messages, tools=tools, variables=variables)
+    check(messages, train_on_roles)
+    return _conversation(messages, tools, variables)
 
 
-def check(messages: list[Message]) -> None:
-    """Check the order of roles: at least one assistant turn; a system (or developer) message only at the start; a user
-    before the first assistant turn; tool results only after an assistant turn or another tool result. Strict
+def _conversation(
+    messages: list[Message], tools: list | None, variables: dict[str, Any] | None = None, supervised_from: int = 0
+) -> Conversation:
+    """A conversation whose marks `train` are taken out of the messages, because a chat template may render any key."""
+    marks = tuple(message.pop("train", None) for message in messages)
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        supervised_from=supervised_from,
+        variables=variables,
+        supervised=marks if any(mark is not None for mark in marks) else None,
+    )
+
+
+def check(messages: list[Message], train_on_roles: Sequence[str] = TRAINED_ROLES) -> None:
+    """Check the order of roles: at least one turn to train on; a system (or developer) message only at the start; a
+    user before the first assistant turn; tool results only after an assistant turn or another tool result. Strict
     alternation is left to the chat template. Raises RowError.
     """
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no_assistant", "no assistant turn, so no token is supervised")
+    _check_trained(messages, train_on_roles, "")
     before = "start"
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -363,13 +387,20 @@ def _from_message_lists(
     system_prompt: str | None,
     tools: list | None,
     variables: dict[str, Any] | None,
+    train_on_roles: Sequence[str],
 ) -> Conversation:
     prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
     completion = _openai(_list(row, format, "completion"))
-    if not any(message["role"] == "assistant" for message in completion):
-        raise RowError("no_assistant", "no assistant turn in the completion, so no token is supervised")
-    check(prompt + completion)
-    return Conversation(messages=prompt + completion, tools=tools, supervised_from=len(prompt), variables=variables)
+    if not any(message.get("train") for message in prompt):
+        _check_trained(completion, train_on_roles, " in the completion")
+    check(prompt + completion, train_on_roles)
+    return _conversation(prompt + completion, tools, variables, supervised_from=len(prompt))
+
+
+def _check_trained(messages: list[Message], train_on_roles: Sequence[str], where: str) -> None:
+    if not any(message["role"] in train_on_roles or message.get("train") for message in messages):
+        turn = "assistant turn" if tuple(train_on_roles) == TRAINED_ROLES else f"turn of {', '.join(train_on_roles)}"
+        raise RowError("no_assistant", f"no {turn}{where}, so no token is supervised")
 
 
 def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
@@ -430,6 +461,7 @@ def _openai(items: list) -> list[Message]:
             if not message["tool_calls"]:
                 del message["tool_calls"]
         message["content"] = _content(message, number)
+        _read_marks(message, item, number)
         messages.append(message)
     return messages
 
@@ -444,9 +476,31 @@ def _sharegpt(items: list) -> list[Message]:
             known = ", ".join(_SHAREGPT_ROLES)
             raise RowError("unknown_role", f"message {number} is from {item['from']!r}; known: {known}")
         message = {"role": role, "content": item.get("value")}
+        if item.get("train") is not None:
+            message["train"] = item["train"]
         message["content"] = _content(message, number)
+        _read_marks(message, item, number)
         messages.append(message)
     return messages
+
+
+def _read_marks(message: Message, item: Mapping[str, Any], number: int) -> None:
+    """Leave one mark in `message`: `train`, true or false, or none if the role decides.
+
+    axolotl's `train` decides for any role. OpenAI's `weight` is 1 by default, which leaves the decision to the role.
+    """
+    message.pop("weight", None)
+    train, weight = item.get("train"), item.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise RowError("wrong_type", f"'train' of message {number} must be true or false, not {train!r}")
+    if weight is None:
+        return
+    if isinstance(weight, str) or weight not in (0, 1):
+        raise RowError("invalid_weight", f"message {number} has the weight {weight!r}; only 0 and 1 are supported")
+    if train is not None and train != bool(weight):
+        raise RowError("invalid_weight", f"message {number} has train: {str(train).lower()} and weight: {weight}")
+    if not weight:
+        message["train"] = False
 
 
 def _content(message: Message, number: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ class Ledger:
     rows_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     examples: dict[str, str] = field(default_factory=dict)  # by reason: place and details of the first row
+    notes: Counter[str] = field(default_factory=Counter)  # rows that each note is about
     truncated: int = 0
     split: int = 0
     duplicates: int = 0
@@ -82,6 +84,10 @@ class Ledger:
         """The formats that were read, each with its evidence."""
         return list(dict.fromkeys(format for counts in self.sources.values() for format in counts.formats))
 
+    def note(self, notes: Iterable[str]) -> None:
+        """Count notes about a row that is kept, such as what the chat template leaves out of it."""
+        self.notes.update(notes)
+
     def to_dict(self) -> dict[str, Any]:
         """As stored in the cache, run.json and the --json output."""
         return {
@@ -89,6 +95,7 @@ class Ledger:
             "rows_kept": self.rows_kept,
             "dropped": dict(self.dropped),
             "examples": self.examples,
+            "notes": dict(self.notes),
             "truncated": self.truncated,
             "split": self.split,
             "duplicates": self.duplicates,
@@ -106,6 +113,15 @@ def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
         f"{name}: {count:,} rows dropped ({reason}), first {one['examples'][reason]}"
         for name, one in ledgers.items()
         for reason, count in sorted(one["dropped"].items())
+    ]
+
+
+def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:
+    """One line per note, with the number of rows it is about."""
+    return [
+        f"{name}: {text} ({count:,} {'row' if count == 1 else 'rows'})"
+        for name, one in ledgers.items()
+        for text, count in sorted(one.get("notes", {}).items())
     ]
 
 

@@ -116,8 +116,9 @@ def prepare_splits(
             "seed": seed if draws else None,
             **{
                 name: getattr(data, name)
-                for name in ("system_prompt", "document_length", "over_length")
-                + ("assistant_only_loss", "completion_only_loss", "last_turn_only", "eval_fraction")
+                for name in ("system_prompt", "document_length", "over_length", "assistant_only_loss", "eval_fraction")
+                + ("completion_only_loss", "last_turn_only", "train_on_roles", "train_on_tool_calls")
+                + ("train_on_thinking", "chat_template_kwargs")
             },
         }
     )
@@ -150,7 +151,13 @@ def prepare_splits(
 
 
 # Settings of `data:` that came after version 2 of the cache: part of an identity only if they are not at their default.
-_LATER = ("completion_only_loss",)
+_LATER = (
+    "completion_only_loss",
+    "train_on_roles",
+    "train_on_tool_calls",
+    "train_on_thinking",
+    "chat_template_kwargs",
+)
 
 
 def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _Readers) -> str:
@@ -252,6 +259,10 @@ class _Readers:
             assistant_only_loss=data.assistant_only_loss,
             completion_only_loss=data.completion_only_loss,
             last_turn_only=data.last_turn_only,
+            train_on_roles=data.train_on_roles,
+            train_on_tool_calls=data.train_on_tool_calls,
+            train_on_thinking=data.train_on_thinking,
+            chat_template_kwargs=data.chat_template_kwargs,
             markers=markers,
         )
 
@@ -382,6 +393,8 @@ def _encode_all(
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
+                if piece.notes:
+                    ledger.note(piece.notes)
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
             ledger.truncated += copies * (len(result) == 1 and result[0].shortened)
@@ -458,7 +471,13 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
     for row in rows:
         try:
             conversations.append(
-                formats.to_conversation(row, format, system_prompt=system_prompt, has_template=has_template)
+                formats.to_conversation(
+                    row,
+                    format,
+                    system_prompt=system_prompt,
+                    has_template=has_template,
+                    train_on_roles=encoder.train_on_roles,
+                )
             )
             positions.append(len(results))
             results.append([])

@@ -1,10 +1,11 @@
 """Convert conversations to token ids and labels, with an exact loss mask for any chat template.
 
-The whole conversation is rendered once and tokenized once. The supervised part of that text is one span per assistant
-turn: from the end of the generation prompt to the end-of-turn token, inclusive. Spans are found in one of these ways,
-in this order:
+The whole conversation is rendered once and tokenized once. The supervised part of that text is one span per supervised
+message, by default each assistant turn: from the end of the generation prompt to the end-of-turn token, inclusive. The
+span of a message of another role is its content and the end-of-turn token after it. Spans are found in one of these
+ways, in this order:
 
-1. By the template's own `{% generation %}` marks.
+1. By the template's own `{% generation %}` marks, which it has for assistant turns only.
 2. From the *skeleton* of the conversation's roles: the template is rendered once with placeholders for the contents and
    split at the placeholders. If the row's contents inserted into the skeleton give exactly the rendered text, the
    skeleton gives the spans.
@@ -12,6 +13,8 @@ in this order:
    text, and the conversation including the turn gives the end. If a template rewrites earlier turns (Qwen3 drops their
    thinking), the whole conversation is rendered with a placeholder for this turn; the text before and after the
    placeholder must also stand before and after the turn.
+
+   The text around the placeholder is also what gives the span of a message of another role.
 
 If none of them is conclusive, the template is refused when the encoder is built, or the row is dropped with
 RowError("mask_ambiguous").
@@ -23,8 +26,8 @@ import copy
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -33,9 +36,11 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from finetune.data import IGNORE_INDEX
-from finetune.data.formats import Conversation, Message, Row, RowError, Text, Tokens
+from finetune.data.formats import TRAINED_ROLES, Conversation, Message, Row, RowError, Text, Tokens
 from finetune.data.markers import Markers
+from finetune.data.reasoning import Reasoning
 from finetune.data.render import check_syntax, render
+from finetune.data.unrendered import Unrendered
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,11 +146,13 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
 class Encoded:
     """One document. `input_ids` and `labels` are int32 of equal length. A label is IGNORE_INDEX if its token is not
     supervised. The label of the first token is kept as TRL builds it, but nothing precedes that token, so it is never
-    predicted and not counted. `shortened`: the row was longer than max_length."""
+    predicted and not counted. `shortened`: the row was longer than max_length. `notes`: what of the row the chat
+    template left out; of the pieces of a row, the first one has them."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     shortened: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def label_tokens(self) -> int:
@@ -157,11 +164,15 @@ class Encoder:
     """Tokenizes and labels conversations and texts. Picklable, so that it can be sent to worker processes.
 
     assistant_only_loss: of a conversation, supervise only assistant turns, each including its end-of-turn token but not
-        the whitespace after it. If False, supervise everything.
+        the whitespace after it. If False, supervise everything but the messages that the row marks not to be trained.
     completion_only_loss: of a prompt and its completion, supervise only the completion. It begins where the token ids
         of the prompt (of messages: with the generation prompt) and those of the whole differ, as in TRL. None is True,
         but of token ids only if the rows also have the columns prompt and completion.
-    last_turn_only: supervise only the last assistant turn.
+    last_turn_only: supervise only the last of the turns that would be supervised otherwise.
+    train_on_roles: supervise the messages of these roles instead of those of the assistant.
+    train_on_tool_calls: if False, mask assistant turns with tool calls.
+    train_on_thinking: if False, mask the reasoning at the start of assistant turns, including its closing tag.
+    chat_template_kwargs: variables for the chat template; those of a row come before them.
     markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
     max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
         dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
@@ -187,6 +198,10 @@ class Encoder:
         assistant_only_loss: bool = True,
         completion_only_loss: bool | None = None,
         last_turn_only: bool = False,
+        train_on_roles: Sequence[str] | None = None,
+        train_on_tool_calls: bool = True,
+        train_on_thinking: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         markers: Markers | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -194,10 +209,14 @@ class Encoder:
                 f"The tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not report the positions "
                 "of tokens in the text. Use a fast tokenizer (one with a tokenizer.json)."
             )
-        if last_turn_only and not assistant_only_loss:
-            raise UserError(
-                "data.last_turn_only requires data.assistant_only_loss. Set data.assistant_only_loss: true."
-            )
+        chosen = {
+            "last_turn_only": last_turn_only,
+            "train_on_roles": train_on_roles is not None,
+            "train_on_tool_calls": not train_on_tool_calls,
+            "train_on_thinking": not train_on_thinking,
+        }
+        for name in (name for name, given in chosen.items() if given and not assistant_only_loss):
+            raise UserError(f"data.{name} requires data.assistant_only_loss. Set data.assistant_only_loss: true.")
         if max_length is not None and max_length < 2:
             raise UserError(
                 f"data.max_length is {max_length}. Set it to at least 2, because the first token is never supervised."
@@ -211,21 +230,29 @@ class Encoder:
         self._completion_only_loss = completion_only_loss
         self._last_turn_only = last_turn_only
         self._markers = markers
+        self.train_on_roles = TRAINED_ROLES if train_on_roles is None else tuple(train_on_roles)
+        self._train_on_tool_calls = train_on_tool_calls
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
+        self._variables = {**self._special, **(chat_template_kwargs or {})}
         self._marked = chat_template is not None and bool(_GENERATION_MARK.search(chat_template))
         self._skeletons: dict[tuple[str, ...], _Skeleton | RowError | None] = {}
+        self._unrendered = Unrendered()
         added = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len)
         token = "|".join(re.escape(content) for content in reversed(added)) or "(?!)"
         self._byte_lengths = _byte_lengths(tokenizer)
         self._added_token, self._added_tokens = re.compile(token), re.compile(f"(?:{token})+")
-        self._shape: _Shape | None = None  # unused if the template marks the turns or everything is supervised
+        self._end_token, self._end_of_turn = re.compile(rf"\s*(?:{token})"), re.compile(rf"\s*(?:{token})+")
+        self._shape: _Shape | None = None  # of assistant turns; inferred when it is needed
         self._variants: dict[str, Encoder] = {}  # by the rows' chat_template_kwargs
+        self._masks_reasoning = not train_on_thinking
+        self._reasoning = self._new_reasoning()
 
     def encode_batch(self, rows: Sequence[Row]) -> list[list[Encoded] | RowError]:
         """For each row, its pieces (one, unless split) or the RowError that excludes it (reasons: template_error,
         mask_ambiguous, not_rendered, over_length, no_label). Each row is tokenized once, and each prompt of a
         prompt/completion row once more."""
         results: dict[int, list[Encoded] | RowError] = {}
+        notes: dict[int, tuple[str, ...]] = {}
         rendered: list[_Rendered] = []
         prompts: dict[int, str] = {}  # what precedes the completion, by row
         plain: list[tuple[int, Text]] = []
@@ -233,11 +260,13 @@ class Encoder:
         for index, row in enumerate(rows):
             try:
                 if isinstance(row, Tokens):
+                    self._check_has_no_messages()
                     results[index] = self._given(row)
                 elif isinstance(row, Text):
+                    self._check_has_no_messages()
                     plain.append((index, row))
                 else:
-                    text, spans, prompt = self._rendered(row)
+                    text, spans, prompt, notes[index] = self._rendered(row)
                     rendered.append((index, text, spans))
                     if prompt is not None:
                         prompts[index] = prompt
@@ -247,10 +276,23 @@ class Encoder:
         documents += self._label_texts(plain)
         for index, ids, labels in documents:
             try:
-                results[index] = self._pieces(ids, labels)
+                results[index] = self._pieces(ids, labels, notes.get(index, ()))
             except RowError as error:
                 results[index] = error.with_traceback(None)
         return [results[index] for index in range(len(rows))]
+
+    def _check_has_no_messages(self) -> None:
+        """Raises UserError if settings select messages, which rows of text or token ids do not have."""
+        chosen = {
+            "data.train_on_roles": self.train_on_roles != TRAINED_ROLES,
+            "data.train_on_tool_calls": not self._train_on_tool_calls,
+            "data.train_on_thinking": self._masks_reasoning,
+        }
+        if names := [name for name, given in chosen.items() if given]:
+            raise UserError(
+                f"{' and '.join(names)} cannot be used with rows of text or token ids, which have no messages. Remove "
+                f"{'it' if len(names) == 1 else 'them'}, or use rows of messages."
+            )
 
     # --- tokens and labels ------------------------------------------------------------------------------------------
 
@@ -317,7 +359,7 @@ class Encoder:
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=add_special_tokens)
 
-    def _pieces(self, ids: np.ndarray, labels: np.ndarray) -> list[Encoded]:
+    def _pieces(self, ids: np.ndarray, labels: np.ndarray, notes: tuple[str, ...]) -> list[Encoded]:
         length, limit = len(ids), self._max_length
         if limit is None or length <= limit:
             bounds = [(0, length)]
@@ -336,7 +378,8 @@ class Encoder:
                 piece = piece.copy()
                 piece[0] = IGNORE_INDEX  # it was predicted at the end of the previous piece
             if (piece[1:] != IGNORE_INDEX).any():
-                pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=stop - start < length))
+                shortened, first = stop - start < length, () if pieces else notes
+                pieces.append(Encoded(input_ids=ids[start:stop], labels=piece, shortened=shortened, notes=first))
         if not pieces:
             cut = ""
             if len(bounds) == 1 and limit is not None and length > limit:
@@ -347,18 +390,23 @@ class Encoder:
 
     # --- text and spans ---------------------------------------------------------------------------------------------
 
-    def _rendered(self, row: Conversation) -> tuple[str, list[Span], str | None]:
-        """The text of a conversation, its supervised spans, and the text of its prompt if only the completion is
-        supervised."""
+    def _rendered(self, row: Conversation) -> tuple[str, list[Span], str | None, tuple[str, ...]]:
+        """The text of a conversation, its supervised spans, the text of its prompt if only the completion is
+        supervised, and notes about what of the row the text lacks."""
         encoder = self._variant(row.variables) if row.variables else self
-        if self._template is not None and self._assistant_only_loss and not self._marked and encoder._shape is None:
-            encoder._shape = encoder._infer_shape()
+        needs_shape = self._assistant_only_loss and not self._marked and "assistant" in self.train_on_roles
+        if needs_shape and self._template is not None and encoder._shape is None:
+            try:
+                encoder._shape = encoder._infer_shape()
+            except RowError as error:
+                raise self._refusal(error.detail) from error
         if self._completion_only_loss is False:
             row = replace(row, supervised_from=0)
-        text, spans = encoder._render_with_spans(row)
-        if not row.supervised_from:
-            return text, spans, None
-        return text, spans, encoder._render(row.messages[: row.supervised_from], row.tools, prompt=True)
+        text, spans, notes = encoder._render_with_spans(row)
+        asked = any((row.supervised or ())[: row.supervised_from])  # the row marks a message of the prompt
+        if not row.supervised_from or asked:
+            return text, spans, None, notes
+        return text, spans, encoder._render(row.messages[: row.supervised_from], row.tools, prompt=True), notes
 
     def _variant(self, variables: dict[str, Any]) -> Encoder:
         """An encoder whose template also gets these variables, which may change how it writes turns."""
@@ -367,32 +415,57 @@ class Encoder:
             if len(self._variants) >= _MAX_VARIANTS:
                 self._variants.clear()
             variant = copy.copy(self)
-            variant._special = {**self._special, **variables}
+            variant._variables = {**self._variables, **variables}
             variant._skeletons, variant._shape, variant._variants = {}, None, {}
+            variant._unrendered, variant._reasoning = Unrendered(), variant._new_reasoning()
             self._variants[key] = variant
         return self._variants[key]
 
-    def _render_with_spans(self, row: Conversation) -> tuple[str, list[Span]]:
+    def _new_reasoning(self) -> Reasoning | None:
+        if not self._masks_reasoning or self._template is None:
+            return None
+        return Reasoning(self._render, self._added_token.pattern)
+
+    def _render_with_spans(self, row: Conversation) -> tuple[str, list[Span], tuple[str, ...]]:
+        """The rendered text, its supervised spans, and notes about what of the row it lacks."""
         if self._template is None:
             raise UserError(
                 "The rows are conversations and there is no chat template. Set model.chat_template to "
                 f"{', '.join(TEMPLATES)}, or the path of a Jinja file."
             )
-        if not self._assistant_only_loss:
-            text = self._render(row.messages, row.tools)
-            return text, [(0, len(text))]
+        turns, masks = self._supervised_messages(row), self._assistant_only_loss
+        if not masks:  # all text is supervised but these
+            turns = [i for i, mark in enumerate(row.supervised or ()) if mark is False]
+        if self._marked and turns:
+            text, marks = self._render_marked(row.messages, row.tools)
+        else:
+            text, marks = self._render(row.messages, row.tools), []
+        skeleton = self._skeleton(row) if masks and turns and not self._marked else None
+        begins = skeleton.begins(row.messages, text) if skeleton else None
+        if skeleton and begins:
+            spans = [(turn, self._skeleton_span(skeleton, begins, row, text, turn)) for turn in turns]
+            notes = ()  # every content is in the text, and the row has nothing else
+        else:
+            spans = self._spans(row, text, turns, marks)
+            notes = self._unrendered.notes(row, self._render)
+        if not masks:
+            return text, _outside([span for _, span in spans], len(text)), notes
+        if self._reasoning is not None:
+            spans = [(turn, self._without_reasoning(row.messages[turn], text, span)) for turn, span in spans]
+        return text, [span for _, span in spans], notes
+
+    def _supervised_messages(self, row: Conversation) -> list[int]:
+        """The indices of the supervised messages: a message's own mark decides, else its role and the settings."""
+        roles, start, calls = self.train_on_roles, row.supervised_from, self._train_on_tool_calls
         turns = [
-            i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i >= row.supervised_from
+            i
+            for i, message in enumerate(row.messages)
+            if i >= start and message["role"] in roles and (calls or not message.get("tool_calls"))
         ]
-        turns = turns[-1:] if self._last_turn_only else turns
-        if not turns:
-            return self._render(row.messages, row.tools), []
-        if self._marked:
-            return self._marked_spans(row, turns[0])
-        text = self._render(row.messages, row.tools)
-        skeleton = self._skeleton(row)
-        spans = skeleton.spans(row.messages, turns, text) if skeleton else None
-        return text, spans or [self._span(row, text, turn) for turn in turns]
+        if row.supervised is not None:
+            chosen = set(turns)
+            turns = [i for i, mark in enumerate(row.supervised) if mark or (mark is None and i in chosen)]
+        return turns[-1:] if self._last_turn_only else turns
 
     def _render(self, messages: list[Message], tools: list | None = None, prompt: bool = False) -> str:
         return self._render_marked(messages, tools, prompt=prompt, marks=False)[0]
@@ -403,17 +476,48 @@ class Encoder:
         assert self._template is not None
         try:
             return render(
-                self._template, messages, tools=tools, add_generation_prompt=prompt, marks=marks, **self._special
+                self._template, messages, tools=tools, add_generation_prompt=prompt, marks=marks, **self._variables
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RowError("template_error", f"the chat template failed: {error}") from error
 
-    def _marked_spans(self, row: Conversation, first_turn: int) -> tuple[str, list[Span]]:
-        """The rendered text and the template's own `{% generation %}` spans from message `first_turn` on, unchanged."""
-        text, spans = self._render_marked(row.messages, row.tools)
-        earlier = any(message["role"] == "assistant" for message in row.messages[:first_turn])
-        skip = len(self._render_marked(row.messages[:first_turn], row.tools)[1]) if earlier else 0
-        return text, spans[skip:]
+    def _spans(self, row: Conversation, text: str, turns: list[int], marks: list[Span]) -> list[tuple[int, Span]]:
+        """(message, its span) for these messages; an assistant turn may have several of a template's own `marks`."""
+        assistants = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        marked: dict[int, list[Span]] = {}
+        if self._marked and self._reasoning is None and set(turns).issuperset(assistants):
+            marked = dict.fromkeys(assistants, []) | {i: marks for i in assistants[:1]}  # all, whichever turn has them
+        elif self._marked and not set(turns).isdisjoint(assistants):
+            marked = self._marked_spans(row, text, assistants, marks)
+        found: list[tuple[int, Span]] = []
+        for turn in turns:
+            if row.messages[turn]["role"] != "assistant":
+                found.append((turn, self._content_span(row, text, turn)))
+            elif self._marked:
+                found += [(turn, span) for span in marked[turn]]
+            else:
+                found.append((turn, self._span(row, text, turn)))
+        return found
+
+    def _marked_spans(
+        self, row: Conversation, text: str, assistants: list[int], marks: list[Span]
+    ) -> dict[int, list[Span]]:
+        """The template's own `{% generation %}` spans of each assistant turn, unchanged."""
+        contents = [row.messages[turn].get("content") or "" for turn in assistants]
+        if len(marks) == len(assistants) and all(
+            content.strip() in text[start:end] for content, (start, end) in zip(contents, marks, strict=True)
+        ):
+            return {turn: [mark] for turn, mark in zip(assistants, marks, strict=True)}
+        # A turn may have no mark, or several: count those of the conversation up to each turn.
+        counts = [len(self._render_marked(row.messages[: i + 1], row.tools)[1]) for i in assistants]
+        if sorted(counts) != counts or counts[-1] != len(marks):
+            raise _ambiguous(assistants[-1], "the number of {% generation %} marks before it depends on what follows")
+        return {i: marks[start:stop] for i, start, stop in zip(assistants, [0, *counts], counts, strict=False)}
+
+    def _without_reasoning(self, message: Message, text: str, span: Span) -> Span:
+        if self._reasoning is None or message["role"] != "assistant":
+            return span
+        return self._reasoning.end(message, text, *span), span[1]
 
     def _skeleton(self, row: Conversation) -> _Skeleton | None:
         """The skeleton for these roles, or None if messages have more than contents (tools, thinking)."""
@@ -444,29 +548,33 @@ class Encoder:
         if left_out := sorted(set(range(len(roles))) - set(order)):
             which = f"message {left_out[0] + 1} (the roles are {', '.join(roles)})"
             raise RowError("not_rendered", f"the chat template does not render {which}")
-        begins, position = [0], 0  # where the literals begin in `text`
-        for literal, index in zip(parts[::2], order, strict=False):
-            position += len(literal) + len(_mark(index))
-            begins.append(position)
-
-        def relative(position: int) -> tuple[int, int]:
-            number = bisect_right(begins, position) - 1
-            return number, position - begins[number]
-
-        row = Conversation(messages=messages)
-        spans = {i: self._span(row, text, i) for i, role in enumerate(roles) if role == "assistant"}
         # Contents with whitespace around them show which ones the template trims.
         padded = self._render([{"role": role, "content": f" \n{_mark(i)}\n "} for i, role in enumerate(roles)])
         return _Skeleton(
+            row=Conversation(messages=messages),
+            text=text,
             literals=parts[::2],
             contents=[(index, f" \n{_mark(index)}\n " not in padded) for index in order],
-            turns={i: (*relative(start), *relative(end)) for i, (start, end) in spans.items()},
         )
+
+    def _skeleton_span(self, skeleton: _Skeleton, begins: list[int], row: Conversation, text: str, turn: int) -> Span:
+        """The span of a message in `text`, which equals the skeleton with the row's contents."""
+        if turn not in skeleton.turns:
+            find = self._span if row.messages[turn]["role"] == "assistant" else self._content_span
+            try:
+                skeleton.turns[turn] = skeleton.relative(find(skeleton.row, skeleton.text, turn))
+            except RowError:  # caused by the placeholders; the real contents may be unambiguous
+                skeleton.turns[turn] = None
+        place = skeleton.turns[turn]
+        if place is None:
+            return self._spans(row, text, [turn], [])[0][1]
+        return begins[place[0]] + place[1], begins[place[2]] + place[3]
 
     def _span(self, row: Conversation, text: str, turn: int) -> Span:
         """[start, end) of one assistant turn in `text`, the rendering of all messages."""
+        if self._shape is None:
+            self._shape = self._infer_shape()
         messages, shape = row.messages, self._shape
-        assert shape is not None
         last = turn == len(messages) - 1
         around: tuple[str, str] | None = None
 
@@ -503,10 +611,30 @@ class Encoder:
                 )
         return start, end
 
-    def _around(self, row: Conversation, text: str, turn: int) -> tuple[str, str]:
-        """The text before and after the turn's content, found by rendering a placeholder instead of the content."""
-        marked = {"role": "assistant", "content": _mark(turn)}
-        if marked == row.messages[turn]:
+    def _content_span(self, row: Conversation, text: str, turn: int) -> Span:
+        """[start, end) in `text` of the content of one message, of any role, and of the end-of-turn token after it."""
+        before, after = self._around(row, text, turn)
+        start, end = len(before), len(text) - len(after)
+        if start > end or not (text.startswith(before) and text.endswith(after)):
+            raise _ambiguous(turn, "its content changes the text rendered around it")
+        # Added tokens may also start the next message (Phi 4: <|im_end|><|im_start|>): only those that a conversation
+        # ending here has, too, are the end of this one.
+        upto = Conversation(messages=row.messages[: turn + 1], tools=row.tools)
+        try:
+            closing = commonprefix([after, self._around(upto, None, turn)[1]])
+            tokens = self._end_of_turn.match(closing)
+        except RowError:
+            tokens = self._end_token.match(after)
+        return start, end + (tokens.end() if tokens else 0)
+
+    def _around(self, row: Conversation, text: str | None, turn: int) -> tuple[str, str]:
+        """The text before and after the message's content, found by rendering a placeholder instead of the content.
+
+        `text` is the rendering of the row, or None.
+        """
+        own = row.messages[turn]
+        marked = ({} if own["role"] == "assistant" else own) | {"role": own["role"], "content": _mark(turn)}
+        if text is not None and marked == row.messages[turn]:
             whole = text
         else:
             try:
@@ -536,16 +664,19 @@ class Encoder:
         return any(token.end() == len(tail) for token in self._added_token.finditer(tail))
 
     def _infer_shape(self) -> _Shape:
-        """How this template starts and ends an assistant turn, inferred from conversations of placeholders."""
+        """How this template starts and ends an assistant turn, inferred from conversations of placeholders.
+
+        Raises RowError if turns cannot be found exactly.
+        """
         user, assistant = {"role": "user", "content": _mark(0)}, {"role": "assistant", "content": _mark(1)}
         more = [{"role": "user", "content": _mark(2)}, {"role": "assistant", "content": _mark(3)}]
         try:
             prompt, text = self._render([user], prompt=True), self._render([user, assistant])
         except RowError as error:
-            raise self._refusal(f"it cannot render a user and an assistant message: {error.detail}") from error
+            raise _unknown_turns(f"it cannot render a user and an assistant message: {error.detail}") from error
         before, mark, tail = text.partition(_mark(1))
         if not mark or _mark(1) in tail:
-            raise self._refusal("it does not render the assistant's content exactly once")
+            raise _unknown_turns("it does not render the assistant's content exactly once")
 
         try:
             without_prompt = self._render([user])
@@ -555,14 +686,14 @@ class Encoder:
         header = after_user.removeprefix(without_prompt.rpartition(_mark(0))[2]) or after_user
         if prompt == without_prompt and before.startswith(prompt) and before.removeprefix(prompt).strip():
             opening = before.removeprefix(prompt)
-            raise self._refusal(
+            raise _unknown_turns(
                 f"it has no generation prompt, so {opening!r} may belong to the prompt or the assistant"
             )
         # A prompt may reach into the turn (DeepSeek-R1, Qwen3.5 open <think>): keep what past turns share with it.
         given = self._shared_start(prompt, before)
         header = header[: max(0, len(header) - (len(prompt) - len(given)))]
         if not before.startswith(prompt) and not self._added_token.search(header):
-            raise self._refusal(f"its generation prompt {after_user!r} differs from how it starts an assistant turn")
+            raise _unknown_turns(f"its generation prompt {after_user!r} differs from how it starts an assistant turn")
         extra = before.removeprefix(given)
 
         try:
@@ -577,7 +708,7 @@ class Encoder:
         else:  # the last turn ends in another token than earlier ones (gpt-oss: <|return|> and <|end|>)
             last, earlier = (self._added_token.search(closing) for closing in (tail, inner))
             if not last or not earlier or tail[: last.start()].strip() or inner[: earlier.start()].strip():
-                raise self._refusal(f"it ends the last turn with {tail!r} and an earlier one with {inner!r}")
+                raise _unknown_turns(f"it ends the last turn with {tail!r} and an earlier one with {inner!r}")
             end, inner_end = tail[: last.end()], inner[: earlier.end()]
         return _Shape(header=header, extra=extra, tail=tail, end=end, inner_end=inner_end)
 
@@ -640,26 +771,40 @@ class _Shape:
     inner_end: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Skeleton:
     """The text of a conversation with given roles: literals[0] contents[0] literals[1] ..."""
 
+    row: Conversation  # of placeholders
+    text: str  # its rendering
     literals: list[str]
     contents: list[tuple[int, bool]]  # message index, whether its content is trimmed
-    turns: dict[int, tuple[int, int, int, int]]  # per assistant message: literal and offset of start, of end
+    # By message, filled when one is first supervised: literal and offset of the span's start and of its end. None if
+    # the placeholders do not show it.
+    turns: dict[int, tuple[int, int, int, int] | None] = field(default_factory=dict)
 
-    def spans(self, messages: list[Message], turns: list[int], text: str) -> list[Span] | None:
-        """The spans of these turns in `text`, or None if the skeleton with the messages' contents differs from it."""
+    def begins(self, messages: list[Message], text: str) -> list[int] | None:
+        """Where the literals begin in `text`, or None if the skeleton with the messages' contents differs from it."""
         parts, begins, position = [self.literals[0]], [0], len(self.literals[0])
         for (index, trimmed), literal in zip(self.contents, self.literals[1:], strict=True):
             content = messages[index]["content"].strip() if trimmed else messages[index]["content"]
             begins.append(position + len(content))
             position += len(content) + len(literal)
             parts += (content, literal)
-        if position != len(text) or "".join(parts) != text:
-            return None
-        places = (self.turns[turn] for turn in turns)
-        return [(begins[a] + start, begins[b] + end) for a, start, b, end in places]
+        return begins if position == len(text) and "".join(parts) == text else None
+
+    def relative(self, span: Span) -> tuple[int, int, int, int]:
+        """A span of the skeleton's own text as literal and offset of its start and of its end."""
+        begins = self.begins(self.row.messages, self.text)
+        assert begins is not None
+        start, end = (bisect_right(begins, position) - 1 for position in span)
+        return start, span[0] - begins[start], end, span[1] - begins[end]
+
+
+def _outside(spans: list[Span], length: int) -> list[Span]:
+    """What of [0, length) is in none of the spans."""
+    edges = [0, *(edge for span in sorted(spans) for edge in span), length]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
 def _common_prefix_length(ids: list[int], other_ids: list[int]) -> int:
@@ -694,6 +839,10 @@ def _byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
     probe = "Hello,  you!\n\n\t 12 words'll do;\r\n"
     ids = backend.encode(probe, add_special_tokens=False).ids
     return lengths if int(lengths[ids].sum()) == len(probe) else None
+
+
+def _unknown_turns(why: str) -> RowError:
+    return RowError("mask_ambiguous", why)
 
 
 def _ambiguous(turn: int, why: str) -> RowError:

@@ -120,6 +120,8 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
     leaked = [one.get("leaked") for one in each]
     if any(leaked):
         rows.append(["also in the training rows", *("" if one is None else f"{one['rows']:,}" for one in leaked)])
+    for note in sorted({note for one in each for note in one.get("notes", {})}):
+        rows.append([note, *(f"{one.get('notes', {}).get(note, 0):,} rows" for one in each)])
     page = table(["", *splits], rows)
     examples = [
         [name, reason, example] for name, one in ledgers.items() for reason, example in sorted(one["examples"].items())

@@ -56,6 +56,8 @@ def print_introduction(job: Job, start: Start) -> None:
     console().print(ledger.table(job.data.ledgers, layouts(job)))
     if (table := ledger.sources_table(job.data.ledgers)) is not None:
         console().print(table)
+    for note in ledger.notes(job.data.ledgers):
+        print_line(note)
 
 
 def method(job: Job) -> str:
