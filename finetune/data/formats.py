@@ -295,14 +295,15 @@ def to_conversation(
     *,
     system_prompt: str | None = None,
     has_template: bool = True,
-    train_on_roles: Sequence[str] = TRAINED_ROLES,
+    train_on_roles: Sequence[str] | None = TRAINED_ROLES,
 ) -> Row:
     """Convert one row to a conversation; to text if its format has no messages; or to its own token ids.
 
     Prompts and completions that are strings are joined as they are, as in TRL. Rows of Alpaca's format become
     conversations, or text if there is no chat template. `system_prompt` is added to conversations without a system
     message. A conversation needs a message of one of the roles `train_on_roles`, or one that the row marks to be
-    trained. Raises RowError if the row cannot be used.
+    trained, and roles in a sensible order; None asks for neither, since then all of it is trained. Raises RowError if
+    the row cannot be used.
     """
     if format.name == "tokenized":
         return _tokens(row, format)
@@ -325,7 +326,8 @@ def to_conversation(
     messages = _openai(items) if format.name == "messages" else _sharegpt(items)
     row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
     messages = _with_system(messages, row_system or system_prompt)
-    check(messages, train_on_roles)
+    if train_on_roles is not None:
+        check(messages, train_on_roles)
     return _conversation(messages, tools, variables)
 
 
@@ -387,13 +389,14 @@ def _from_message_lists(
     system_prompt: str | None,
     tools: list | None,
     variables: dict[str, Any] | None,
-    train_on_roles: Sequence[str],
+    train_on_roles: Sequence[str] | None,
 ) -> Conversation:
     prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
     completion = _openai(_list(row, format, "completion"))
-    if not any(message.get("train") for message in prompt):
-        _check_trained(completion, train_on_roles, " in the completion")
-    check(prompt + completion, train_on_roles)
+    if train_on_roles is not None:
+        if not any(message.get("train") for message in prompt):
+            _check_trained(completion, train_on_roles, " in the completion")
+        check(prompt + completion, train_on_roles)
     return _conversation(prompt + completion, tools, variables, supervised_from=len(prompt))
 
 
@@ -409,7 +412,7 @@ def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
     if not len(ids):
         raise RowError("empty", f"the column {format.columns['input_ids']!r} is an empty list")
     optional = ("labels", "completion_mask", "assistant_masks", "seq_lengths")
-    given = {f: _integers(row, format, f) for f in optional if row.get(format.columns.get(f, "")) is not None}
+    given = {f: _integers(row, format, f) for f in optional if f in format.columns}
     for field in optional[:3]:
         if field in given and len(given[field]) != len(ids):
             counts = f"{len(given[field])} values for {len(ids)} token ids"

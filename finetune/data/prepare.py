@@ -302,7 +302,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
     overlap = Overlap()
     writers = {name: store.Writer(folder, _file_name(name)) for name in names}
     chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers))
-    _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
+    _encode_all(chunks, config.data.num_proc, config.data.over_length, ledgers, writers, overlap)
     for name in names:
         if name != "train" and "train" in names:
             ledgers[name].leaked = overlap.to_dict(name)
@@ -373,6 +373,7 @@ def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Forma
 def _encode_all(
     chunks: Iterator[_Chunk],
     num_proc: int | None,
+    over_length: str,
     ledgers: dict[str, Ledger],
     writers: dict[str, store.Writer],
     overlap: Overlap,
@@ -397,8 +398,11 @@ def _encode_all(
                     ledger.note(piece.notes)
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
-            ledger.truncated += copies * (len(result) == 1 and result[0].shortened)
-            ledger.split += copies * (len(result) > 1)
+            shortened = sum(piece.shortened for piece in result)
+            if over_length == "split" and len(result) > 1:
+                ledger.split += copies * (shortened > 0)
+            else:  # a row of several documents may have several that are cut, or none
+                ledger.truncated += copies * shortened
 
 
 class Overlap:
@@ -476,7 +480,7 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
                     format,
                     system_prompt=system_prompt,
                     has_template=has_template,
-                    train_on_roles=encoder.train_on_roles,
+                    train_on_roles=encoder.train_on_roles if encoder.assistant_only_loss else None,
                 )
             )
             positions.append(len(results))

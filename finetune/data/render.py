@@ -59,8 +59,12 @@ def render(
         TemplateLimit: the template needs too much time or memory.
         jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError: it fails on these messages.
     """
+    from transformers.utils import chat_template_utils
     from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
+    # From transformers 5.23 on, a message's reasoning is given to the template under each name that templates read.
+    if alias := getattr(chat_template_utils, "_alias_reasoning_fields", None):
+        messages = alias(messages)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
         compiled = _compiled(template)

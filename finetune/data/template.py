@@ -226,7 +226,7 @@ class Encoder:
         self._template = chat_template
         self._max_length = max_length
         self._over_length = over_length
-        self._assistant_only_loss = assistant_only_loss
+        self.assistant_only_loss = assistant_only_loss
         self._completion_only_loss = completion_only_loss
         self._last_turn_only = last_turn_only
         self._markers = markers
@@ -303,10 +303,18 @@ class Encoder:
         if completion and row.completion_mask is not None:
             labels = np.where(row.completion_mask, labels, np.int32(IGNORE_INDEX))
         stops = np.cumsum(row.lengths).tolist()
-        bounds = list(zip([0, *stops[:-1]], stops, strict=True))
-        if len(bounds) > 1:  # nothing is predicted in a document without labels
-            bounds = [(a, b) for a, b in bounds if (labels[a + 1 : b] != IGNORE_INDEX).any()] or bounds[:1]
-        return [piece for a, b in bounds for piece in self._pieces(row.input_ids[a:b], labels[a:b])]
+        pieces: list[Encoded] = []
+        unlabeled: list[RowError] = []
+        for start, stop in zip([0, *stops[:-1]], stops, strict=True):
+            try:
+                pieces += self._pieces(row.input_ids[start:stop], labels[start:stop])
+            except RowError as error:
+                if error.reason != "no_label":
+                    raise
+                unlabeled.append(error)  # nothing is predicted in this document; the others stay
+        if not pieces:
+            raise unlabeled[0]
+        return pieces
 
     def _label(self, group: list[_Rendered], prompts: dict[int, str]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(index, ids, labels) of each rendered conversation. After a prompt, only what follows it is supervised."""
@@ -359,7 +367,7 @@ class Encoder:
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=add_special_tokens)
 
-    def _pieces(self, ids: np.ndarray, labels: np.ndarray, notes: tuple[str, ...]) -> list[Encoded]:
+    def _pieces(self, ids: np.ndarray, labels: np.ndarray, notes: tuple[str, ...] = ()) -> list[Encoded]:
         length, limit = len(ids), self._max_length
         if limit is None or length <= limit:
             bounds = [(0, length)]
@@ -394,7 +402,7 @@ class Encoder:
         """The text of a conversation, its supervised spans, the text of its prompt if only the completion is
         supervised, and notes about what of the row the text lacks."""
         encoder = self._variant(row.variables) if row.variables else self
-        needs_shape = self._assistant_only_loss and not self._marked and "assistant" in self.train_on_roles
+        needs_shape = self.assistant_only_loss and not self._marked and "assistant" in self.train_on_roles
         if needs_shape and self._template is not None and encoder._shape is None:
             try:
                 encoder._shape = encoder._infer_shape()
@@ -433,7 +441,7 @@ class Encoder:
                 "The rows are conversations and there is no chat template. Set model.chat_template to "
                 f"{', '.join(TEMPLATES)}, or the path of a Jinja file."
             )
-        turns, masks = self._supervised_messages(row), self._assistant_only_loss
+        turns, masks = self._supervised_messages(row), self.assistant_only_loss
         if not masks:  # all text is supervised but these
             turns = [i for i, mark in enumerate(row.supervised or ()) if mark is False]
         if self._marked and turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,4 +62,21 @@ class Preparation:
 
     def _prepared(self, sources: Mapping[str, Source]) -> Data:
         config = Config(data=self.settings, training=TrainingConfig(seed=self.args.seed))
-        return prepare_splits(config, self.tokenizer, {split: [one] for split, one in sources.items()})
+        return prepare_splits(config, self._with_marks(), {split: [one] for split, one in sources.items()})
+
+    def _with_marks(self) -> Any:
+        """The tokenizer with the chat template that renders the rows. For `assistant_only_loss`, TRL replaces a
+        template that it knows by a training template, which marks the assistant's turns. The turns of any other
+        template are inferred."""
+        from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+        template = self.tokenizer.chat_template
+        if not self.args.assistant_only_loss or not template or has_generation_markers(template):
+            return self.tokenizer
+        try:
+            template = get_training_chat_template(self.tokenizer)
+        except ValueError:  # TRL does not know it
+            return self.tokenizer
+        tokenizer = copy.copy(self.tokenizer)  # the saved model keeps its own template
+        tokenizer.chat_template = template
+        return tokenizer

@@ -183,6 +183,28 @@ def test_assistant_only_loss(trainer_of: Callable[..., Any], tokenizer: Any, mod
     trains(trainer)
 
 
+def test_known_templates_get_the_marks_of_trl(trainer_of: Callable[..., Any], model: Path) -> None:
+    """As in TRL, the line break after the turn is trained, and the tokenizer that is saved keeps its template."""
+    from transformers import AutoTokenizer
+    from trl.chat_template_utils import qwen2_5_chat_template, qwen2_5_training_chat_template
+
+    own = AutoTokenizer.from_pretrained(model)
+    own.chat_template = qwen2_5_chat_template
+    trainer = trainer_of(talks(), assistant_only_loss=True, processing_class=own)
+    for (ids, labels), messages in zip(labels_of(trainer), talks()["messages"], strict=True):
+        marked = own.apply_chat_template(
+            messages,
+            chat_template=qwen2_5_training_chat_template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        assert ids == marked["input_ids"]
+        masks = marked["assistant_masks"]
+        assert labels == [id if mask else -100 for id, mask in zip(ids, masks, strict=True)]
+    assert trainer.processing_class.chat_template == qwen2_5_chat_template
+    trains(trainer)
+
+
 def test_assistant_only_and_completion_only(trainer_of: Callable[..., Any], tokenizer: Any, model: Path) -> None:
     """A user's message in the completion is masked, and so is an assistant's in the prompt."""
     from transformers import AutoTokenizer

@@ -203,14 +203,14 @@ def test_other_failures_are_failures_of_the_row() -> None:
 
 def test_the_encoder_and_the_loader_refuse_hostile_templates(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(["<|im_end|>"], "<|im_end|>")
+    row = Conversation(messages=[{"role": "user", "content": "now"}, {"role": "assistant", "content": "no"}])
     for template in (HOSTILE["repeat"], HOSTILE["deep nesting"]):
         (tmp_path / "hostile.jinja").write_text(template)
         with pytest.raises(UserError, match="was stopped"):
             chat_template = load_template(tokenizer, str(tmp_path / "hostile.jinja"))
-            Encoder(tokenizer, chat_template)
+            Encoder(tokenizer, chat_template).encode_batch([row])
     template = "{% if messages[0].content == 'now' %}{{ 'x' * 10**10 }}{% endif %}" + TEMPLATES["chatml"]
     encoder = Encoder(build_tokenizer(["<|im_start|>", "<|im_end|>"], "<|im_end|>"), template)
-    row = Conversation(messages=[{"role": "user", "content": "now"}, {"role": "assistant", "content": "no"}])
     with pytest.raises(UserError, match="was stopped"):
         encoder.encode_batch([row])
     check_syntax(template)
