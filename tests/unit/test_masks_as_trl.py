@@ -40,7 +40,7 @@ DIFFERENCES: dict[str, str] = {
     **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), "newline prompt text"),
 }
 
-FAST = ("cohere", "deepseek_r1_distill", "phi3", "qwen3", "qwen3_5_think")
+FAST = ("deepseek_r1_distill", "gptoss", "phi3", "qwen3", "qwen3_5_think")
 
 CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}
 
