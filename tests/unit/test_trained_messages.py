@@ -241,7 +241,7 @@ def test_without_assistant_only_loss_all_but_the_masked_messages_is_trained(temp
     tokenizer = tokenizer_for("phi" if template == PHI3.template else "chatml")
     messages = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "more"}]
     encoder = Encoder(tokenizer, template, assistant_only_loss=False)
-    whole = tokenizer.decode(encode(encoder, messages).input_ids[1:])
+    whole = tokenizer.decode(encode(encoder, messages).input_ids)
     assert supervised(encode(encoder, messages), tokenizer) == whole
     end = "<|end|>" if template == PHI3.template else "<|im_end|>"
     assert supervised(encode(encoder, messages, supervised=(None, False, None, None)), tokenizer) == whole.replace(
