@@ -58,6 +58,15 @@ def install() -> None:
         launcher.signal_at_end_of(found)
 
 
+def _leave_signals_to_worker() -> None:
+    """In a forked process, such as a worker of `Dataset.map(num_proc=2)`: signals end it as they would without this
+    module. A handler that only notes a stop request would leave the parent waiting for a worker that it has ended."""
+    signal.set_wakeup_fd(-1)  # or its signals would reach the parent
+    for number in _handled():
+        if signal.getsignal(number) is _on_signal:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """`install` for the time of a block, in a program whose own handlers come back after it. Does nothing outside the
@@ -85,8 +94,8 @@ def _start_watching() -> None:
     reader, _wakeup = socket.socketpair()  # select() on Windows accepts only sockets
     _wakeup.setblocking(False)
     signal.set_wakeup_fd(_wakeup.fileno(), warn_on_full_buffer=False)
-    if hasattr(os, "register_at_fork"):  # signals to forked data workers must not reach this process
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_signals_to_worker)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 

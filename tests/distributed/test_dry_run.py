@@ -161,6 +161,6 @@ def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does
 def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     done = launch.run("1 rank", arguments(tiny_model, tmp_path), cache=tmp_path)
-    assert done.returncode == 2 and "none of the 1 rows has a supervised token" in done.stdout
+    assert done.returncode == 2 and "none of the 1 rows (train) has a supervised token" in done.stdout
     done = launch.run("2 ranks", arguments(tiny_model, tiny_data), cache=tmp_path)
     assert done.returncode != 0 and "--dry-run runs on one device" in done.stdout

@@ -100,7 +100,8 @@ def plain_loop(model: Path, data: Path, run: dict, cache: Path) -> tuple[list[fl
     from finetune.data.packs import unpacked
     from finetune.data.plan import Plan
 
-    rows = store.load_rows(cache / "data" / run["data_fingerprint"], "train")
+    (folder,) = {path.parent for path in (cache / "data").glob("*/train.arrow")}
+    rows = store.load_rows(folder, "train")
     assert len(rows) == len((data / "train.jsonl").read_text().splitlines())
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = tokenizer.apply_chat_template(

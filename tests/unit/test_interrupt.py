@@ -248,6 +248,34 @@ def test_a_rank_ends_with_the_command_that_started_it(tmp_path: Path, before: st
             raise
 
 
+FORKED_WORKER = """
+import os, signal
+from finetune.runtime import interrupt
+
+interrupt.install()
+with interrupt.deferred():  # in which a signal only asks this process to stop
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+        os._exit(0)
+    while os.read(os.open(f"/proc/{worker}/stat", os.O_RDONLY), 99).split()[2] != b"S":
+        pass
+    os.kill(worker, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_forked_worker_ends_at_its_first_signal(tmp_path: Path) -> None:
+    """As `Dataset.map(num_proc=2)` expects of its workers, whose end it waits for."""
+    command = [sys.executable, "-c", FORKED_WORKER]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=launch.environment(tmp_path), timeout=60, check=True
+    )
+    assert done.stdout == f"{-signal.SIGTERM}\n"
+
+
 POOL = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
