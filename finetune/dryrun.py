@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +122,10 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         sizes = search(trial, world, start=None)
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=facts)
-    saved = measurements.keep(measured)
+    measurements.keep(measured)  # before the search, which may end badly
     sizes = search(trial, world, start=trial.job.batch.per_device)
+    measured = replace(measured, micro_batch_search=sizes)
+    saved = measurements.keep(measured)
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),

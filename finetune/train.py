@@ -109,7 +109,11 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         scoring.write(logger.writer, prediction, trainer.state.global_step)
         # If the disk has no room for run.json, the model is still saved below.
         record.try_update(
-            steps=trainer.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
+            steps=trainer.state.global_step,
+            seconds_to_first_step=first_step,
+            prediction=prediction,
+            micro_batch_search=scoring.micro_batch_search(job),
+            **results,
         )
         if logger.diverged is not None:
             checkpoint = output_dir / f"checkpoint-{trainer.state.global_step}"

@@ -316,7 +316,11 @@ class SFTTrainer(engine.SFTTrainer):
         prediction = scoring.score(self.job, results)
         scoring.write(logger.writer, prediction, self.state.global_step)
         record.try_update(
-            steps=self.state.global_step, seconds_to_first_step=first_step, prediction=prediction, **results
+            steps=self.state.global_step,
+            seconds_to_first_step=first_step,
+            prediction=prediction,
+            micro_batch_search=scoring.micro_batch_search(self.job),
+            **results,
         )
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------

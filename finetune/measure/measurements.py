@@ -71,6 +71,7 @@ class Measurement:
     gradients_in_peak: bool
     bucket_cap_bytes: int
     first_bucket_bytes: int
+    micro_batch_search: dict[str, Any] | None = None  # what the dry run found when it tried other micro-batch sizes
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement as JSON."""
@@ -85,6 +86,7 @@ class Measurement:
         """
         if "global_size" in content:
             content = content | {"global_batch_size": content["global_size"]}
+        content = {"micro_batch_search": None, **content}  # which older files lack
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property

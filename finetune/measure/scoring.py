@@ -43,6 +43,12 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve), results)}
 
 
+def micro_batch_search(job: Job) -> dict[str, Any] | None:
+    """What the dry run of this exact job found about other micro-batch sizes, for run.json; None without one."""
+    measured, _ = measurements.find(measurements.facts(job))
+    return None if measured is None else measured.micro_batch_search
+
+
 def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
     is left out, as in the measured results, because it compiles kernels."""

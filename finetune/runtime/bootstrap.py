@@ -64,8 +64,10 @@ def start(
         setting: what the user chose the backend with, for messages.
 
     Raises:
-        UserError: Unsloth was requested but cannot run here, or there are more ranks than devices.
+        UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
+            for another strategy than DDP.
     """
+    _check_strategy()
     _set_environment()
     me = distributed.ranks()
     import torch
@@ -105,6 +107,21 @@ def start(
         verdicts += core.run(patches.LATE, without)
     quiet_libraries(log_level)
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+
+
+def _check_strategy() -> None:
+    """Check that the launcher asks for no other strategy than DDP.
+
+    Raises:
+        UserError: its profile shards the model, which this program would not do.
+    """
+    others = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "sharding"}
+    for name, strategy in others.items():
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+            raise UserError(
+                f"The accelerate profile asks for {strategy}: only DDP is supported, in which each GPU holds the whole "
+                "model. Launch with a profile from accelerate_configs/."
+            )
 
 
 def quiet_libraries(level: str | None) -> None:

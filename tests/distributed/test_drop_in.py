@@ -51,10 +51,13 @@ def test_ranks_with_other_rows_are_refused(tiny_model: Path, tiny_data: Path, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_refusal_is_a_sentence_and_the_line_of_the_script(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["python", pytest.param("torchrun", marks=pytest.mark.campaign)])
+def test_a_refusal_is_a_sentence_and_the_line_of_the_script(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str
+) -> None:
     argv = ["--model", str(tiny_model), "--data", str(tiny_data / "train.jsonl"), "--out", str(tmp_path / "out")]
-    done = launch.run("torchrun", [*argv, "--metrics"], cache=tmp_path, script=SCRIPT, FINETUNE_BACKEND="transformers")
+    done = launch.run(how, [*argv, "--metrics"], cache=tmp_path, script=SCRIPT, FINETUNE_BACKEND="transformers")
     assert done.returncode == 1
-    assert done.stdout.count("`compute_metrics`: evaluation does not build the logits") == 1  # of two ranks
+    assert done.stdout.count("`compute_metrics`: evaluation does not build the logits") == 1  # also of two ranks
     assert "own.py:" in done.stdout and "trainer = SFTTrainer(" in done.stdout
     assert "Traceback (most recent call last):\n  File" not in done.stdout.split("elastic")[0]

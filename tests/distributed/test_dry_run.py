@@ -50,6 +50,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     # The same job for real: what was predicted is compared with what happened.
     real = [word for word in arguments(tiny_model, tmp_path, *extra) if word != "--dry-run"]
     run = launch.train("1 rank", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
+    assert run["micro_batch_search"] == verdict["micro_batch_search"]  # for `review`
     prediction = run["prediction"]
     assert prediction["source"] == verdict["measurement_file"] and prediction["reason"] is None
     assert prediction["step_seconds"]["measured"] == run["step_seconds_median"]

@@ -167,8 +167,12 @@ def test_resumed_run_ends_with_the_same_bits(tiny_model: Path, tiny_data: Path, 
 
 
 def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """From one rank on two."""
-    arguments = settings(tiny_model, tiny_data, "--training.save_steps", "3", "--training.global_batch_size", "4")
+    """From one rank on two. Both runs stop early after the same step, on two ranks counting on from the checkpoint, and
+    end with the same best model: with greater_is_better, of falling losses, it is that of step 1."""
+    extra = ("--training.save_steps", "3", "--training.global_batch_size", "4", "--training.max_steps", "9")
+    best = ("--training.load_best_model_at_end", "true", "--training.greater_is_better", "true")
+    rule = ("--training.eval_steps", "1", "--training.early_stopping_patience", "5")
+    arguments = settings(tiny_model, tiny_data, *extra, *best, *rule)
     whole = launch.train("1 rank", arguments, out=tmp_path / "whole", cache=tmp_path)
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "whole", again)
@@ -178,6 +182,11 @@ def test_resume_on_more_ranks_goes_on_with_the_next_step(tiny_model: Path, tiny_
     )
     assert (whole["world_size"], resumed["world_size"]) == (1, 2)
     assert worst(whole["losses"][3:], resumed["losses"]) < 1e-5
+    for run in (whole, resumed):
+        assert (run["best"]["step"], run["steps"], run["early_stopping"]["step"]) == (1, 6, 6)
+        assert run["eval_loss_after"] == pytest.approx(run["best"]["value"], rel=1e-6)  # each rank has those weights
+    name = "adapter_model.safetensors"
+    assert (again / name).read_bytes() == (tmp_path / "whole" / "checkpoint-1" / name).read_bytes()
 
 
 def test_multi_cpu_profile_that_starts_one_process_is_refused(

@@ -150,6 +150,7 @@ def test_the_best_weights_are_the_final_model(
     assert_final_is(out, 4)
 
 
+@pytest.mark.campaign
 def test_the_last_step_can_be_the_best(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 is no multiple of 5: the last step is evaluated nevertheless, and wins."""
     worsen(monkeypatch, after=12)
@@ -177,6 +178,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded(
     assert "adapter_model.safetensors does not match its checksum" in shown and "checkpoint-4" in shown
 
 
+@pytest.mark.campaign
 def test_resume_keeps_the_best_so_far(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

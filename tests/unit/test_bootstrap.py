@@ -109,3 +109,11 @@ def test_an_older_name_of_the_variable_is_the_users_own(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     bootstrap._set_environment()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """accelerate sets these variables for its ranks. A run would go on as DDP, which may not fit."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(UserError, match="only DDP is supported"):
+        bootstrap.start("transformers")

@@ -346,6 +346,7 @@ def test_model_as_it_is_given(how: str, loss: str | None, trainer_of: Callable[.
     trains(trainer)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_gradient_checkpointing(reentrant: bool, adapter: bool, trainer_of: Callable[..., Any]) -> None:
