@@ -191,7 +191,7 @@ def test_marks_equal_the_assistant_masks_of_a_template_that_reads_them(template:
         marked,
         chat_template=(
             "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-            "{% if m.train or (m.train is none and m.role == 'assistant') %}"
+            "{% if m.train or ((m.train is not defined or m.train is none) and m.role == 'assistant') %}"
             "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
             "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         ),
