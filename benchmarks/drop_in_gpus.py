@@ -1,0 +1,133 @@
+"""Three scripts as users of Unsloth, TRL and QLoRA have them, with one changed import, on one GPU and on two.
+
+    python -m benchmarks.drop_in_gpus --train train.jsonl --work DIR --out drop-in.jsonl [--shape llama-1.2b]
+
+The scripts are those of tests/dropin, with a Llama of random weights. Compared by the measure of `finetune parity`: the
+gradient of the first step, the gradient norm and the loss of every step, and the trained weights. One JSON line per
+script. With --cpu, two gloo ranks. Exit code 1 if a script failed or its runs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import models
+from benchmarks.drop_in_rank import DUMP
+from finetune.parity.command import compare
+from finetune.runtime import bootstrap
+
+ROOT = Path(__file__).parent.parent
+STOCK, OURS = "from trl import SFTTrainer", "from benchmarks.drop_in_rank import SFTTrainer"
+ROWS, STEPS, LIMIT = 512, 8, 500
+# Of each script: its arguments, for a global batch of 8 rows in 2 accumulated micro-batches.
+SCRIPTS = {
+    "unsloth_docs.py": "--model {model} --data {data}/sets/train.jsonl --max_steps {steps} --batch_size {batch}",
+    "trl_sft.py": (
+        "--model_name_or_path {model} --dataset_name {data}/sets --max_steps {steps} --logging_steps 1 "
+        "--report_to none --dtype bfloat16 --use_peft true --gradient_accumulation_steps 2 --learning_rate 2e-4 "
+        "--per_device_train_batch_size {batch}"
+    ),
+    "qlora_formatting.py": "--model {model} --data {data}/instructions.jsonl --max_steps {steps} --batch_size {batch}",
+}
+ON_CPU = {"trl_sft.py": "--use_cpu true --bf16 false"}
+
+
+def main() -> int:
+    """Run the scripts. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--train", type=Path, required=True, help="JSON lines with question and answer, as GSM8K")
+    parser.add_argument("--work", type=Path, required=True, help="scratch folder")
+    parser.add_argument("--out", type=Path, required=True, help="file to append the JSON lines to")
+    parser.add_argument("--shape", default="llama-1.2b", choices=sorted(models.SHAPES))
+    parser.add_argument("--only", default="", help="run the scripts whose name contains this")
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    model = models.build(given.work / "model", given.shape, given.train)
+    write_rows(given.train, given.work)
+    equal = []
+    for name in SCRIPTS:
+        if given.only in name:
+            result = one_script(name, model, given) | {"shape": given.shape, "versions": bootstrap.versions()}
+            equal.append(result["equal"])
+            with given.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+            sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    return 0 if equal and all(equal) else 1
+
+
+def write_rows(train: Path, work: Path) -> None:
+    """The rows as the scripts read them: conversations, and instructions with outputs."""
+    (work / "sets").mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in train.read_text(encoding="utf-8").splitlines()[:ROWS]]
+    with (work / "sets" / "train.jsonl").open("w") as talks, (work / "instructions.jsonl").open("w") as instructions:
+        for row in rows:
+            talk = [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+            talks.write(json.dumps({"messages": talk}) + "\n")
+            instructions.write(json.dumps({"instruction": row["question"], "output": row["answer"]}) + "\n")
+
+
+def one_script(name: str, model: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Its runs on one and on two ranks, and how far they are apart."""
+    stock = (ROOT / "tests" / "dropin" / name).read_text()
+    if stock.count(STOCK) != 1:
+        raise ValueError(f"{name} must import SFTTrainer once, by the line `{STOCK}`")
+    script = given.work / name
+    script.write_text(stock.replace(STOCK, OURS))
+    dumps, seconds = [], {}
+    for ranks in (1, 2):
+        dump = given.work / f"{script.stem}-{ranks}"
+        shutil.rmtree(dump, ignore_errors=True)
+        dump.mkdir()
+        began = time.perf_counter()
+        error = run(script, ranks, model, dump, given)
+        seconds[ranks] = time.perf_counter() - began
+        if error is not None:
+            return {"script": name, "equal": False, "ranks": ranks, "error": error}
+        record = json.loads((dump / "out" / "run.json").read_text())
+        (dump / "run.json").write_text(json.dumps(record | {"eval_loss_after": None}))
+        dumps.append(dump)
+    found = asdict(compare(*dumps, 2))
+    record = json.loads((dumps[1] / "run.json").read_text())
+    return {
+        "script": name,
+        "equal": not found["failures"],
+        "backend": record["backend"],
+        "device": record["hardware"],
+        "losses": record["losses"],
+        "seconds": seconds,
+        **{key: found[key] for key in ("ratio", "cosine", "norm", "loss", "weights", "failures")},
+    }
+
+
+def run(script: Path, ranks: int, model: Path, dump: Path, given: argparse.Namespace) -> str | None:
+    """Run the script with torchrun. None, or the end of its output if it failed."""
+    words = SCRIPTS[script.name].format(model=model, data=given.work, steps=STEPS, batch=4 // ranks)
+    words += f" {ON_CPU.get(script.name, '--use_cpu')}" if given.cpu else ""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*launcher, str(script), *words.split(), "--output_dir", str(dump / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {DUMP: str(dump), "PYTHONPATH": path},
+        timeout=LIMIT,
+        check=False,
+    )
+    return None if done.returncode == 0 else done.stdout[-3000:]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
