@@ -38,7 +38,7 @@ SCRIPTS = {
     ),
     "qlora_formatting.py": "--model {model} --data {data}/instructions.jsonl --max_steps {steps} --batch_size {batch}",
 }
-ON_CPU = {"trl_sft.py": "--use_cpu true --bf16 false"}
+ON_CPU = {"trl_sft.py": "--use_cpu true --bf16 false --dtype float32"}
 
 
 def main() -> int:
