@@ -33,8 +33,8 @@ SCRIPTS = {
     "unsloth_docs.py": "--model {model} --data {data}/sets/train.jsonl --max_steps {steps} --batch_size {batch}",
     "trl_sft.py": (
         "--model_name_or_path {model} --dataset_name {data}/sets --max_steps {steps} --logging_steps 1 "
-        "--report_to none --dtype bfloat16 --use_peft true --gradient_accumulation_steps 2 --learning_rate 2e-4 "
-        "--per_device_train_batch_size {batch}"
+        "--report_to none --dtype bfloat16 --use_peft true --lora_dropout 0 --gradient_accumulation_steps 2 "
+        "--learning_rate 2e-4 --per_device_train_batch_size {batch}"
     ),
     "qlora_formatting.py": "--model {model} --data {data}/instructions.jsonl --max_steps {steps} --batch_size {batch}",
 }

@@ -23,8 +23,8 @@ SCRIPTS = {
     "unsloth_docs.py": "--model {model} --data {data}/train.jsonl --max_steps 3 --use_cpu --batch_size {batch}",
     "trl_sft.py": (
         "--model_name_or_path {model} --dataset_name {data} --max_steps 3 --logging_steps 1 --report_to none --use_cpu "
-        "true --bf16 false --eval_strategy steps --eval_steps 3 --use_peft true --gradient_accumulation_steps 2 "
-        "--learning_rate 2e-4 --per_device_train_batch_size {batch}"
+        "true --bf16 false --eval_strategy steps --eval_steps 3 --use_peft true --lora_dropout 0 "
+        "--gradient_accumulation_steps 2 --learning_rate 2e-4 --per_device_train_batch_size {batch}"
     ),
     "qlora_formatting.py": (
         "--model {model} --data {data}/instructions.jsonl --max_steps 3 --use_cpu --batch_size {batch}"
