@@ -134,6 +134,8 @@ class SFTTrainer(engine.SFTTrainer):
             )
         self.job.model, self.job.size = self.model, model_size(self.model)
         self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
+        if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
+            self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         session.complete_early_stopping(self)
         self._ready = True
         self._show_layouts()

@@ -354,9 +354,11 @@ def test_callbacks_see_every_step_and_what_trl_logs(make: Callable[..., Any]) ->
             self.logs.append(logs)
 
     seen = Seen()
-    trainer = make(callbacks=[seen])
+    trainer = make(callbacks=[seen], logging_steps=0.5)  # of 4 steps
     trainer.train()
-    counted = sum(len(trainer.train_dataset[int(row)]["input_ids"]) for row in trainer.plan.step_rows(0, 0))
+    assert [entry["step"] for entry in trainer.state.log_history] == [2, 4, 4]  # and the summary of the run
+    rows = [int(row) for step in (0, 1) for row in trainer.plan.step_rows(0, step)]
+    counted = sum(len(trainer.train_dataset[row]["input_ids"]) for row in rows)
     assert seen.steps == 4
     assert seen.logs[0]["num_tokens"] == counted
     assert {"loss", "grad_norm", "learning_rate"} <= set(trainer.state.log_history[0])
