@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,8 @@ class SFTTrainer(trl.SFTTrainer):
         self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
         self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
         self._eval_tokens: token_statistics.TokenStatistics | None = None  # of the last micro-batch
+        # Unsloth's version of TRL's class may leave it out, for a transformers model in a program that imports Unsloth.
+        self._has_fused_head = "unsloth" not in sys.modules or has_fused_head(self.model)
         self._counts_checked = False
         self._gradients_in_buckets = self._first_buckets_freed = False
 
@@ -288,7 +291,7 @@ class SFTTrainer(trl.SFTTrainer):
             loss = self._loss_of_model_that_ignores_counts(model, inputs, num_items_in_batch)
         elif self.stack.backend == "unsloth" and torch.is_grad_enabled():
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
-        elif self.stack.backend == "transformers" and self.stack.device == "cuda":
+        elif self.stack.backend == "transformers" and self.stack.device == "cuda" and self._has_fused_head:
             # TRL's fused head computes token losses without keeping the logits. TRL's own compute_loss around it syncs
             # with the GPU several times per step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -643,6 +646,13 @@ def datasets_of(layout: Layout | Mapping[str, Layout] | None) -> Any:
     if layout is None or isinstance(layout, Layout):
         return layout.rows.dataset if layout else None
     return {name: one.rows.dataset for name, one in layout.items()}
+
+
+def has_fused_head(model: Any) -> bool:
+    """Whether TRL has given the model the forward that computes token losses without keeping the logits."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    code = getattr(base.forward, "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames
 
 
 class _HostTensor:

@@ -93,6 +93,18 @@ def test_the_constructor_is_that_of_the_installed_trl(make: Callable[..., Any]) 
     ]
 
 
+def test_the_fused_head_of_trl_is_found(make: Callable[..., Any]) -> None:
+    """On a GPU the loss of a transformers model goes through it, unless Unsloth's version of the class left it out."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    from finetune.engine.trainer import has_fused_head
+
+    trainer = make(peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert has_fused_head(trainer.model) and has_fused_head(make().model)
+    assert not has_fused_head(AutoModelForCausalLM.from_config(trainer.model.config))
+
+
 def test_arguments_of_older_versions_and_unknown_ones(make: Callable[..., Any], model: Path) -> None:
     from transformers import AutoTokenizer
 
