@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,21 @@ def keeper() -> Any:
     return types.SimpleNamespace(accelerator=accelerator, _gradients_in_buckets=False, _first_buckets_freed=False)
 
 
+@contextlib.contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    """A process group of this process alone.
+
+    It is never freed: torch would join gloo's threads in the destructor of the last DDP that used it, while it holds the
+    interpreter's lock, which one of these threads may wait for. That test would not end.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: bool) -> None:
     """Real DDP, several buckets, against the same layers without it. torch by itself holds them twice (D9)."""
@@ -201,8 +218,7 @@ def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: 
     alone = copy.deepcopy(layers)
     rows = torch.randn(4, 3, 5, 64)  # steps, micro-batches
     fake = keeper()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         model = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
         model.zero_grad = model.zero_grad  # Unsloth gives DDP one of its own on a GPU (unsloth_zoo fast_grad_params)
         storages: list[set[int]] = []
@@ -219,8 +235,6 @@ def test_accumulated_gradients_live_in_ddps_buckets_alone(tmp_path: Path, kept: 
                 torch.testing.assert_close(own.grad, reference.grad)
             model.zero_grad()
             alone.zero_grad()
-    finally:
-        dist.destroy_process_group()
     first, *others = storages[2:]  # the buckets, which the first step makes anew
     assert len(first) < 8  # of weights and biases of four layers
     assert all(one == first for one in others) is kept
@@ -234,8 +248,7 @@ def test_first_buckets_are_freed_after_the_first_micro_batch_that_reduces(
     freed: list[int] = []
     monkeypatch.setattr("finetune.runtime.distributed.drain_nccl_work", lambda: freed.append(place))
     fake = keeper()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), gradient_as_bucket_view=views)
         for place in range(6):  # two steps of three micro-batches
             fake.accelerator.sync_gradients = last = place % 3 == 2
@@ -244,6 +257,4 @@ def test_first_buckets_are_freed_after_the_first_micro_batch_that_reduces(
                 model(torch.ones(2, 4)).sum().backward()
                 SFTTrainer._free_first_buckets(fake, model)
         SFTTrainer._free_first_buckets(fake, torch.nn.Linear(4, 4))  # one GPU: there is no DDP
-    finally:
-        dist.destroy_process_group()
     assert freed == expected
