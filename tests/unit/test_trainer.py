@@ -199,8 +199,8 @@ def keeper() -> Any:
 def one_rank(folder: Path) -> Iterator[None]:
     """A process group of this process alone.
 
-    It is never freed: torch would join gloo's threads in the destructor of the last DDP that used it, while it holds the
-    interpreter's lock, which one of these threads may wait for. That test would not end.
+    It is never freed: torch would join gloo's threads in the destructor of the last DDP that used it, while it holds
+    the interpreter's lock, which one of these threads may wait for. That test would not end.
     """
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
