@@ -308,9 +308,9 @@ class SFTTrainer(engine.SFTTrainer):
             with logger:
                 yield
         finally:
+            logger.detach()
             for callback in own:
                 self.remove_callback(callback)
-            logger.detach()
 
     def _conclude(self, record: RunRecord, logger: RunLogger) -> None:
         first_step = logger.first_step_at - IMPORTED_AT if logger.first_step_at else None

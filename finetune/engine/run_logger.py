@@ -125,14 +125,19 @@ class RunLogger(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """The trainer whose steps are timed. Its evaluation and its checkpoints are timed apart from them."""
         self._trainer = trainer
+        self._callbacks = list(trainer.callback_handler.callbacks)
+        self._own = [(owner, name, vars(owner).get(name)) for owner, name in _wrapped(trainer)]
         self._monitor = Monitor(trainer, self.plan, self.tokens, self.squared_lengths, self.hardware.device)
         trainer.evaluate = self._timed_apart("evaluation_seconds", trainer.evaluate)
         trainer._save_checkpoint = self._timed_apart("saving_seconds", trainer._save_checkpoint)
 
     def detach(self) -> None:
-        """Give the trainer its own methods back."""
-        for name in ("evaluate", "_save_checkpoint"):
-            vars(self._trainer).pop(name, None)
+        """Give the trainer its own methods and callbacks back, as they were at `attach`."""
+        for owner, name, own in self._own:
+            vars(owner).pop(name, None)
+            if own is not None:
+                setattr(owner, name, own)
+        self._trainer.callback_handler.callbacks[:] = self._callbacks
 
     @property
     def monitor(self) -> Monitor:
@@ -494,6 +499,14 @@ class RunLogger(TrainerCallback):
             return {"exposed_communication_fraction": None, "exposed_communication_unknown": why}
         share = sum(known) / len(known) / step
         return {"exposed_communication_fraction": share, "exposed_communication_unknown": None}
+
+
+def _wrapped(trainer: Any) -> list[tuple[Any, str]]:
+    """What the logger, its monitor and the timer of phases replace on a trainer and its accelerator."""
+    methods = ("evaluate", "_save_checkpoint", "get_batch_samples", "compute_loss")
+    return [(trainer, name) for name in methods] + [
+        (trainer.accelerator, name) for name in ("backward", "clip_grad_norm_")
+    ]
 
 
 def _whereabouts(hardware: Hardware) -> dict[str, Any]:

@@ -331,7 +331,12 @@ def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[...,
 
     assert not list(out.glob("earlier-run-*"))
     again = make()
+    callbacks = list(again.callback_handler.callbacks)
     again.train()
+    # Nothing of the run's own stays, which a second call would find.
+    assert again.callback_handler.callbacks == callbacks
+    assert not {"evaluate", "compute_loss", "get_batch_samples", "_save_checkpoint"} & set(vars(again))
+    assert not {"backward", "clip_grad_norm_"} & set(vars(again.accelerator))
     assert (out / "earlier-run-1" / "checkpoint-4").is_dir() and not list(out.glob("checkpoint-*"))
     assert losses(again) == losses(whole)
     record = json.loads((out / "run.json").read_text())
