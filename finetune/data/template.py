@@ -412,6 +412,10 @@ class Encoder:
             row = replace(row, supervised_from=0)
         text, spans, notes = encoder._render_with_spans(row)
         asked = any((row.supervised or ())[: row.supervised_from])  # the row marks a message of the prompt
+        if asked and not self.assistant_only_loss:  # else all of the prompt would be supervised with it
+            raise RowError(
+                "invalid_weight", "a message of the prompt is marked `train: true`: set data.assistant_only_loss: true"
+            )
         if not row.supervised_from or asked:
             return text, spans, None, notes
         return text, spans, encoder._render(row.messages[: row.supervised_from], row.tools, prompt=True), notes

@@ -251,6 +251,15 @@ def test_without_assistant_only_loss_all_but_the_masked_messages_is_trained(temp
     assert supervised(both, tokenizer) == whole.replace(f"Hi there{end}", "", 1).replace(f"more{end}", "")
 
 
+def test_a_mark_in_a_prompt_never_trains_the_rest_of_it() -> None:
+    """With the loss on the whole completion, such a row is refused rather than trained with its prompt."""
+    messages = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "more"}]
+    encoder = Encoder(tokenizer_for("chatml"), CHATML.template, assistant_only_loss=False)
+    row = Conversation(messages=messages, supervised_from=3, supervised=(None, True, None, None))
+    (result,) = encoder.encode_batch([row])
+    assert isinstance(result, RowError) and result.reason == "invalid_weight"
+
+
 def test_tool_results_can_be_trained() -> None:
     messages = [
         QUESTION,
@@ -505,6 +514,7 @@ def test_every_setting_reaches_the_rows_and_the_cache_key(folder: Path) -> None:
         found[key] = prepare(load([*named, *([f"--data.{key}", value] if key else [])]), tokenizer)
     found["chat_template_kwargs"] = prepare(load([*named, "--data.chat_template_kwargs", "{a: 1}"]), tokenizer)
     assert len({data.fingerprint for data in found.values()}) == 5
+    assert len({data.folder for data in found.values()}) == 5  # the entries of the cache
     texts = {}
     for name, data in found.items():
         _, labels = data.train[0]
