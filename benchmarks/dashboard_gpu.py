@@ -20,12 +20,17 @@ from benchmarks import models
 
 CELLS: dict[str, tuple[str, int, str, list[str]]] = {
     # name: what is planted, GPUs, model, arguments
-    "cost 1.2b": ("cost", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "4096",
-                  "--training.global_batch_size", "4", "--training.max_steps", "402", "--model.backend", "unsloth"]),
+    "cost 1.2b": ("cost", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "8192",
+                  "--training.global_batch_size", "2", "--training.max_steps", "962", "--model.backend", "unsloth"]),
     "cost 190m": ("cost", 2, "llama-190m", ["--data.packing", "true", "--data.max_length", "2048",
-                  "--training.global_batch_size", "2", "--training.max_steps", "402", "--model.backend", "unsloth"]),
-    "trace": ("trace", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "8192",
-              "--training.global_batch_size", "4", "--training.max_steps", "40", "--model.backend", "unsloth"]),
+                  "--training.global_batch_size", "2", "--training.max_steps", "962", "--model.backend", "unsloth"]),
+    "trace": ("trace", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "16384",
+              "--training.global_batch_size", "2", "--training.max_steps", "44", "--model.backend", "unsloth",
+              "--training.gradient_checkpointing", "false"]),
+    "trace full": ("trace", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "8192",
+                   "--training.global_batch_size", "2", "--training.max_steps", "44",
+                   "--model.backend", "transformers", "--model.full_finetuning", "true",
+                   "--training.gradient_checkpointing", "false"]),
     "slow rank": ("slow", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "8192",
                   "--training.global_batch_size", "4", "--training.max_steps", "60", "--model.backend", "unsloth"]),
     "healthy two": ("plain", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "16384",
@@ -69,7 +74,7 @@ def run(name: str, given: argparse.Namespace) -> int:
         *("--model.model_name_or_path", str(model), "--training.output_dir", str(out)),
         *("--data.train_file", str(given.train), "--data.columns", "{instruction: question, output: answer}"),
         *("--training.overwrite_output_dir", "true"),
-        *("--logging.generate_samples", "0", "--logging.logging_steps", "10"),
+        *("--logging.generate_samples", "0", "--logging.logging_steps", "8" if kind == "trace" else "10"),
         *("--training.save_steps", "0", *arguments),
     ]
     with (given.out / f"{slug}.log").open("w") as log:

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
-WINDOW, WINDOWS = 40, 16  # steps of a window; windows, half of them with everything on
-TRACED = 8
+WINDOW, SKIPPED = 30, 10  # steps of a window, and how many of them, its first, are not measured
+FIRST, TRACED = 32, 8  # the traced steps follow step FIRST, and are those of one record
 
 
 def main() -> int:
@@ -33,52 +33,61 @@ def main() -> int:
 
 
 def Cost(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
-    """Alternate windows with and without timers, records, DDP's measurements and GPU samples, in one run."""
+    """Windows with and without timers, records, DDP's measurements, GPU samples and the watch, in one run.
+
+    In the order on, off, off, on, so that a drift of the machine falls on both. A measured window ends with a record,
+    and has as many records as its share of all steps.
+    """
     import torch
     from transformers import TrainerCallback
 
-    from finetune.runtime import distributed, gpu_sampler
+    from finetune.runtime import activity, distributed, gpu_sampler, hang
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
     every = trainer.args.logging_steps
+    enter, watch_round = activity.enter, hang.Watch.round
 
     class Alternate(TrainerCallback):
         def __init__(self) -> None:
-            self.seconds: dict[bool, list[float]] = {True: [], False: []}
+            self.windows: list[tuple[bool, float]] = []  # everything on?, seconds per step
             self.began = 0.0
             self.on = True
-            self.records: list[float] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % WINDOW == 4:  # a window's first steps are not measured
-                torch.cuda.synchronize()
-                self.began = time.perf_counter()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step and state.global_step % WINDOW == 0:
-                self.switch(state)
+            step = state.global_step
+            if step % WINDOW == SKIPPED:
+                torch.cuda.synchronize()
+                self.began = time.perf_counter()
+            elif step and step % WINDOW == 0:
+                torch.cuda.synchronize()
+                self.windows.append((self.on, (time.perf_counter() - self.began) / (WINDOW - SKIPPED)))
+                self.switch(state, on=len(self.windows) % 4 in (0, 3))
 
-        def switch(self, state: Any) -> None:
-            torch.cuda.synchronize()
-            self.seconds[self.on].append((time.perf_counter() - self.began) / (WINDOW - 4))
-            self.on = not self.on
-            state.logging_steps = every if self.on else 10**9
-            timer = logger.monitor._timer
-            timer.on = self.on
+        def switch(self, state: Any, *, on: bool) -> None:
+            if on == self.on:
+                return
+            self.on = on
+            state.logging_steps = every if on else 10**9
+            activity.enter = enter if on else lambda *arguments: None
+            hang.Watch.round = watch_round if on else lambda self: None
             if hasattr(trainer.model_wrapped, "_set_ddp_runtime_logging_sample_rate"):
-                trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(every if self.on else 10**9)
+                trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(every if on else 10**9)
             if logger.monitor._sampler is not None:
                 logger.monitor._sampler.close()
-                logger.monitor._sampler = gpu_sampler.start(distributed.ranks().local_world_size) if self.on else None
-            if self.on:
-                timer.start()
+                logger.monitor._sampler = gpu_sampler.start(distributed.ranks().local_world_size) if on else None
+            logger.monitor._timer.on = on
+            if on:
+                logger.monitor._timer.start()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            pairs = list(zip(self.seconds[True][1:], self.seconds[False][1:], strict=False))
-            ratios = [on / off for on, off in pairs]
+            activity.enter, hang.Watch.round = enter, watch_round
+            # Fours of on, off, off, on; the first, which compiles and warms up, is left out.
+            fours = [self.windows[at : at + 4] for at in range(4, len(self.windows) - 3, 4)]
+            ratios = [(a + d) / (b + c) for (_, a), (_, b), (_, c), (_, d) in fours]
+            spread = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
             content = {
-                "on_seconds": self.seconds[True], "off_seconds": self.seconds[False], "ratio_median": median(ratios),
-                "ratios": ratios, "records_ms": [1e3 * one for one in RECORDS],
+                "windows": self.windows, "ratios": ratios, "ratio_mean": fmean(ratios), "ratio_median": median(ratios),
+                "standard_error": spread, "records_ms": [1e3 * one for one in RECORDS],
             }  # fmt: skip
             if distributed.ranks().is_main:
                 result.write_text(json.dumps(content, indent=1))
@@ -99,19 +108,29 @@ RECORDS: list[float] = []  # seconds that a record took the host after the devic
 
 
 def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
-    """Trace a few steps, and compare phases by CUDA events with kernels by CUPTI, as host ranges launched them."""
+    """Trace the steps of one record, and count its tokens and operations by hand.
+
+    Compared: phases by CUDA events with kernels by CUPTI, as host ranges launched them; communication by DDP with
+    NCCL's kernels; tokens/s and MFU of the record with the tokens that the model was given, the operations that PyTorch
+    counts and the time from the first kernel to the last.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.utils.flop_counter import FlopCounterMode
     from transformers import TrainerCallback
 
     from finetune.engine.phases import split
     from finetune.runtime import communication, distributed
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
-    first = 30
+    tokens: list[int] = []  # of each micro-batch
 
     def ranged(name: str, function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
+            if name == "forward":
+                inputs = arguments[1]
+                mask = inputs.get("attention_mask")
+                tokens.append(inputs["input_ids"].numel() if mask is None else mask)
             with record_function(f"phase:{name}"):
                 return function(*arguments, **keywords)
 
@@ -127,39 +146,92 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     class Traced(TrainerCallback):
         profiler: Any = None
         exposed: list[float] = []  # noqa: RUF012
+        content: dict[str, Any] = {}  # noqa: RUF012
+        counter: Any = None
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == first:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == FIRST:
                 if distributed.ranks().world_size > 1:
                     trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
                 torch.cuda.synchronize()
                 logger.monitor._timer.start()
+                tokens.clear()
                 self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
                 self.profiler.start()
-            elif first < state.global_step <= first + TRACED:
-                found = communication.exposed_and_hidden(trainer.model_wrapped)
-                self.exposed += [found[0]] if found and state.global_step > first + 1 else []
-                if state.global_step == first + TRACED:
-                    torch.cuda.synchronize()
-                    self.profiler.stop()
-                    intervals = split(logger.monitor._timer._clock.drain())
-                    self.write(intervals)
+            elif state.global_step == FIRST + TRACED:
+                tokens.clear()
+                self.counter = FlopCounterMode(display=False)
+                self.counter.__enter__()
 
-        def write(self, steps: list[dict[str, list[float]]]) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if FIRST < state.global_step <= FIRST + TRACED:
+                found = communication.exposed_and_hidden(trainer.model_wrapped)
+                self.exposed += [found[0]] if found and state.global_step > FIRST + 1 else []
+            if state.global_step == FIRST + TRACED:
+                torch.cuda.synchronize()
+                self.profiler.stop()
+                # Left for the record, which drains the same clock right after this.
+                clock = logger.monitor._timer._clock
+                marks, free = list(clock._marks), list(clock._free)
+                self.note(split(clock.drain()))
+                clock._marks, clock._free = marks, free
+            elif state.global_step == FIRST + TRACED + 1:
+                self.counter.__exit__(None, None, None)
+                self.write()
+
+        def note(self, steps: list[dict[str, list[float]]]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "trace.json")
                 self.profiler.export_chrome_trace(str(file))
                 events = json.loads(file.read_text())["traceEvents"]
-            from_trace = phases_of_trace(events)
-            ours = {name: fmean(sum(step[name]) for step in steps) for name in ("forward", "backward", "optimizer")}
-            split_found = communication.split_of_kernels(self.profiler.events(), TRACED)
-            content = {"phases": ours, "phases_of_trace": from_trace, "kernels": split_found, "steps": len(steps)}
-            content["exposed_by_ddp"] = fmean(self.exposed) if self.exposed else None
-            everyone = distributed.gather_objects(content)
+            counted = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
+            kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+            span = (max(one["ts"] + one["dur"] for one in kernels) - min(one["ts"] for one in kernels)) / 1e6
+            self.content = {
+                "phases": {
+                    name: fmean(sum(step[name]) for step in steps) for name in ("forward", "backward", "optimizer")
+                },
+                "phases_of_trace": phases_of_trace(events),
+                "kernels": communication.split_of_kernels(self.profiler.events(), TRACED),
+                "exposed_by_trace": exposed_of_trace(events)[: TRACED - 1],
+                "exposed_by_ddp": self.exposed,
+                "tokens_by_hand": counted,
+                "seconds_of_trace": span,
+                "steps": len(steps),
+            }
+
+        def write(self) -> None:
+            by_operator = self.counter.get_flop_counts().get("Global", {})
+            in_step = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
+            self.content["flops_per_token"] = {str(name): count / in_step for name, count in by_operator.items()}
+            self.content["peak_tflops"] = logger.hardware.peak_bf16_tflops
+            everyone = distributed.gather_objects(self.content)
             if distributed.ranks().is_main:
                 result.write_text(json.dumps(everyone, indent=1))
 
     trainer.add_callback(Traced())
+
+
+def exposed_of_trace(events: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step in which NCCL's kernels ran after the backward pass had computed its last gradient.
+
+    As DDP defines it: what stands still in the middle of a backward pass is not counted.
+    """
+    launches = {one["args"]["correlation"]: one["ts"] for one in events
+                if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})}  # fmt: skip
+    kernels = [(launches.get(one["args"]["correlation"], -1), one["ts"], one["ts"] + one["dur"], one["name"])
+               for one in events if one.get("cat") == "kernel"]  # fmt: skip
+    ranges = [(one["ts"], one["ts"] + one["dur"]) for one in events
+              if one.get("cat") == "user_annotation" and one["name"] == "phase:backward"]  # fmt: skip
+    found = []
+    for begin, end in sorted(ranges):
+        inside = [one[1:] for one in kernels if begin <= one[0] <= end]
+        reduced = [stop for _, stop, name in inside if name.startswith("nccl")]
+        if reduced:
+            # What starts after the reduction copies its result.
+            computed = [stop for start, stop, name in inside if not name.startswith("nccl") and start < max(reduced)]
+            found.append(max(0.0, max(reduced) - max(computed)) / 1e6)
+    return found
 
 
 def phases_of_trace(events: list[dict[str, Any]]) -> dict[str, float]:

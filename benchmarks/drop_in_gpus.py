@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,35 @@ from finetune.runtime import bootstrap
 ROOT = Path(__file__).parent.parent
 STOCK, OURS = "from trl import SFTTrainer", "from benchmarks.drop_in_rank import SFTTrainer"
 ROWS, STEPS, LIMIT = 512, 8, 500
-# Of each script: its arguments, for a global batch of 8 rows in 2 accumulated micro-batches.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script of tests/dropin and how it is run, with a global batch of 8 rows in 2 accumulated micro-batches."""
+
+    file: str
+    arguments: str
+    backend: str = "auto"  # FINETUNE_BACKEND
+    changed: tuple[str, str] | None = None  # a text of the script and what stands there instead
+
+
+UNSLOTH = "--model {model} --data {data}/sets/train.jsonl --max_steps {steps} --batch_size {batch}"
+TRL = (
+    "--model_name_or_path {model} --dataset_name {data}/sets --max_steps {steps} --logging_steps 1 "
+    "--report_to none --dtype bfloat16 --use_peft true --lora_dropout 0 --gradient_accumulation_steps 2 "
+    "--learning_rate 2e-4 --per_device_train_batch_size {batch}"
+)
+QLORA = "--model {model} --data {data}/instructions.jsonl --max_steps {steps} --batch_size {batch}"
 SCRIPTS = {
-    "unsloth_docs.py": "--model {model} --data {data}/sets/train.jsonl --max_steps {steps} --batch_size {batch}",
-    "trl_sft.py": (
-        "--model_name_or_path {model} --dataset_name {data}/sets --max_steps {steps} --logging_steps 1 "
-        "--report_to none --dtype bfloat16 --use_peft true --lora_dropout 0 --gradient_accumulation_steps 2 "
-        "--learning_rate 2e-4 --per_device_train_batch_size {batch}"
+    "unsloth": Script(file="unsloth_docs.py", arguments=UNSLOTH),
+    "trl": Script(file="trl_sft.py", arguments=TRL),
+    "qlora": Script(file="qlora_formatting.py", arguments=QLORA),
+    "unsloth 4-bit": Script(
+        file="unsloth_docs.py", arguments=UNSLOTH, changed=("load_in_4bit=False", "load_in_4bit=True")
     ),
-    "qlora_formatting.py": "--model {model} --data {data}/instructions.jsonl --max_steps {steps} --batch_size {batch}",
+    "trl packed": Script(file="trl_sft.py", arguments=f"{TRL} --packing true --max_length 1024"),
+    "trl plain": Script(file="trl_sft.py", arguments=TRL, backend="transformers"),
+    "qlora plain": Script(file="qlora_formatting.py", arguments=QLORA, backend="transformers"),
 }
 ON_CPU = {"trl_sft.py": "--use_cpu true --bf16 false --dtype float32"}
 
@@ -48,14 +68,14 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="scratch folder")
     parser.add_argument("--out", type=Path, required=True, help="file to append the JSON lines to")
     parser.add_argument("--shape", default="llama-1.2b", choices=sorted(models.SHAPES))
-    parser.add_argument("--only", default="", help="run the scripts whose name contains this")
+    parser.add_argument("--only", default="", help="the names of the scripts to run, separated by commas; all if empty")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     model = models.build(given.work / "model", given.shape, given.train)
     write_rows(given.train, given.work)
     equal = []
     for name in SCRIPTS:
-        if given.only in name:
+        if not given.only or name in given.only.split(","):
             result = one_script(name, model, given) | {"shape": given.shape, "versions": bootstrap.versions()}
             equal.append(result["equal"])
             with given.out.open("a") as out:
@@ -80,18 +100,22 @@ def write_rows(train: Path, work: Path) -> None:
 
 def one_script(name: str, model: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Its runs on one and on two ranks, and how far they are apart."""
-    stock = (ROOT / "tests" / "dropin" / name).read_text()
-    if stock.count(STOCK) != 1:
-        raise ValueError(f"{name} must import SFTTrainer once, by the line `{STOCK}`")
-    script = given.work / name
-    script.write_text(stock.replace(STOCK, OURS))
+    script = SCRIPTS[name]
+    text = (ROOT / "tests" / "dropin" / script.file).read_text()
+    for old, new in ((STOCK, OURS), *([script.changed] if script.changed else [])):
+        if text.count(old) != 1:
+            raise ValueError(f"{script.file} must have the text `{old}` once")
+        text = text.replace(old, new)
+    slug = name.replace(" ", "-")
+    file = given.work / f"{slug}.py"
+    file.write_text(text)
     dumps, seconds = [], {}
     for ranks in (1, 2):
-        dump = given.work / f"{script.stem}-{ranks}"
+        dump = given.work / f"{slug}-{ranks}"
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir()
         began = time.perf_counter()
-        error = run(script, ranks, model, dump, given)
+        error = run(file, script, ranks, model, dump, given)
         seconds[ranks] = time.perf_counter() - began
         if error is not None:
             return {"script": name, "equal": False, "ranks": ranks, "error": error}
@@ -111,18 +135,18 @@ def one_script(name: str, model: Path, given: argparse.Namespace) -> dict[str, A
     }
 
 
-def run(script: Path, ranks: int, model: Path, dump: Path, given: argparse.Namespace) -> str | None:
+def run(file: Path, script: Script, ranks: int, model: Path, dump: Path, given: argparse.Namespace) -> str | None:
     """Run the script with torchrun. None, or the end of its output if it failed."""
-    words = SCRIPTS[script.name].format(model=model, data=given.work, steps=STEPS, batch=4 // ranks)
-    words += f" {ON_CPU.get(script.name, '--use_cpu')}" if given.cpu else ""
+    words = script.arguments.format(model=model, data=given.work, steps=STEPS, batch=4 // ranks)
+    words += f" {ON_CPU.get(script.file, '--use_cpu')}" if given.cpu else ""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [*launcher, str(script), *words.split(), "--output_dir", str(dump / "out")],
+        [*launcher, str(file), *words.split(), "--output_dir", str(dump / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {DUMP: str(dump), "PYTHONPATH": path},
+        env=os.environ | {DUMP: str(dump), "PYTHONPATH": path, "FINETUNE_BACKEND": script.backend},
         timeout=LIMIT,
         check=False,
     )
