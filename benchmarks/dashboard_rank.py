@@ -212,13 +212,18 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
     trainer.add_callback(Traced())
 
 
+def launch_times(events: list[dict[str, Any]]) -> dict[int, float]:
+    """When the host launched each kernel, in the trace's microseconds, by the kernel's correlation number."""
+    calls = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+    return {one["args"]["correlation"]: one["ts"] for one in calls if "correlation" in one.get("args", {})}
+
+
 def exposed_of_trace(events: list[dict[str, Any]]) -> list[float]:
     """Seconds of each step in which NCCL's kernels ran after the backward pass had computed its last gradient.
 
     As DDP defines it: what stands still in the middle of a backward pass is not counted.
     """
-    launches = {one["args"]["correlation"]: one["ts"] for one in events
-                if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})}  # fmt: skip
+    launches = launch_times(events)
     kernels = [(launches.get(one["args"]["correlation"], -1), one["ts"], one["ts"] + one["dur"], one["name"])
                for one in events if one.get("cat") == "kernel"]  # fmt: skip
     ranges = [(one["ts"], one["ts"] + one["dur"]) for one in events
@@ -239,8 +244,7 @@ def phases_of_trace(events: list[dict[str, Any]]) -> dict[str, float]:
 
     A kernel belongs to the range in which the host launched it, on any thread (backward has threads of its own).
     """
-    launches = {e["args"]["correlation"]: e["ts"] for e in events
-                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}  # fmt: skip
+    launches = launch_times(events)
     kernels = [(launches[e["args"]["correlation"]], e["ts"], e["ts"] + e["dur"]) for e in events
                if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
                and e["args"].get("correlation") in launches]  # fmt: skip
