@@ -65,6 +65,7 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
     assert abs(prediction["peak_memory_gib"]["error"]) < 0.5
 
 
+@pytest.mark.campaign
 def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     from finetune.config import load
     from finetune.measure import strategy

@@ -80,7 +80,7 @@ def saved(out: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("how", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("how", [pytest.param("accelerate", marks=pytest.mark.campaign), "torchrun"])
 def test_ranks_save_and_end_when_their_launcher_is_killed(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, adopted: None, how: str
 ) -> None:
@@ -109,7 +109,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(
     assert not (out / ".finetune.lock").exists()
 
 
-@pytest.mark.parametrize("how", ["python", "torchrun"])
+@pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.campaign), "torchrun"])
 def test_sigterm_saves_in_a_container(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
     """As process 1, to which the kernel passes no signal that it has no handler for. The launcher of a rank may be
     process 1, which is also where orphans go."""

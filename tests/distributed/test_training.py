@@ -212,7 +212,7 @@ def faulty(how: str, arguments: list[str], out: Path, cache: Path, kind: str, ra
     )
 
 
-@pytest.mark.parametrize(("how", "rank"), [("cpu_2.yaml", 0), ("2 ranks", 1)])
+@pytest.mark.parametrize(("how", "rank"), [pytest.param("cpu_2.yaml", 0, marks=pytest.mark.campaign), ("2 ranks", 1)])
 def test_a_failing_rank_ends_all_and_shows_its_own_error(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, rank: int
 ) -> None:
