@@ -11,6 +11,7 @@ A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in ju
     # has: text                    in the script; only if the form is drop-in: `# drop-in has: text`
     # hasnot: text                 neither in the script nor in the settings
     # says: text                   in the reason or in a note
+    # kept or named: text          in the script or in a note
 
 `@HF@`, `@WANDB@`, `@OPENAI@`, `@PASSWORD@` and `@AWS@` become made-up secrets: no file and no reason may hold them.
 """
@@ -33,7 +34,7 @@ SECRETS = {
     "@PASSWORD@": "tulip-Gr4nite-91-otter",
     "@AWS@": "AKIA" + "Z7Q4" * 4,
 }
-KINDS = ("setting", "mask", "has", "drop-in has", "hasnot", "says")
+KINDS = ("setting", "mask", "has", "drop-in has", "hasnot", "says", "kept or named")
 
 
 @dataclass(kw_only=True)
@@ -174,6 +175,8 @@ def _differences(probe: Probe, conversion: Any, folder: Path) -> list[str]:
             found += [] if text in conversion.script else [f"not in the script: {text}"]
         elif kind == "hasnot" and text in conversion.script + (conversion.config or ""):
             found.append(f"in the script or its settings: {text}")
+        elif kind == "kept or named" and text.lower() not in notes + conversion.script:
+            found.append(f"neither in the script nor in the notes: {text}")
         elif kind == "says" and text.lower() not in notes:
             found.append(f"not in the notes: {text}")
     if form == "drop-in" and ("from finetune import" not in conversion.script or "!pip" in conversion.script):

@@ -1,6 +1,7 @@
 """Table of the probes by cause: `python -m tests.notebooks.probe_table [--wrong] [--todo] [CAUSE...]`.
 
-`--wrong` also prints each unexpected outcome; `--todo` writes those to probes/TODO.txt.
+`--wrong` also prints each unexpected outcome; `--todo`, without causes, writes those to
+probes/TODO.txt.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     bad = [(probe.name, found) for probe, found in zip(chosen, verdicts, strict=True) if not found.good]
     if "--wrong" in arguments:
         sys.stdout.writelines(f"{name}: {found.kind}: {found.details}\n" for name, found in bad)
-    if "--todo" in arguments:
+    if "--todo" in arguments and not causes:
         reasons = [f"{name}: {found.kind}: {' '.join(found.details.split())[:160]}\n" for name, found in bad]
         (FOLDER / "TODO.txt").write_text("".join(reasons), encoding="utf-8")
     return 1 if bad else 0

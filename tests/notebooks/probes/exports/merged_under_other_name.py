@@ -1,6 +1,5 @@
 # expect: converted
-# says: merged
-# drop-in has: merge_and_unload
+# kept or named: merge
 # cause: the adapter is loaded again under another name and merged; the export must be kept or named as dropped
 # fast
 # %%

@@ -1,5 +1,5 @@
 # expect: converted
-# drop-in has: save_pretrained
+# kept or named: merge
 # cause: model moved to CPU and merged in place, then saved by shards
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
