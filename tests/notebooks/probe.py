@@ -1,0 +1,235 @@
+"""Probe notebooks in strangers' styles, with the outcome that each must have.
+
+A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in jupytext's percent format. Facts:
+
+    # expect: converted            or `refused R4`, `refused R0|R1`
+    # form: any                    settings, drop-in or any: the form of the converted script
+    # cause: why this probe exists
+    # fast                         part of the default suite
+    # setting: lora.r = 16         a setting as JSON or YAML; `absent`: not in the file; `1 or 2`: either
+    # mask: completion             what is supervised: all, completion, assistant, responses, or trl (known at run time)
+    # has: text                    in the script; only if the form is drop-in: `# drop-in has: text`
+    # hasnot: text                 neither in the script nor in the settings
+    # says: text                   in the reason or in a note
+    # kept or named: text          in the script or in a note
+
+`@HF@`, `@WANDB@`, `@OPENAI@`, `@PASSWORD@` and `@AWS@` become made-up secrets: no file and no reason may hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent / "probes"
+SECRETS = {
+    "@HF@": "hf_" + "qT7wLz" * 6,
+    "@WANDB@": "9f3c" * 10,
+    "@OPENAI@": "sk-proj-" + "k4Vb" * 10,
+    "@PASSWORD@": "tulip-Gr4nite-91-otter",
+    "@AWS@": "AKIA" + "Z7Q4" * 4,
+}
+KINDS = ("setting", "mask", "has", "drop-in has", "hasnot", "says", "kept or named")
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """A notebook with its expected outcome. `name` is the path below `probes`, without the suffix."""
+
+    name: str
+    expect: str
+    form: str = "any"
+    why: str = ""
+    fast: bool = False
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    cells: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def cause(self) -> str:
+        return self.name.split("/", 1)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`kind` is right, wrong, refused as expected, refused wrongly or failed; `details` says what differs."""
+
+    kind: str
+    details: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.kind in ("right", "refused as expected")
+
+
+def probes() -> list[Probe]:
+    """All probes, sorted by name. Raises ValueError for an unknown fact."""
+    return [read_probe(path) for path in sorted(FOLDER.glob("*/*.py"))]
+
+
+def todo() -> dict[str, str]:
+    """Probes that fail today -> reason, from probes/TODO.txt."""
+    lines = (FOLDER / "TODO.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(": ", 1) for line in lines if line.strip() and not line.startswith("#")]
+    return {name.strip(): reason.strip() for name, reason in pairs}
+
+
+def read_probe(path: Path) -> Probe:
+    """Read one probe. Raises ValueError for an unknown fact."""
+    text = path.read_text(encoding="utf-8")
+    for mark, secret in SECRETS.items():
+        text = text.replace(mark, secret)
+    head, _, body = text.partition("# %%")
+    probe = Probe(name=str(path.relative_to(FOLDER).with_suffix("")), expect="", cells=_cells("# %%" + body))
+    for line in head.splitlines():
+        key, _, value = (part.strip() for part in line.removeprefix("#").partition(":"))
+        if key in ("expect", "form"):
+            setattr(probe, key, value)
+        elif key == "cause":
+            probe.why = value
+        elif key == "fast":
+            probe.fast = True
+        elif key in KINDS:
+            probe.facts.append((key, value))
+        elif line.strip():
+            raise ValueError(f"{path}: unknown fact: {line}")
+    if probe.expect.split()[:1] not in (["converted"], ["refused"]) or probe.form not in ("any", "settings", "drop-in"):
+        raise ValueError(f"{path}: unknown outcome: {probe.expect}, {probe.form}")
+    return probe
+
+
+def _cells(text: str) -> list[tuple[str, str]]:
+    cells: list[tuple[str, list[str]]] = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith("# %%"):
+            cells.append(("markdown" if "[markdown]" in line else "code", []))
+        else:
+            cells[-1][1].append(line)
+    texts = [(kind, "".join(lines).strip("\n")) for kind, lines in cells]
+    return [(kind, text.replace("# ", "", 1) if kind == "markdown" else text) for kind, text in texts]
+
+
+def write_notebook(probe: Probe, folder: Path) -> Path:
+    """Write the probe as a Jupyter notebook, and return its path."""
+    cells = [
+        {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
+        | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+        for kind, text in probe.cells
+    ]
+    path = folder / f"{probe.name.replace('/', '_')}.ipynb"
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}), encoding="utf-8")
+    return path
+
+
+def judge(probe: Probe, folder: Path) -> Verdict:
+    """Convert the probe in `folder` and compare the outcome with what it must be."""
+    from finetune.convert.command import convert
+
+    try:
+        outcome = convert(write_notebook(probe, folder))
+    except Exception as error:
+        return Verdict(kind="failed", details=f"convert raised {type(error).__name__}: {error}")
+    leaked = [mark for mark, secret in SECRETS.items() if secret in outcome.reason + _all_texts(outcome.conversion)]
+    if leaked:
+        return Verdict(kind="wrong", details=f"secrets are copied: {', '.join(leaked)}")
+    if outcome.result in ("failed", "bad input"):
+        return Verdict(kind="failed", details=f"{outcome.code} {outcome.reason}")
+    wanted, _, codes = probe.expect.partition(" ")
+    if outcome.result == "refused":
+        expected = wanted == "refused" and (not codes or outcome.code in codes.split("|"))
+        missing = [text for kind, text in probe.facts if kind == "says" and text.lower() not in outcome.reason.lower()]
+        if expected and not missing:
+            return Verdict(kind="refused as expected")
+        said = f"; the reason does not say {missing}" if expected else ""
+        return Verdict(kind="refused wrongly", details=f"{outcome.code} cell {outcome.cell}: {outcome.reason}{said}")
+    if wanted == "refused":
+        return Verdict(kind="wrong", details=f"converted; {probe.expect} expected")
+    wrong = _differences(probe, outcome.conversion, folder)
+    return Verdict(kind="wrong", details="; ".join(wrong)) if wrong else Verdict(kind="right")
+
+
+def _all_texts(conversion: Any) -> str:
+    if conversion is None:
+        return ""
+    texts = (conversion.script, conversion.config or "", conversion.infer or "", json.dumps(conversion.report))
+    return "\n".join(texts)
+
+
+def form_of(conversion: Any) -> str:
+    return str(conversion.report.get("form") or ("settings" if conversion.config else "drop-in"))
+
+
+def _differences(probe: Probe, conversion: Any, folder: Path) -> list[str]:
+    form = form_of(conversion)
+    found = [f"the form is {form}, not {probe.form}"] if probe.form not in ("any", form) else []
+    settings = _Settings(conversion.config, folder) if form == "settings" else None
+    notes = "\n".join(conversion.report["notes"]).lower()
+    for kind, text in probe.facts:
+        if kind in ("setting", "mask"):
+            found += [] if settings is None else settings.differences(kind, text)
+        elif kind == "has" or (kind == "drop-in has" and form == "drop-in"):
+            found += [] if text in conversion.script else [f"not in the script: {text}"]
+        elif kind == "hasnot" and text in conversion.script + (conversion.config or ""):
+            found.append(f"in the script or its settings: {text}")
+        elif kind == "kept or named" and text.lower() not in notes + conversion.script:
+            found.append(f"neither in the script nor in the notes: {text}")
+        elif kind == "says" and text.lower() not in notes:
+            found.append(f"not in the notes: {text}")
+    if form == "drop-in" and ("from finetune import" not in conversion.script or "!pip" in conversion.script):
+        found.append("the script does not import finetune's SFTTrainer")
+    return found
+
+
+class _Settings:
+    """The written settings, and what they amount to with the defaults."""
+
+    def __init__(self, text: str, folder: Path):
+        from finetune.config import load
+
+        path = folder / "settings.yaml"
+        path.write_text(text, encoding="utf-8")
+        self.written = yaml.safe_load(text)
+        self.effective = load(["--config", str(path)], script="script.py")
+
+    def differences(self, kind: str, text: str) -> list[str]:
+        if kind == "mask":
+            return [] if self.mask() == text else [f"the mask is {self.mask()}, not {text}"]
+        name, _, wanted = (part.strip() for part in text.partition("="))
+        section, key = name.split(".", 1)
+        value = (self.written.get(section) or {}).get(key, "absent")
+        if value == "absent" and wanted != "absent":
+            value = getattr(getattr(self.effective, section), key, "absent")
+        fits = any(_equal(value, _parsed(one)) for one in wanted.split(" or "))
+        return [] if fits else [f"{name} is {value!r}, not {wanted}"]
+
+    def mask(self) -> str:
+        """What the loss is computed on, as far as the settings decide it."""
+        data = self.effective.data
+        if data.response_part is not None:
+            return "responses"
+        if data.format == "text":
+            return "all"
+        if data.format == "prompt_completion":
+            return "all" if data.completion_only_loss is False else "completion"
+        if data.assistant_only_loss is True:
+            return "assistant"
+        if data.format == "auto" and data.completion_only_loss is None:
+            return "trl"
+        return "all"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, int | float) and isinstance(two, int | float) and not isinstance(one, bool):
+        return math.isclose(one, two, rel_tol=1e-9)
+    return one == two

@@ -1,0 +1,52 @@
+"""Table of the probes by cause: `python -m tests.notebooks.probe_table [--wrong] [--todo] [CAUSE...]`.
+
+`--wrong` also prints each unexpected outcome; `--todo`, without causes, writes those to
+probes/TODO.txt.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from tests.notebooks.probe import FOLDER, Probe, Verdict, judge, probes
+
+KINDS = ("right", "refused as expected", "wrong", "refused wrongly", "failed")
+
+
+def verdict_of(probe: Probe) -> Verdict:
+    with tempfile.TemporaryDirectory() as folder:
+        return judge(probe, Path(folder))
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table. Returns 1 if an outcome is unexpected."""
+    causes = [argument for argument in arguments if not argument.startswith("--")]
+    chosen = [probe for probe in probes() if not causes or probe.cause in causes]
+    with ProcessPoolExecutor(2) as pool:
+        verdicts = list(pool.map(verdict_of, chosen))
+    counts = Counter((probe.cause, found.kind) for probe, found in zip(chosen, verdicts, strict=True))
+    lines = [["cause", "probes", *KINDS]]
+    for cause in [*dict.fromkeys(probe.cause for probe in chosen), "all"]:
+        numbers = [sum(n for (c, k), n in counts.items() if cause in (c, "all") and k == kind) for kind in KINDS]
+        lines.append([cause, str(sum(numbers)), *map(str, numbers)])
+    for line in lines:
+        sys.stdout.write(
+            f"{line[0]:24}"
+            + "  ".join(text.rjust(len(head)) for text, head in zip(line[1:], lines[0][1:], strict=True))
+            + "\n"
+        )
+    bad = [(probe.name, found) for probe, found in zip(chosen, verdicts, strict=True) if not found.good]
+    if "--wrong" in arguments:
+        sys.stdout.writelines(f"{name}: {found.kind}: {found.details}\n" for name, found in bad)
+    if "--todo" in arguments and not causes:
+        reasons = [f"{name}: {found.kind}: {' '.join(found.details.split())[:160]}\n" for name, found in bad]
+        (FOLDER / "TODO.txt").write_text("".join(reasons), encoding="utf-8")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

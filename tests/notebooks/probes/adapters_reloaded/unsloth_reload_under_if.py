@@ -1,0 +1,19 @@
+# expect: converted
+# setting: model.model_name_or_path = unsloth/gemma-2b
+# cause: the saved adapter is loaded again by name after the training
+# %%
+from unsloth import FastLanguageModel
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/gemma-2b", load_in_4bit=True, max_seq_length=1024)
+model = FastLanguageModel.get_peft_model(model, r=16)
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+ds = load_dataset("acme/t", split="train").map(lambda r: {"text": r["a"]})
+trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=ds, args=SFTConfig(dataset_text_field="text", output_dir="x", max_steps=9))
+trainer.train()
+model.save_pretrained("lora_model")
+# %%
+if True:
+    from unsloth import FastLanguageModel
+    model, tokenizer = FastLanguageModel.from_pretrained(model_name="lora_model", max_seq_length=1024, dtype=None, load_in_4bit=True)
+    FastLanguageModel.for_inference(model)
+out = model.generate(**tokenizer(["hello"], return_tensors="pt").to("cuda"))
