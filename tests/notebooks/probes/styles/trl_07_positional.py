@@ -3,7 +3,6 @@
 # setting: training.learning_rate = 0.00005
 # setting: training.gradient_checkpointing = false
 # cause: TRL 0.7: arguments of the trainer, `tokenizer=`, TrainingArguments' defaults
-# fast
 # %%
 !pip install trl==0.7.4 transformers==4.35.2
 # %%
