@@ -1,4 +1,5 @@
 # expect: converted
+# fast
 # setting: data.max_length = 1024
 # setting: training.learning_rate = 0.00005
 # setting: training.gradient_checkpointing = false
