@@ -84,7 +84,7 @@ def read_probe(path: Path) -> Probe:
     for mark, secret in SECRETS.items():
         text = text.replace(mark, secret)
     head, _, body = text.partition("# %%")
-    probe = Probe(name=str(path.relative_to(FOLDER).with_suffix("")), expect="", cells=_cells("# %%" + body))
+    probe = Probe(name=f"{path.parent.name}/{path.stem}", expect="", cells=_cells("# %%" + body))
     for line in head.splitlines():
         key, _, value = (part.strip() for part in line.removeprefix("#").partition(":"))
         if key in ("expect", "form"):

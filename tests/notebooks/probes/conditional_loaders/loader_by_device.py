@@ -1,6 +1,6 @@
 # expect: converted
 # setting: model.load_in_4bit = true
-# says: load_in_4bit
+# kept or named: load_in_4bit
 # cause: 4-bit on CUDA only, by torch.cuda.is_available(): the settings take the GPU's branch and a note says so
 # %%
 import torch

@@ -2,7 +2,6 @@
 # setting: model.load_in_4bit = true
 # setting: lora.r = 16
 # cause: the loader is under `if USE_QLORA:`, a constant
-# fast
 # %%
 USE_QLORA = True
 # %%

@@ -1,7 +1,6 @@
 # expect: converted
 # hasnot: matplotlib
 # cause: a histogram of token lengths before the training
-# fast
 # %%
 from transformers import AutoTokenizer
 from datasets import load_dataset

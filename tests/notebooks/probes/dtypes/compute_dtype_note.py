@@ -1,5 +1,5 @@
 # expect: converted
-# says: bnb_4bit_compute_dtype
+# kept or named: bnb_4bit_compute_dtype
 # cause: bnb_4bit_compute_dtype=float16 is not a setting; it must be named
 # %%
 import torch

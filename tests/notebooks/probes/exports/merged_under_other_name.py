@@ -1,7 +1,6 @@
 # expect: converted
 # kept or named: merge
 # cause: the adapter is loaded again under another name and merged; the export must be kept or named as dropped
-# fast
 # %%
 import torch
 from datasets import load_dataset

@@ -1,6 +1,5 @@
 # expect: refused R4
 # cause: answers of a service become the rows
-# fast
 # %%
 from openai import OpenAI
 client = OpenAI()

@@ -1,7 +1,6 @@
 # expect: refused R4
 # says: utils
 # cause: a module of the repository is not there
-# fast
 # %%
 import sys
 sys.path.append("../src")

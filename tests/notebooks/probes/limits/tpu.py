@@ -1,6 +1,5 @@
 # expect: refused R4
 # cause: TPU by torch_xla with FSDP of XLA
-# fast
 # %%
 !pip install torch_xla[tpu]
 # %%

@@ -1,6 +1,5 @@
 # expect: refused R3
 # cause: images with an AutoProcessor and a class by getattr
-# fast
 # %%
 import transformers
 cls = getattr(transformers, "LlavaForConditionalGeneration")

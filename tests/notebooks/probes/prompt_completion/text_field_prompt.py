@@ -2,7 +2,6 @@
 # mask: completion
 # setting: model.load_in_4bit = false
 # cause: TRL reads prompt and completion first; the text field is unused
-# fast
 # %% [markdown]
 # # Fine-tune TinyLlama on support tickets
 # %%

@@ -1,6 +1,6 @@
 # expect: converted
-# has: push_to_hub("miriam-k/lyrics-lora"
-# cause: a real account is no placeholder: the export is kept
+# kept or named: push_to_hub("miriam-k/lyrics-lora"
+# cause: a real account is no placeholder: the export is kept, or named as left out
 # %%
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
