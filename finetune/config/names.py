@@ -10,7 +10,6 @@ AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "average_tokens_across_devices": (True,),
     "bf16_full_eval": (False,),
     "disable_tqdm": (None,),
-    "dataset_text_field": ("text",),  # the column that rows of text are read from anyway
     "do_train": (True,),
     "eval_on_start": (True,),
     "fp16_full_eval": (False,),
@@ -33,6 +32,7 @@ SAME_AS: dict[str, dict[Any, tuple[str, Any]]] = {
     "bf16": {True: ("model.dtype", "bfloat16")},
     "fp16": {True: ("model.dtype", "float16")},
     "dataset_num_proc": {ANY: ("data.num_proc", ANY)},
+    "dataset_text_field": {ANY: ("data.dataset_text_field", ANY)},
     "eval_strategy": {"no": ("training.eval_steps", 0)},
     "save_strategy": {"no": ("training.save_steps", 0)},
     "truncation_mode": {"keep_start": ("data.over_length", "truncate")},
@@ -51,8 +51,6 @@ TAKEN = frozenset({*AS_IT_IS, *SAME_AS, *EXCLUDES, "chat_template_path"})
 
 def same_as(name: str, value: Any) -> tuple[str, Any] | None:
     """The key and value of ours that a name with this value sets, or None if it sets none."""
-    if name == "dataset_text_field" and isinstance(value, str) and value not in ("", "text"):
-        return "data.columns", {"text": value}
     if name == "chat_template_path" and isinstance(value, str) and value.endswith((".jinja", ".jinja2")):
         return "model.chat_template", value  # a folder or Hub name would also bring a tokenizer
     if value is False and name.endswith("_strategy"):

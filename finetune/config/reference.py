@@ -76,7 +76,6 @@ def _taken_over() -> str:
         for value, (target, ours) in table.items():
             given, result = ("N", "N") if value is names.ANY else (show(value), show(ours))
             rows.append(f"| `{name}: {given}` | `{target}: {result}` |")
-    rows.append("| `dataset_text_field: NAME` | `data.columns: {text: NAME}` |")
     rows.append("| `chat_template_path: FILE.jinja` | `model.chat_template: FILE.jinja` |")
     kept = (f"`{name}: {show(value)}`" for name, values in names.AS_IT_IS.items() for value in values[:1])
     return "\n".join(rows) + "\n\nThese describe what happens in every run and are accepted: " + ", ".join(kept) + ".\n"

@@ -31,6 +31,7 @@ NEEDS_A_MODEL = (
     "data.eval_fraction",
     "data.format",
     "data.columns",
+    "data.dataset_text_field",
     "data.system_prompt",
     "data.completion_only_loss",
     "data.instruction_part",
@@ -193,6 +194,11 @@ def training_data(config: Config, given: frozenset[str]) -> Found:
         yield (
             ("data.dataset_config", "data.dataset_name"),
             "dataset_config applies to a Hub dataset. Set data.dataset_name, or remove it.",
+        )
+    if data.columns and data.dataset_text_field != "text":
+        yield (
+            ("data.columns", "data.dataset_text_field"),
+            "both name the columns of the rows. Keep one.",
         )
 
 

@@ -124,6 +124,9 @@ class DataConfig:
         "auto", "Row format. auto detects it and prints what it found."
     )
     columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {instruction: question, output: answer}.")
+    dataset_text_field: str = _setting(
+        "text", "Column of rows of text. As in TRL, columns of messages, prompts or token ids come first.", NOT_EMPTY
+    )
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
     max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
     over_length: Literal["truncate", "keep_end", "drop", "split"] = _setting(

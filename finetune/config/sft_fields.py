@@ -33,7 +33,6 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("chat_template_path", "use model.chat_template"),
     ("bf16 fp16 bf16_full_eval fp16_full_eval", "use model.dtype"),
     ("eos_token pad_token", "it comes from the tokenizer and model.chat_template"),
-    ("dataset_text_field", "use data.columns, such as {text: content}"),
     ("dataset_num_proc", "use data.num_proc"),
     ("activation_checkpointing", "use training.gradient_checkpointing"),
     ("truncation_mode", "use data.over_length"),

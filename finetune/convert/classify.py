@@ -29,6 +29,14 @@ _AUDIO = re.compile(
 )
 
 
+# Arguments of a processor, and what they hold.
+_INPUTS = {"images": "images", "pixel_values": "images", "videos": "video", "audios": "audio", "audio": "audio"}
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def live(notebook: Notebook) -> Iterator[tuple[int, ast.AST]]:
     """Every node that can run, with its cell. Skips `if False:` at any depth."""
 
@@ -56,6 +64,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     for name in sorted(names & _PREFERENCE):
         raise Refusal("R1", f"{name} is not supervised fine-tuning", cells.get(name))
     _refuse_images_and_audio(nodes)
+    _refuse_other_hardware_and_models(nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
         raise Refusal("R1", f"{others[0]} is not supported; only trl.SFTTrainer is", cells.get(others[0]))
@@ -84,6 +93,17 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])
+
+
+def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
+    """Refuse TPUs, and models that are not causal language models."""
+    for cell, node in nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.split(".")[0] == "torch_xla" for name in names):
+            raise Refusal("R4", "the notebook trains on a TPU (torch_xla); remove that code to train on GPUs", cell)
+        if isinstance(node, ast.Name) and re.search(r"Seq2SeqLM$|^M?T5For|^BartFor", node.id):
+            raise Refusal("R1", f"{node.id} is an encoder-decoder model; only causal models are supported", cell)
 
 
 def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[str, int]]:
@@ -119,9 +139,16 @@ def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:
 def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
     # Naming a class is not loading it, because a branch may choose another: `kind = AutoModelForImageTextToText`.
     named = {id(node.value) for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)}
+    processor = any(isinstance(node, ast.Name | ast.Attribute) and _name(node) == "AutoProcessor" for _, node in nodes)
     for cell, node in nodes:
         text = ""
-        if isinstance(node, ast.Name | ast.alias | ast.Attribute):
+        if processor and isinstance(node, ast.keyword) and node.arg in _INPUTS:
+            raise Refusal(
+                "R3", f"the notebook trains on {_INPUTS[node.arg]} ({node.arg}=); only text is supported", cell
+            )
+        if isinstance(node, ast.Call) and _name(node.func) == "getattr":  # getattr(transformers, "SomeClass")
+            text = " ".join(str(item.value) for item in node.args if isinstance(item, ast.Constant))
+        elif isinstance(node, ast.Name | ast.alias | ast.Attribute):
             if id(node) in named or (isinstance(node, ast.alias) and node.name.startswith("AutoModelFor")):
                 continue
             text = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "attr", "")

@@ -63,9 +63,15 @@ class Plan:
     early_saves: set[int] = field(default_factory=set)  # before training; left out
 
 
+def training_events(trace: Trace) -> list[dict[str, Any]]:
+    """The events up to `train()`, that call included: what comes later changes nothing about the training."""
+    kinds = [item["kind"] for item in trace["events"]]
+    return trace["events"][: kinds.index("train") + 1] if "train" in kinds else trace["events"]
+
+
 def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
-    """The last event of a kind: a repeated call replaces the earlier one."""
-    return next((item for item in reversed(trace["events"]) if item["kind"] == kind), None)
+    """The last event of a kind until `train()`: a repeated call replaces the earlier one."""
+    return next((item for item in reversed(training_events(trace)) if item["kind"] == kind), None)
 
 
 def live_statements(notebook: Notebook) -> list[Statement]:
@@ -85,6 +91,7 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     _dataset_hook(plan)
     _model_hook(plan)
     _trainer_hook(plan)
+    _refuse_late_template(plan)
     _save_hook(plan)
     _settings(plan)
     _shared_constants(plan)
@@ -101,7 +108,8 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
 def _once(plan: Plan, trace: Trace) -> None:
     """Refuse (R2) a notebook that trains, or attaches an adapter, more than once."""
     for kind, call in (("train", "train()"), ("adapt", "get_peft_model()")):
-        events = [item for item in trace["events"] if item["kind"] == kind]
+        until = trace["events"] if kind == "train" else training_events(trace)
+        events = [item for item in until if item["kind"] == kind]
         if len(events) < 2:
             continue
         last = plan.program.statements[plan.program.position(events[-1]["statement"])]
@@ -133,7 +141,7 @@ def _key_statements(plan: Plan, trace: Trace) -> None:
         ("train", "train"),
         ("kbit", "kbit"),
     ):
-        events = [item for item in trace["events"] if item["kind"] == kind]
+        events = [item for item in training_events(trace) if item["kind"] == kind]
         if events:
             place = program.position(events[-1]["statement"])  # a repeated call replaces the earlier one
             plan.key[name] = place
@@ -925,6 +933,33 @@ def _method(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
+def _texts_given(plan: Plan, place: int, calls: list[ast.Call]) -> list[str]:
+    """The strings in these calls of a statement, and the values that their arguments had when it ran."""
+    written = [n.value for call in calls for n in ast.walk(call) if isinstance(n, ast.Constant)]
+    ran = [item for item in plan.trace["events"] if item["kind"] == "call" and item.get("method") in EXPORTS]
+    given = [value for item in ran if plan.program.position(item["statement"]) == place for value in item["detail"][1]]
+    return [value for value in [*written, *given] if isinstance(value, str)]
+
+
+def _refuse_late_template(plan: Plan) -> None:
+    """Refuse a chat template that is set after training for the saved tokenizer: it is not the one trained with."""
+    program = plan.program
+    late = None
+    for place in range(plan.key["train"] + 1, len(program.statements)):
+        node = program.statements[place].node
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and target.attr == "chat_template" and root(target) in plan.tokenizers:
+            late = program.statements[place]
+        saves = any(_method(call) == "save_pretrained" and root(call.func) in plan.tokenizers for call in _calls(node))
+        if late is not None and saves:
+            raise Refusal(
+                "R4",
+                f"the tokenizer is saved with a chat template that is set after training (`{late.head[:80]}`); set it"
+                " before the data is prepared",
+                late.cell,
+            )
+
+
 def _save_hook(plan: Plan) -> None:
     """Turn ordinary saves into training.output_dir, and keep exports with everything they need."""
     program = plan.program
@@ -969,12 +1004,7 @@ def _save_hook(plan: Plan) -> None:
             why = "publish the finished folder with `hf upload`"
             plan.dispositions[place] = Disposition(what="dropped", why=why)
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif any(
-            _PLACEHOLDER.search(str(n.value))
-            for call in saving
-            for n in ast.walk(call)
-            if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        ):
+        elif any(_PLACEHOLDER.search(text) for text in _texts_given(plan, place, saving)):
             plan.dispositions[place] = Disposition(what="dropped", why="the account or token is a placeholder")
         else:
             exports.append(place)
@@ -1460,7 +1490,9 @@ def _literals(plan: Plan) -> list[str]:
 
 def _made_file(shell: Shell) -> str | None:
     """The name of the file that a download creates."""
-    if match := re.search(r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)", shell.text):
+    makes = ">" in shell.text or re.match(r"\S*(?:wget|curl|gdown|aria2c|hf|huggingface-cli)\b", shell.text)
+    output = r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)"
+    if makes and (match := re.search(output, shell.text)):
         name = match.group(1).strip("'\"").rsplit("/", 1)[-1]
         return None if match.group(1).startswith(("/dev/", "&")) else name or None
     if match := re.match(r"(?:wget|curl|gdown)\b.*?(https?://\S+)", shell.text):

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from finetune.config.sft_fields import MANAGED, sft_fields
+from finetune.convert.names import root, target_names
 from finetune.convert.plan import Plan, event_of
 from finetune.convert.read import Refusal
 from finetune.convert.trace import Trace
@@ -111,9 +112,6 @@ _LEFT_OUT = {
     "logging_strategy": "set by logging.logging_steps",
     "do_train": "script.run trains",
     "do_eval": "evaluation runs if there are held-out rows",
-    "load_best_model_at_end": "the final model is the one of the last step",
-    "metric_for_best_model": "the final model is the one of the last step",
-    "greater_is_better": "the final model is the one of the last step",
     "deepspeed": "training uses DDP",
     "fsdp": "training uses DDP",
     "fsdp_config": "training uses DDP",
@@ -325,7 +323,7 @@ def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
     """Derive the settings. Raises Refusal (R3, R4) for values only known at run time and for unsupported arguments."""
     what = described(traces[0])
     settings = Settings()
-    _model(settings, what)
+    _model(settings, what, traces)
     _lora(settings, what, plan)
     _data(settings, what, plan)
     _training(settings, what, plan)
@@ -346,7 +344,7 @@ def _note_branches(settings: Settings, what: Described, other: Trace) -> None:
     one = {**what.loader, **(what.adapter or {}), **effective(what)}
     two = {**second.loader, **(second.adapter or {}), **effective(second)}
     for key, value in one.items():
-        if key in ("fp16", "bf16", "device_map") or two.get(key) == []:
+        if key in ("fp16", "bf16", "device_map", "dtype", "torch_dtype") or two.get(key) == []:
             continue
         if key in two and not has_unknown(value) and not has_unknown(two[key]) and value != two[key]:
             settings.notes.append(
@@ -361,7 +359,7 @@ def _flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def _model(settings: Settings, what: Described) -> None:
+def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
     given = {key: value for key, value in what.loader.items() if value is not None}
     name = given.pop("model_name", None)
     if not isinstance(name, str):
@@ -373,13 +371,16 @@ def _model(settings: Settings, what: Described) -> None:
         )
     unsloth = what.api == "unsloth"
     settings.set("model.backend", "auto" if unsloth else "transformers")
-    settings.set("model.dtype", dtype_of(given.pop("dtype", None) or given.pop("torch_dtype", None), what))
+    settings.set("model.dtype", dtype_setting(traces))
+    given.pop("dtype", None), given.pop("torch_dtype", None)
     four, eight, sixteen, full = bits(given, what)
     settings.set("model.load_in_4bit", four)
     if four and isinstance(given.get("quantization_config"), Unknown):
         kind = known(given["quantization_config"].item["kwargs"])
         if kind.get("bnb_4bit_quant_type") != "nf4" or not kind.get("bnb_4bit_use_double_quant"):
             settings.notes.append("4-bit quantization is NF4 with double quantization here, but not in the notebook")
+        if kind.get("bnb_4bit_compute_dtype") is not None:
+            settings.notes.append("bnb_4bit_compute_dtype is left out: 4-bit layers compute in model.dtype")
     if eight:
         settings.set("model.load_in_8bit", True)
     if full:
@@ -473,13 +474,21 @@ def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool
     return four, eight and not full, sixteen and not full, full
 
 
-def dtype_of(value: Any, what: Described) -> str:
+def dtype_setting(traces: list[Trace]) -> str:
+    """The dtype to load the model in. `auto`, which follows the device, if the notebook chooses it at run time."""
+    found = {_dtype(described(trace)) for trace in traces if event_of(trace, "load") and event_of(trace, "trainer")}
+    return found.pop() if len(found) == 1 else "auto"
+
+
+def _dtype(what: Described) -> str:
+    value = what.loader.get("dtype") or what.loader.get("torch_dtype")
     names = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "half": "float16", "float": "float32"}
     if isinstance(value, str) and value.removeprefix("torch.") in names:
         return names[value.removeprefix("torch.")]
     if isinstance(value, Unknown) and value.name.removeprefix("torch.") in names:
         return names[value.name.removeprefix("torch.")]
-    return "auto"
+    half = what.api == "transformers" and value is None and what.config.get("fp16") is True
+    return "float16" if half else "auto"
 
 
 def _lora(settings: Settings, what: Described, plan: Plan) -> None:
@@ -537,8 +546,6 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
         settings.set("data.max_length", None, "not truncated")
     else:
         settings.set("data.max_length", length, default if explicit is None else "")
-    if plan.formatting is None:
-        _not_token_ids(what, plan)
     _rows_as_the_package_takes_them(what, plan)
     _format(settings, what, plan, what.config.get("dataset_text_field"))
     if _flag(what.config.get("packing", False), "packing"):
@@ -552,20 +559,43 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
         settings.set("model.chat_template", template)
 
 
-def _not_token_ids(what: Described, plan: Plan) -> None:
-    """Refuse rows that the notebook tokenizes itself: the package expects text or conversations."""
-    kwargs = what.config.get("dataset_kwargs")
-    found = isinstance(kwargs, dict) and kwargs.get("skip_prepare_dataset")
+def _tokenizes(plan: Plan) -> bool:
+    """Whether the notebook makes the token ids of its rows itself: a column `input_ids`, or rows that are what the
+    tokenizer returns."""
     for place in plan.hooks["dataset"] + plan.hooks["module"]:
         for node in ast.walk(plan.program.statements[place].node):
-            value = node.value if isinstance(node, ast.Return) else node.body if isinstance(node, ast.Lambda) else None
-            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-                found = found or value.func.id in plan.tokenizers
-            found = found or (
-                isinstance(node, ast.Dict) and any(getattr(k, "value", 0) == "input_ids" for k in node.keys)
-            )
-    if found:
-        raise Refusal("R4", "the notebook tokenizes its rows itself; pass the trainer rows of text or messages")
+            if isinstance(node, ast.Dict) and any(getattr(key, "value", 0) == "input_ids" for key in node.keys):
+                return True
+            if isinstance(node, ast.FunctionDef) and _returns_tokens(plan, node):
+                return True
+            if isinstance(node, ast.Lambda) and _is_tokens(plan, node.body, set()):
+                return True
+    return False
+
+
+def _returns_tokens(plan: Plan, function: ast.FunctionDef) -> bool:
+    """Whether a function returns what the tokenizer returned, possibly with further keys set."""
+    nodes = list(ast.walk(function))
+    tokens: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _is_tokens(plan, node.value, tokens):
+            tokens.update(name for target in node.targets for name in target_names(target))
+    return any(isinstance(n, ast.Return) and n.value is not None and _is_tokens(plan, n.value, tokens) for n in nodes)
+
+
+def _is_tokens(plan: Plan, value: ast.expr, tokens: set[str]) -> bool:
+    if isinstance(value, ast.Name):
+        return value.id in tokens
+    if isinstance(value, ast.Dict):  # {**tokens, "labels": ...}
+        spread = [item for key, item in zip(value.keys, value.values, strict=True) if key is None]
+        return any(_is_tokens(plan, item, tokens) for item in spread)
+    if not isinstance(value, ast.Call):
+        return False
+    if isinstance(value.func, ast.Name):
+        return value.func.id in plan.tokenizers
+    if isinstance(value.func, ast.Attribute) and value.func.attr in ("encode_plus", "batch_encode_plus", "__call__"):
+        return root(value.func) in plan.tokenizers
+    return False
 
 
 def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
@@ -583,37 +613,51 @@ def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
 
 
 def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
-    """Which columns are supervised. By default TRL and Unsloth supervise all tokens of a text or conversation."""
+    """Which columns are read and supervised. What is not known here is decided by the rows, in the library's order:
+    TRL takes prompt and completion first, then messages, then the text field; Unsloth takes the text before messages.
+    """
     columns = _columns(plan)
     if plan.formatting is not None:
         settings.set("data.format", "text")
         return
-    if isinstance(text_field, str) and (
-        text_field != "text" or not columns & {"messages", "prompt"} or "text" in columns
-    ):
-        conversational = what.config.get("assistant_only_loss") or (
-            columns and text_field not in columns and columns & {"messages"}
-        )
-        if not conversational:
-            settings.set("data.format", "text")
-            if text_field != "text":
-                settings.set("data.columns", {"text": text_field})
-            return
-    if "text" in columns:
-        settings.set("data.format", "text")
-        return
-    only = what.config.get("assistant_only_loss")
-    completion = what.config.get("completion_only_loss")
-    if {"prompt", "completion"} <= columns and not columns & {"messages", "text"}:
+    if _tokenizes(plan):
+        settings.notes.append("the notebook tokenizes its rows itself: token ids and labels are taken as they are")
+    elif _has_completions(plan, columns):
         settings.set("data.format", "prompt_completion")
-    settings.set("data.assistant_only_loss", bool(only))
-    if completion is not None:
+    elif what.api == "unsloth" and _unsloth_reads_text(what, columns, text_field):
+        settings.set("data.format", "text")
+        if text_field not in (None, "text"):
+            settings.set("data.columns", {"text": text_field})
+        return
+    elif text_field not in (None, "text"):
+        settings.set("data.dataset_text_field", text_field)
+    settings.set("data.assistant_only_loss", bool(what.config.get("assistant_only_loss")))
+    if (completion := what.config.get("completion_only_loss")) is not None:
         settings.set("data.completion_only_loss", bool(completion))
     if not columns:
         settings.notes.append(
             "the columns of the data set are unknown until it is loaded; the run reads them in TRL's order, and prints"
             " how"
         )
+
+
+def _has_completions(plan: Plan, columns: set[str]) -> bool:
+    """Whether the rows surely have prompts and completions: the notebook makes both, and removes neither."""
+    if not {"prompt", "completion"} <= columns or columns & {"messages", "conversations"}:
+        return False
+    text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
+    return "text" not in columns or not re.search(r"column_names|remove_columns\W.*\b(prompt|completion)\b", text)
+
+
+def _unsloth_reads_text(what: Described, columns: set[str], text_field: Any) -> bool:
+    """Whether Unsloth's trainer reads the text field of rows with these columns."""
+    if what.config.get("assistant_only_loss"):
+        return False
+    return (
+        text_field is not None or "text" in columns
+        if columns & {"text"}
+        else (isinstance(text_field, str) and (text_field != "text" or not columns & {"messages", "prompt"}))
+    )
 
 
 def _columns(plan: Plan) -> set[str]:
@@ -669,6 +713,7 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
         max(1, int(given.pop("logging_steps"))) if not isinstance(given.get("logging_steps"), Unknown) else 1,
     )
     _evaluation(settings, given, plan)
+    _best_model(settings, given)
     resume = what.train.get("resume_from_checkpoint")
     if isinstance(resume, str) or resume is True:
         settings.set("training.resume_from_checkpoint", resume)
@@ -720,6 +765,26 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
     size = given.pop("per_device_eval_batch_size", None)
     if isinstance(size, int):
         settings.set("training.per_device_eval_batch_size", size)
+
+
+def _best_model(settings: Settings, given: dict[str, Any]) -> None:
+    """Which checkpoint is the final model. Evaluation gives eval_loss; other metrics need logits."""
+    best = given.pop("load_best_model_at_end", False)
+    metric = str(given.pop("metric_for_best_model", None) or "loss")
+    given.pop("greater_is_better", None)
+    if best is not True:
+        return
+    if metric.removeprefix("eval_") != "loss":
+        settings.notes.append(
+            f"load_best_model_at_end by {metric} is left out: evaluation has only the loss; the final model is the last"
+        )
+    elif not settings.sections["training"].get("eval_steps"):
+        settings.notes.append(
+            "load_best_model_at_end is left out, because evaluation every few steps is not set: set training.eval_steps"
+            " and training.load_best_model_at_end"
+        )
+    else:
+        settings.set("training.load_best_model_at_end", True)
 
 
 def _count(settings: Settings, name: str, steps: Any) -> int | Unknown:

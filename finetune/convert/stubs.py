@@ -16,6 +16,7 @@ from __future__ import annotations
 import _string  # pyright: ignore[reportMissingImports]
 import ast
 import builtins
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -368,8 +369,13 @@ _READS = frozenset(
     " cuda cpu"
     " half float head info describe show display convert_tokens_to_ids tokenize for_inference for_training get_vocab"
     " get evaluate predict keys values items get_input_embeddings get_output_embeddings state_dict num_parameters"
-    " get_chat_template log_metrics save_metrics save_state parse_response push_to_hub".split()
+    " get_chat_template log_metrics save_metrics save_state parse_response push_to_hub to_dict to_diff_dict"
+    " to_json_string".split()
 )
+
+
+# Libraries that draw or print what they are given.
+_DRAWING = frozenset("matplotlib seaborn plotly bokeh altair wordcloud rich pprint".split())
 
 
 def call(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1020,7 +1026,7 @@ def _bare(value: Any) -> None:
         and (function._name or "").split(".")[-1] not in _READS | {"display", "len"}
     ):
         changed(args[0], how, f" by {function._name}")
-    elif args and isinstance(args[0], list):
+    elif args and isinstance(args[0], list) and (function._name or "").split(".")[0] not in _DRAWING:
         args[0].append(Symbol(how, "changed"))
 
 
@@ -1116,8 +1122,12 @@ class Instrument(ast.NodeTransformer):
 
 
 def _code(node: ast.AST) -> str:
-    """The code of a definition, to compare it."""
-    return ast.dump(node)
+    """The code of a definition, to compare it, without docstrings: their layout changes with the indentation."""
+    copied = copy.deepcopy(node)
+    for inner in ast.walk(copied):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(inner):
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return ast.dump(copied)
 
 
 def _helper(name: str, args: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:

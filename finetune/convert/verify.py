@@ -34,7 +34,7 @@ from finetune.convert.settings import (
     bits,
     checkpointing,
     described,
-    dtype_of,
+    dtype_setting,
     effective,
     max_length,
 )
@@ -222,7 +222,7 @@ def _dump(node: ast.stmt) -> str:
 def trains_the_same(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
     """V5: script and notebook train the same under the recording stubs."""
     config = load_config(conversion)
-    settings_agree(described(traces[0]), config, plan, traces[0])
+    settings_agree(described(traces[0]), config, traces)
     scripts = trace_script(conversion.script, own_tokenizer=plan.own_tokenizer)
     for assumed, trace in zip(ASSUMPTIONS, traces, strict=True):
         for rank in (0, 1):
@@ -373,9 +373,9 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
 # --- V5, the settings -------------------------------------------------------------------------------------------------
 
 
-def settings_agree(what: Described, config: Config, plan: Plan, trace: Trace) -> None:
+def settings_agree(what: Described, config: Config, traces: list[Trace]) -> None:
     """Compare the configuration, read back, with every argument in the notebook."""
-    wanted, found = notebook_values(what), config_values(config)
+    wanted, found = notebook_values(what, config, traces), config_values(config)
     for key, value in wanted.items():
         if value is _ANY or isinstance(value, Unknown):
             continue
@@ -398,7 +398,7 @@ def _alike(one: Any, two: Any) -> bool:
     )
 
 
-def notebook_values(what: Described) -> dict[str, Any]:
+def notebook_values(what: Described, config: Config, traces: list[Trace]) -> dict[str, Any]:
     given = effective(what)
     four, eight, sixteen, full = bits(what.loader, what)
     steps = given.get("max_steps", -1)
@@ -407,13 +407,14 @@ def notebook_values(what: Described) -> dict[str, Any]:
         "model": what.loader.get("model_name"),
         "class": "FastModel" if what.owner == "FastModel" else None,
         "backend": "auto" if what.api == "unsloth" else "transformers",
-        "dtype": dtype_of(what.loader.get("dtype") or what.loader.get("torch_dtype"), what),
+        "dtype": dtype_setting(traces),
         "load_in_4bit": four,
         "load_in_8bit": eight,
         "load_in_16bit": sixteen,
         "full_finetuning": full,
         "revision": what.loader.get("revision"),
-        "attn_implementation": what.loader.get("attn_implementation"),
+        "attn_implementation": what.loader.get("attn_implementation")
+        or ("flash_attention_2" if what.loader.get("use_flash_attention_2") is True else None),
         "trust_remote_code": bool(what.loader.get("trust_remote_code")),
         "max_length": None if max_length(what) == UNCUT else max_length(what),
         "packing": bool(what.config.get("packing", False)),
@@ -447,7 +448,8 @@ def notebook_values(what: Described) -> dict[str, Any]:
             "instruction_part": what.responses.get("instruction_part"),
         }
     text_field = what.config.get("dataset_text_field")
-    if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
+    settled = "formatting_func" in what.trainer or config.data.format in ("prompt_completion", "tokenized")
+    if isinstance(text_field, str) and text_field != "text" and not settled:
         values["text column"] = text_field
     return values
 
@@ -489,7 +491,7 @@ def config_values(config: Config) -> dict[str, Any]:
         "class": model.loader,
         "load_in_16bit": bool(model.loader_kwargs.get("load_in_16bit")),
         "global batch": training.global_batch_size,
-        "text column": data.columns.get("text"),
+        "text column": data.columns.get("text", data.dataset_text_field),
         "logging_steps": config.logging.logging_steps,
         **{f"adapter's {key}": value for key, value in lora.adapter_kwargs.items()},
     }

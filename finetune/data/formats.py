@@ -184,6 +184,21 @@ def detect(
     )
 
 
+def text_column(columns: Iterable[str], field: str, wanted: str = "auto") -> dict[str, str]:
+    """The mapping of columns for TRL's `dataset_text_field`: it counts only if TRL reads text, so not beside messages,
+    prompts or token ids.
+
+    Args:
+        field: the column.
+        wanted: one of FORMATS, or "auto".
+    """
+    columns = set(columns)
+    if field == "text" or field not in columns or wanted not in ("auto", "text"):
+        return {}
+    first = {"input_ids", "prompt", "messages", "conversations"} if wanted == "auto" else set()
+    return {} if first & columns else {"text": field}
+
+
 def describe(
     format: Format,
     *,

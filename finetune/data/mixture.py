@@ -28,6 +28,7 @@ class Source:
     identity:  JSON-safe; changes when the rows do (part of the cache key)
     format:    row format, see `formats.detect`; "auto" detects it from the first rows
     columns:   role -> column
+    text_field: column of text, if the rows have no column that TRL reads first (see `formats.text_column`)
     template:  name or file of the chat template; None: the configuration's
     weight:    passes per epoch: 2.0 takes each row twice, 0.3 takes 30% of the rows
     """
@@ -37,6 +38,7 @@ class Source:
     identity: Any
     format: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
+    text_field: str = "text"
     template: str | None = None
     weight: float = 1.0
 
@@ -62,6 +64,7 @@ def _sources(config: Config, origins: list[Origin]) -> list[Source]:
             "name": name,
             "format": origin.format or config.data.format,
             "columns": config.data.columns if origin.columns is None else origin.columns,
+            "text_field": config.data.dataset_text_field,
             "template": origin.template,
             "weight": origin.passes,
         }
@@ -100,6 +103,7 @@ def _script_sources(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, l
                 identity=identity,
                 format=config.data.format,
                 columns=config.data.columns,
+                text_field=config.data.dataset_text_field,
             )
         ]
 

@@ -107,8 +107,7 @@ def prepare_splits(
         {
             "splits": {
                 name: [
-                    [source.identity, source.format, source.columns, source.weight, readers.identity(source)]
-                    for source in split
+                    [source.identity, *_reading(source), source.weight, readers.identity(source)] for source in split
                 ]
                 for name, split in splits.items()
             },
@@ -160,6 +159,11 @@ _LATER = (
 )
 
 
+def _reading(source: Source) -> list[Any]:
+    """How the rows of a source are read. A text field that is not set is not part of it: older releases have none."""
+    return [source.format, source.columns | ({} if source.text_field == "text" else {"text field": source.text_field})]
+
+
 def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _Readers) -> str:
     """The fingerprint that the order of the rows is drawn from.
 
@@ -169,7 +173,7 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
     data, seed = config.data, config.training.seed
 
     def of(source: Source) -> Any:
-        own = [source.format, source.columns, source.template, source.weight]
+        own = [*_reading(source), source.template, source.weight]
         if own == [data.format, data.columns, None, 1.0]:
             return source.identity
         return [source.identity, *own, seed if source.weight % 1 else None]
@@ -357,8 +361,9 @@ def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Forma
     rows = iter(rows)
     first = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
+    mapping = source.columns or formats.text_column(columns, source.text_field, source.format)
     try:
-        found = formats.detect(columns, [row for row, _ in first], source.format, source.columns)
+        found = formats.detect(columns, [row for row, _ in first], source.format, mapping)
     except UserError as error:
         raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":

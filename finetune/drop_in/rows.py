@@ -35,7 +35,7 @@ def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[A
     """
     refusals.datasets(datasets, args)
     found = {
-        split: source(given, refusals.argument(split), formatting_func, text_column(given, args.dataset_text_field))
+        split: source(given, refusals.argument(split), formatting_func, args.dataset_text_field)
         for split, given in datasets.items()
     }
     own = {one.name: one.identity for one in found.values()}
@@ -50,7 +50,7 @@ def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[A
     return found
 
 
-def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, columns: dict[str, str]) -> Source:
+def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, text_field: str) -> Source:
     """The rows of a data set. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
     formats = formatting_func if "input_ids" not in rows.column_names else None
 
@@ -61,7 +61,7 @@ def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, c
 
     transform = rows.format["format_kwargs"].get("transform") if rows.format["type"] == "custom" else None
     identity = [content_digest(rows), code_digest(formats, transform)]
-    return Source(name=name, open=read, identity=identity, columns=columns)
+    return Source(name=name, open=read, identity=identity, text_field=text_field if formats is None else "text")
 
 
 def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:
@@ -82,14 +82,6 @@ def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> st
             "returns its text as one str."
         )
     return text
-
-
-def text_column(rows: Any, field: str) -> dict[str, str]:
-    """`data.columns` for `dataset_text_field`: the field counts only if TRL reads text, so not beside messages, prompts
-    or token ids."""
-    if field == "text" or field not in rows.column_names:
-        return {}
-    return {} if {"input_ids", "prompt", "messages", "conversations"} & set(rows.column_names) else {"text": field}
 
 
 def content_digest(rows: Any) -> str:

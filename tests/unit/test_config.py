@@ -355,7 +355,6 @@ def test_a_key_like_no_other():
         ("save_strategy", "best", "training.save_steps"),
         ("truncation_mode", "keep_end", "data.over_length"),
         ("chat_template_path", "org/model", "model.chat_template"),
-        ("dataset_text_field", "[a]", "data.columns"),
         ("report_to", "none", "TensorBoard"),
         ("report_to", "wandb", "TensorBoard"),
         ("push_to_hub", "true", "hf upload"),
@@ -382,8 +381,7 @@ def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
         ({"fp16": "true", "bf16": "false"}, {"model.dtype": "float16"}),
         ({"fp16": "false", "bf16": "false"}, {"model.dtype": "auto"}),
         ({"dataset_num_proc": "3"}, {"data.num_proc": 3}),
-        ({"dataset_text_field": "content"}, {"data.columns": {"text": "content"}}),
-        ({"dataset_text_field": "text"}, {"data.columns": {}}),
+        ({"dataset_text_field": "content"}, {"data.dataset_text_field": "content"}),
         ({"truncation_mode": "keep_start"}, {"data.over_length": "truncate"}),
         ({"activation_checkpointing": "false"}, {"training.gradient_checkpointing": False}),
         ({"chat_template_path": "x.jinja"}, {"model.chat_template": "x.jinja"}),
@@ -438,9 +436,9 @@ def test_the_command_line_outranks_the_file_by_any_name(write):
     path = str(write("training: {fp16: true, dataset_num_proc: 2, bf16: false}\n"))
     config = load([*own, "--config", path, "--training.bf16", "--data.num_proc", "5"])
     assert (config.model.dtype, config.data.num_proc) == ("bfloat16", 5)
-    path = str(write("data: {columns: {text: a, tools: t}}\n"))
+    path = str(write("data: {dataset_text_field: a}\n"))
     config = load([*own, "--training.dataset_text_field", "b", "--config", path])
-    assert config.data.columns == {"text": "b", "tools": "t"}
+    assert config.data.dataset_text_field == "b"
 
 
 # Files that cannot be read ------------------------------------------------------------------------------------------
@@ -681,7 +679,7 @@ def test_tables_name_what_exists():
     assert not set(_ALIASES) & keys and not set(MANAGED) & keys
     tables = [values for table in (names.SAME_AS, names.EXCLUDES) for values in table.values()]
     targets = {target for values in tables for target, _ in values.values()}
-    assert names.TAKEN <= set(MANAGED) and targets <= own
+    assert names.TAKEN <= set(MANAGED) | keys and targets <= own
     assert set(CHOICES) <= keys
 
 

@@ -368,11 +368,11 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
     ),
     "data that are saved and loaded again": (
         ['from datasets import load_from_disk\nFOLDER = "processed"\nrows = dataset.map(lambda row: {"text": row["q"]})\nrows.save_to_disk(FOLDER)\nrows = load_from_disk(FOLDER)\nrows.save_to_disk("again")\ndata = load_from_disk("again")\nprint(data)', HUB_MODEL, HUB_TRAINER.replace("train_dataset=dataset", "train_dataset=data")],
-        {"data.format": "text"}, ["data = rows"], ["disk"],
+        {"data.format": "auto", "data.assistant_only_loss": False}, ["data = rows"], ["disk"],
     ),
     "a file that a function writes": (
         ['import json\ndef dump(rows, path):\n    with open(path, "w") as file:\n        for row in rows:\n            file.write(json.dumps({"text": row}) + "\\n")\nheld_out = "held_out.jsonl"\ndump(["a"], "rows.jsonl")\ndump(["b"], path=held_out)\ndataset = load_dataset("json", data_files={"train": "rows.jsonl", "test": held_out})["train"]', HUB_MODEL, HUB_TRAINER],
-        {"data.format": "text"}, ['dump(["a"], "rows.jsonl")', 'dump(["b"], path=held_out)'], [],
+        {"data.format": "auto", "data.assistant_only_loss": False}, ['dump(["a"], "rows.jsonl")', 'dump(["b"], path=held_out)'], [],
     ),
     "a loader that reports its failure": (
         ["try:\n    " + HUB_MODEL.replace("\n", "\n    ") + "\nexcept Exception as error:\n    print(error)\n    raise", HUB_TRAINER],
@@ -380,7 +380,7 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
     ),
     "rows changed in a loop": (
         ['import json\nrows = json.load(open("rows.json"))\nfor row in rows:\n    row["text"] = row["q"] + row["a"]\nfrom datasets import Dataset\ndataset = Dataset.from_list(rows)', HUB_MODEL, HUB_TRAINER],
-        {"data.format": "text"}, ['row["text"] = '], [],
+        {"data.format": "auto", "data.assistant_only_loss": False}, ['row["text"] = '], [],
     ),
     "merged and saved": (
         [HUB_MODEL, HUB_TRAINER, 'model.save_pretrained("lora")\nmerged = model.merge_and_unload()\nmerged.save_pretrained("whole")\ntokenizer.save_pretrained("whole")'],
@@ -642,7 +642,6 @@ REFUSED = {
     "in a function that returns early": ({"trainer": "def go():\n    from trl import SFTConfig, SFTTrainer\n    if not dataset:\n        return None\n    return SFTTrainer(model=model, train_dataset=dataset, args=SFTConfig())\ntrainer = go()"}, "R4"),
     "half of the markers": ({"train": 'from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer, instruction_part="Q:")\n' + TRAIN}, "R4"),
     "nothing is trained": ({"adapter": ""}, "R4"),
-    "rows of token ids": ({"data": DATA + "\ndataset = dataset.map(lambda row: tokenizer(row['text']))"}, "R4"),
     "data from a service": ({"data": DATA + "\nfrom openai import OpenAI\nclient = OpenAI()\ndataset = dataset.map(lambda row: {'text': client.responses.create(row)})"}, "R4"),
     "data from another model": ({"data": DATA + "\nfrom transformers import pipeline\npipe = pipeline('text-generation')\ndataset = dataset.map(lambda row: {'text': pipe(row)})"}, "R4"),
     "the command line": ({"data": "import argparse\nargs = argparse.ArgumentParser().parse_args()\n" + DATA.replace('"acme/questions"', "args.name")}, "R4"),
