@@ -1,4 +1,7 @@
 # expect: converted
+# mask: all
+# has: read_pickle
+# has: joblib.load
 # cause: pandas.read_pickle and joblib.load
 # %%
 import pandas as pd, joblib

@@ -1,4 +1,7 @@
 # expect: converted
+# setting: lora.r = 8
+# mask: all
+# setting: data.max_length = 1024
 # cause: try Unsloth, else transformers
 # %%
 try:

@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: desc=
 # cause: num_proc=cpu_count() in map decides no rows
 # %%
 from multiprocessing import cpu_count

@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: and "http" not in
 # cause: a docstring of several lines in a function given to filter, with indented text
 # %%
 from datasets import load_dataset

@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: "\nAntwort: "
 # cause: docstring in German in a formatting_func
 # %%
 from datasets import load_dataset

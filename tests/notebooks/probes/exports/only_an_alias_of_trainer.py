@@ -1,4 +1,5 @@
 # expect: converted
+# kept or named: merge
 # cause: a statement that only takes trainer.model before the training must not leave an empty function
 # %%
 from datasets import load_dataset

@@ -1,4 +1,5 @@
 # expect: converted
+# has: per_device_train_batch_size
 # cause: a loop of fallbacks: smaller batches when memory does not suffice
 # form: drop-in
 # %%

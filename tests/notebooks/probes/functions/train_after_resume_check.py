@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# setting: training.output_dir = ck
 # cause: `if last_checkpoint: train(resume) else: train()` is one training
 # %%
 import os

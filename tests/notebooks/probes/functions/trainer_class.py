@@ -1,4 +1,6 @@
 # expect: converted
+# has: class FineTuner
+# has: max_steps=12
 # cause: a class holds model, data and trainer
 # form: drop-in
 # %%

@@ -1,4 +1,6 @@
 # expect: converted
+# hasnot: get_ipython
+# hasnot: pip.main
 # cause: pip by get_ipython and by pip.main
 # %%
 get_ipython().system("pip install -q trl")

@@ -1,4 +1,6 @@
 # expect: converted
+# setting: data.format = text
+# has: CATEGORIES
 # cause: class names by index of a list, and by features
 # %%
 from datasets import load_dataset

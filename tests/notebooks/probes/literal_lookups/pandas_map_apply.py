@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: groupby
 # cause: pandas: replace by a dict, apply with axis, groupby sample
 # %%
 import pandas as pd

@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: from_generator
 # cause: Dataset.from_generator over random templates
 # %%
 import random, string

@@ -1,4 +1,7 @@
 # expect: converted
+# mask: all
+# has: random.shuffle
+# says: shuffle
 # cause: random.shuffle without a seed: rows must not differ between ranks, so they are made once
 # %%
 import json, random

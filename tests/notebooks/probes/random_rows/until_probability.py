@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: random.random() < 0.2
 # cause: a loop that ends by chance, with a break
 # %%
 import random

@@ -1,4 +1,5 @@
 # expect: converted
+# setting: training.learning_rate = 0.00003
 # cause: a class of settings with keys of services
 # %%
 class CFG:

@@ -1,4 +1,5 @@
 # expect: converted
+# mask: all
 # cause: as a default of a parameter, inside an f-string, in os.getenv's default
 # %%
 import os

@@ -1,4 +1,5 @@
 # expect: converted
+# has: storage_options
 # cause: storage options with AWS keys, an Authorization header, a bytes literal
 # %%
 from datasets import load_dataset

@@ -1,4 +1,5 @@
 # expect: converted
+# has: read_csv
 # cause: a password in the URL of the data, and basic authentication
 # %%
 import pandas as pd, requests

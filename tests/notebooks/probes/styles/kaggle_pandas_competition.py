@@ -1,4 +1,8 @@
 # expect: converted
+# mask: all
+# setting: training.global_batch_size = 8
+# setting: lora.r = 64
+# hasnot: os.walk
 # cause: Kaggle: csv of a competition, train/validation by sklearn, prompts by apply
 # %%
 import os, warnings, numpy as np, pandas as pd

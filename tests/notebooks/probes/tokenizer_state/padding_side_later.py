@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: paragraph
 # cause: padding side and pad token set in several cells, before and after the data
 # %%
 from transformers import AutoTokenizer, AutoModelForCausalLM

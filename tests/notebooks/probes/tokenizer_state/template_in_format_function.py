@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: chat_template
 # cause: a template with a docstring of messages, set for each row in a function given to map for two splits
 # %%
 from datasets import load_dataset

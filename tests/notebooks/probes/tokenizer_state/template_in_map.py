@@ -1,4 +1,6 @@
 # expect: converted
+# mask: all
+# has: chat_template = TEMPLATE
 # cause: the function given to map sets the chat template as a side effect
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
