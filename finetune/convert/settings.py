@@ -617,10 +617,13 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
     TRL takes prompt and completion first, then messages, then the text field; Unsloth takes the text before messages.
     """
     columns = _columns(plan)
+    tokenizes = _tokenizes(plan)
     if plan.formatting is not None:
+        if tokenizes:
+            raise Refusal("R4", "the trainer has a formatting_func, but the rows are token ids; leave one of them out")
         settings.set("data.format", "text")
         return
-    if _tokenizes(plan):
+    if tokenizes:
         settings.notes.append("the notebook tokenizes its rows itself: token ids and labels are taken as they are")
     elif _has_completions(plan, columns):
         settings.set("data.format", "prompt_completion")
@@ -629,7 +632,7 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
         if text_field not in (None, "text"):
             settings.set("data.columns", {"text": text_field})
         return
-    elif text_field not in (None, "text"):
+    if text_field not in (None, "text"):
         settings.set("data.dataset_text_field", text_field)
     settings.set("data.assistant_only_loss", bool(what.config.get("assistant_only_loss")))
     if (completion := what.config.get("completion_only_loss")) is not None:

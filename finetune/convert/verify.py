@@ -303,9 +303,9 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
             and not (notebook_side and _in_installation(plan, item))
         ):
             found["environment"].append(detail)
-        elif kind == "trainer":
+        elif kind == "trainer" and not trained:
             found["tokenizer"] = item["forms"].get("processing_class")
-        elif kind == "dataset":
+        elif kind == "dataset" and not trained:
             found["training data" if detail[0] == "train_dataset" else "held-out data"] = detail[1]
         elif kind == "change":
             if not (trained and role == "model") or _is_kept(plan, item, notebook_side):
@@ -375,7 +375,7 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
 
 def settings_agree(what: Described, config: Config, traces: list[Trace]) -> None:
     """Compare the configuration, read back, with every argument in the notebook."""
-    wanted, found = notebook_values(what, config, traces), config_values(config)
+    wanted, found = notebook_values(what, traces), config_values(config)
     for key, value in wanted.items():
         if value is _ANY or isinstance(value, Unknown):
             continue
@@ -398,7 +398,7 @@ def _alike(one: Any, two: Any) -> bool:
     )
 
 
-def notebook_values(what: Described, config: Config, traces: list[Trace]) -> dict[str, Any]:
+def notebook_values(what: Described, traces: list[Trace]) -> dict[str, Any]:
     given = effective(what)
     four, eight, sixteen, full = bits(what.loader, what)
     steps = given.get("max_steps", -1)
@@ -448,8 +448,7 @@ def notebook_values(what: Described, config: Config, traces: list[Trace]) -> dic
             "instruction_part": what.responses.get("instruction_part"),
         }
     text_field = what.config.get("dataset_text_field")
-    settled = "formatting_func" in what.trainer or config.data.format in ("prompt_completion", "tokenized")
-    if isinstance(text_field, str) and text_field != "text" and not settled:
+    if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
         values["text column"] = text_field
     return values
 
