@@ -1,0 +1,845 @@
+"""The second form of a conversion: a drop-in script, the notebook's own code made safe for any number of ranks.
+
+For text notebooks with one SFTTrainer that do not fit the form with settings and hooks. Every statement stays, in the
+notebook's order, unless it is known to do nothing for the training: display, installation, accounts, inference.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune import __version__
+from finetune.convert import drop_in_code as code
+from finetune.convert import plan as rules
+from finetune.convert.drop_in_code import Arguments, Rewriter, Rewritten
+from finetune.convert.drop_in_parts import PARTS
+from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
+from finetune.convert.names import Program, SEEDS, root, target_names
+from finetune.convert.plan import NO_ENVIRONMENT, Plan
+from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.secrets import scrub
+from finetune.convert.verify import NotVerified, names_are_defined, parses
+from finetune.errors import RunError
+
+TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """What becomes of a statement: kept or rewritten in a part of the script, or dropped."""
+
+    outcome: str
+    where: str = ""
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class Form:
+    """The decisions on a notebook, by the place of each statement."""
+
+    notebook: Notebook
+    program: Program
+    plan: Plan  # the names of model, tokenizer and trainer, as the rules of the other form read them
+    train: int
+    unsloth: bool
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    rewritten: dict[int, Rewritten] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def kept(self, where: str) -> list[int]:
+        return [place for place, one in sorted(self.decisions.items()) if one.where == where]
+
+
+def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str], why: str) -> Conversion:
+    """The drop-in script of a notebook that `classify.refuse_by_kind` accepts.
+
+    Args:
+        notes: about what was changed in the notebook before, for the report.
+        why: why this form was chosen.
+
+    Raises:
+        Refusal: R0, R2 or R4, for what cannot run on several ranks.
+    """
+    unsloth = any(dotted.split(".")[0] == "unsloth" for dotted in program.imports.values())
+    form = Form(notebook=notebook, program=program, plan=Plan(program=program), train=_train(program), unsloth=unsloth)
+    _roles(form)
+    _refuse_unsupported(form)
+    arguments = Arguments(program, unsloth=unsloth)
+    _format_rows(form)
+    _before(form)
+    _after(form)
+    _imports(form)
+    _rewrite(form, arguments)
+    _refuse_outside(form)
+    text = _script(form, arguments, _name(form))
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise RunError(f"the drop-in script does not parse: {error}. Please report this notebook.") from None
+    script = formatted(text)
+    return Conversion(name=_name(form), script=script, config="", report=_report(form, notes, why))
+
+
+def _name(form: Form) -> str:
+    return slug(form.notebook.name, {dotted.split(".")[0] for dotted in form.program.imports.values()})
+
+
+# --- what the notebook does -------------------------------------------------------------------------------------------
+
+
+def _train(program: Program) -> int:
+    """The place of the statement that trains: it calls train(), or a function that does."""
+    inside = {
+        node.name
+        for node in (statement.node for statement in program.statements)
+        if isinstance(node, ast.FunctionDef) and _trains(node)
+    }
+    for place, statement in enumerate(program.statements):
+        node = statement.node
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)} & inside
+        if not (_trains(node) or called):
+            continue
+        if any(isinstance(one, ast.For | ast.While) and (_trains(one) or called) for one in ast.walk(node)):
+            raise Refusal("R2", "the notebook trains in a loop; start the script once per value instead", statement.cell)
+        return place
+    raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
+
+
+def _trains(node: ast.AST) -> bool:
+    return any(
+        code.method(call) == "train" and "model" not in ast.unparse(call.func.value).lower()  # type: ignore[attr-defined]
+        for call in code.calls(node)
+    )
+
+
+def _roles(form: Form) -> None:
+    """The names of models, tokenizers and trainers, wherever they are bound."""
+    plan, program = form.plan, form.program
+    for statement in program.statements:
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                _bound_role(form, list(target_names(node.targets[0])), node.value)
+            if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
+                _given_roles(plan, node)
+    plan.key["train"] = plan.key["trainer"] = form.train
+    rules.names_of_scratch(plan)
+
+
+def _bound_role(form: Form, names: list[str], call: ast.Call) -> None:
+    plan, name = form.plan, form.program.dotted(call.func)
+    last = name.rsplit(".", 1)[-1] or code.method(call)
+    if last in ("SFTTrainer", "train_on_responses_only"):
+        plan.trainers.update(names)
+    elif last in ("from_pretrained", "setup_chat_format") and len(names) == 2:
+        plan.models.add(names[0])
+        plan.tokenizers.append(names[1])
+    elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or (
+        last == "from_pretrained" and re.search(r"Model\w*\.from_pretrained$", name)
+    ):
+        plan.models.update(names)
+    elif last == "get_chat_template" or re.search(r"(Tokenizer\w*|AutoProcessor)\.from_pretrained$", name):
+        plan.tokenizers += names
+
+
+def _given_roles(plan: Plan, call: ast.Call) -> None:
+    given = {item.arg: item.value for item in call.keywords}
+    model = call.args[0] if call.args else given.get("model")
+    tokenizer = given.get("processing_class", given.get("tokenizer"))
+    if isinstance(model, ast.Name):
+        plan.models.add(model.id)
+    if isinstance(tokenizer, ast.Name):
+        plan.tokenizers.append(tokenizer.id)
+
+
+_UNSAFE = {
+    "torch.nn.DataParallel": "remove it: the launcher starts one process per GPU",
+    "torch.nn.parallel.DistributedDataParallel": "remove it: the trainer wraps the model",
+    "torch.distributed.init_process_group": "remove it: the trainer connects the processes",
+    "accelerate.notebook_launcher": "call the function directly: the launcher starts the processes",
+    "unsloth.dataprep.SyntheticDataKit": "run it once, and load the rows that it wrote from a file",
+    "sys.path.append": "install the modules of the repository as a package, or copy the code into a cell",
+    "sys.path.insert": "install the modules of the repository as a package, or copy the code into a cell",
+    "os.chdir": "start the script in that folder, and remove it",
+}
+
+
+def _refuse_unsupported(form: Form) -> None:
+    for statement in form.program.statements:
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                raise Refusal("R4", f"`{statement.head[:60]}` imports every name; import the names used", statement.cell)
+            if isinstance(node, ast.ImportFrom) and node.level:
+                raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
+
+
+def _refuse_outside(form: Form) -> None:
+    """Refuse kept statements that need processes, services, other models or files of shell commands."""
+    before = {place for place in form.kept(MAIN) if place <= form.train}
+    rules.refuse_dependence(form.plan, before - _loaders(form), "the code before training")
+    for place in before:
+        statement = form.program.statements[place]
+        for call in code.calls(statement.node):
+            name = form.program.dotted(call.func)
+            if name in _UNSAFE:
+                raise Refusal("R4", f"`{name}` cannot run on several ranks; {_UNSAFE[name]}", statement.cell)
+    form.plan.hooks["dataset"] = sorted(before)
+    for place, one in form.decisions.items():
+        form.plan.dispositions[place] = rules.Disposition(what=one.outcome)
+    rules.refuse_shells(form.plan, form.notebook)
+    rules.note_hosted_paths(form.plan, before)
+
+
+def _loaders(form: Form) -> set[int]:
+    """Statements that load or train the model of the trainer, with the functions that they call."""
+    program, nodes = form.program, [statement.node for statement in form.program.statements]
+    trained: set[str] = set()
+    for call in (call for node in nodes for call in code.calls(node)):
+        if program.dotted(call.func).endswith("SFTTrainer"):
+            given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            trained |= {one.id for one in given if isinstance(one, ast.Name)}
+    made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]
+    while True:  # `model = get_peft_model(base, ...)`: the base too
+        sources = {
+            one.id
+            for node in made
+            if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
+            for one in node.value.args[:1]
+            if isinstance(one, ast.Name) and one.id in form.plan.models
+        }
+        if sources <= trained:
+            break
+        trained |= sources
+    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & trained}
+    called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
+    return found | {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called}
+
+
+# --- decisions before training ----------------------------------------------------------------------------------------
+
+# Displays of an object's, whose receiver stays as it is.
+_PEEKS = frozenset(
+    "head tail info describe show plot hist value_counts print_trainable_parameters display get_memory_footprint"
+    " num_parameters evaluate".split()
+)
+_MOVES = frozenset("to cuda eval train for_training for_inference".split())
+_DTYPE = re.compile(r"dtype|float|half")
+_LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
+_PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
+_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\bpipeline\(|pipe\w*\(")
+_STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
+
+
+def _before(form: Form) -> None:
+    """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
+    the like, is dropped."""
+    reasons = {place: _droppable(form, place) for place in range(form.train + 1)}
+    kept = {place for place, why in reasons.items() if why is None}
+    nodes = [statement.node for statement in form.program.statements]
+    while True:
+        live = {name for place in kept for name in code.reads(nodes[place])}
+        more = {place for place in reasons.keys() - kept if _needed(form, place, str(reasons[place]), live)}
+        if not more:
+            break
+        kept |= more
+    for place, why in reasons.items():
+        if place in kept:
+            form.decisions[place] = Decision(outcome="kept", where=MAIN)
+        else:
+            form.decisions[place] = Decision(outcome="dropped", reason=str(why))
+            _note_dropped(form, place, str(why))
+    for place in kept:
+        if (name := rules.environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
+            form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
+
+
+_NEVER = ("installation", "each rank has its own device", "the launcher", "the trainer sets", "saved before")
+
+
+def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
+    """Whether a kept statement needs what a droppable one does."""
+    node, e = form.program.statements[place].node, form.program.effects[place]
+    if is_import(node) or why.startswith(_NEVER):
+        return False
+    bound = (e.binds | e.may_bind) - code.own_targets(node)
+    if why in ("inference", "account or service"):
+        return bool(bound & live)
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    if call is not None and code.method(call) in _PEEKS:
+        return False
+    return bool((bound | e.changes) & live)
+
+
+def _droppable(form: Form, place: int) -> str | None:
+    """Why a statement may be left out if nothing needs it; None if it must stay."""
+    statement = form.program.statements[place]
+    node = statement.node
+    if is_import(node):
+        return "unused import"
+    if place == form.train or _sets_up(form, node):
+        return None
+    for rule in (_installation, _environment, _account, _device, _saving_early, _showing):
+        if (why := rule(form, statement)) is not None:
+            return why
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return "unused definition"
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(
+        getattr(node, "targets", [getattr(node, "target", None)])[0], ast.Name | ast.Tuple
+    ):
+        return "unused value" if rules.leaves(form.plan, node) else None
+    return None
+
+
+def _sets_up(form: Form, node: ast.stmt) -> bool:
+    """Whether it loads, adapts or configures what is trained."""
+    words = ("SFTTrainer", "train_on_responses_only", "get_peft_model", "setup_chat_format", "add_callback")
+    names = {form.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    return bool(names & set(words)) or bool(names & {"from_pretrained"} and code.binds(node) & form.plan.models)
+
+
+def _installation(form: Form, statement: Statement) -> str | None:
+    text = ast.unparse(statement.node)
+    if rules.installs(form.plan, form.notebook, statement):
+        return "installation"
+    plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
+    if plain and runs and (_PIP.search(re.sub(r"[\[\]',\"]+", " ", text)) or "ensurepip" in text or "pip.main" in text):
+        return "installation"
+    return None
+
+
+def _environment(form: Form, statement: Statement) -> str | None:
+    name = rules.environment_key(statement.node)
+    if name is None:
+        return None
+    if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
+        reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
+        return reason if reason.startswith("the launcher") else f"account or service: {reason}"
+    return None
+
+
+def _account(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    names = [form.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
+    if any(rules.accounts.match(name) or _LOGIN.search(name) for name in names):
+        return "account or service"
+    return None
+
+
+def _device(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    call = node.value if isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call) else None
+    if isinstance(node, ast.If) and not node.orelse and node.body:
+        inner = [_device(form, Statement(id=0, cell=0, line=0, node=one, source="")) for one in node.body]
+        return inner[0] if all(inner) else None
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in rules.MODEL_FLAGS:
+        return "each rank has its own device"
+    if call is None:
+        return None
+    name, last = form.program.dotted(call.func), code.method(call)
+    own = root(call.func) in form.plan.models or any(root(one) in form.plan.models for one in call.args)
+    if name == "torch.cuda.set_device":
+        return "each rank has its own device"
+    if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
+        return "the trainer sets up the model on each rank"
+    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
+    if own and last in _MOVES and not _DTYPE.search(arguments):
+        return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
+    return None
+
+
+def _saving_early(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        roles = form.plan.models | form.plan.trainers | set(form.plan.tokenizers)
+        of_role = root(node.value.func) in roles and code.saves(node)
+        if of_role or code.is_push(form.program, node.value):
+            return "saved before training; do this once, outside the script"
+    return None
+
+
+def _showing(form: Form, statement: Statement) -> str | None:
+    node, text = statement.node, ast.unparse(statement.node)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    if isinstance(node, ast.Expr) and not code.calls(node):
+        return "display"
+    if code.writes_files(form.program, node):
+        return None
+    if _INFERENCE.search(text) and not re.search(r"\.(map|filter)\(", text):
+        return "inference"
+    if _STATISTICS.search(text) and rules.leaves(form.plan, node):
+        return "memory and time statistics"
+    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text):
+        return None
+    return "display or check" if rules.only_looks(form.plan, node) else None
+
+
+def _note_dropped(form: Form, place: int, why: str) -> None:
+    statement = form.program.statements[place]
+    if why.startswith(("saved before", "account")) and not is_import(statement.node):
+        form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+
+
+# --- decisions after training -----------------------------------------------------------------------------------------
+
+
+def _after(form: Form) -> None:
+    """Keep what saves or exports after training, and what that needs."""
+    program = form.program
+    places = range(form.train + 1, len(program.statements))
+    kept = {place for place in places if _is_export(form, place)}
+    for place in sorted(kept):
+        needed, _ = program.slice(code.reads(program.statements[place].node), place)
+        kept |= {item for item in needed if item > form.train and _keeps_model(form, item)}
+        for item in needed:
+            if item < form.train and not is_import(program.statements[item].node):
+                earlier = form.decisions[item]
+                if earlier.outcome == "dropped" and earlier.reason.startswith("unused"):
+                    form.decisions[item] = Decision(outcome="kept", where=MAIN)
+    for place in places:
+        statement = program.statements[place]
+        if place in kept and not is_import(statement.node):
+            form.decisions[place] = Decision(outcome="kept", where=AFTER)
+            continue
+        why = "unused import" if is_import(statement.node) else "after training, so not part of it"
+        if any(code.is_push(program, call) for call in code.calls(statement.node)):
+            why = "publish the finished folder with `hf upload`"
+            form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        form.decisions[place] = Decision(outcome="dropped", reason=why)
+
+
+def _is_export(form: Form, place: int) -> bool:
+    node = form.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    definitions = [form.program.definition(name) for name in called]
+    pushes = any(code.is_push(form.program, call) for call in code.calls(node))
+    return (code.saves(node) and not (pushes and isinstance(node, ast.Expr))) or any(
+        one is not None and code.saves(one) and not _trains(one) for one in definitions
+    )
+
+
+def _keeps_model(form: Form, place: int) -> bool:
+    """Whether a statement that an export needs is more than a look at the model."""
+    return _showing(form, form.program.statements[place]) is None or bool(
+        code.binds(form.program.statements[place].node)
+    )
+
+
+# --- imports, rows, rewriting -----------------------------------------------------------------------------------------
+
+
+def _format_rows(form: Form) -> None:
+    """`formatting_func` that takes a batch and returns a list becomes a `map`: the trainer's takes one row."""
+    for statement in form.program.statements:
+        for call in code.calls(statement.node):
+            if not form.program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            given = {item.arg: item for item in call.keywords}
+            function = given.get("formatting_func")
+            if function is None or not _returns_list(form, function.value):
+                continue
+            called = ast.unparse(function.value)
+            for name in ("train_dataset", "eval_dataset"):
+                if name in given and not isinstance(given[name].value, ast.Constant):
+                    rows = ast.unparse(given[name].value)
+                    text = (
+                        f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True,'
+                        f" remove_columns=({rows}).column_names)"
+                    )
+                    given[name].value = ast.parse(text, mode="eval").body
+            call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
+            form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
+
+
+def _returns_list(form: Form, value: ast.expr) -> bool:
+    definition = form.program.definition(value.id) if isinstance(value, ast.Name) else None
+    if not isinstance(definition, ast.FunctionDef):
+        return isinstance(value, ast.Lambda) and isinstance(value.body, ast.List | ast.ListComp)
+    lists = {
+        name
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.ListComp)
+        for name in target_names(node.targets[0])
+    }
+    results = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)]
+    return any(
+        isinstance(one, ast.List | ast.ListComp) or isinstance(one, ast.Name) and one.id in lists for one in results
+    )
+
+
+def _imports(form: Form) -> None:
+    """Imports whose names have one meaning move to the top; the others stay where they are."""
+    bound: dict[str, set[str]] = {}
+    for place, statement in enumerate(form.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = "" if isinstance(node, ast.Import) else f"{node.module}."
+                name = (alias.asname or alias.name).split(".")[0]
+                what = module + (alias.name if alias.asname or module else alias.name.split(".")[0])
+                bound.setdefault(name, set()).add(what)
+        elif form.decisions[place].outcome == "kept":
+            for name in code.binds(node):
+                bound.setdefault(name, set()).add("a variable")
+    for place, statement in enumerate(form.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            ambiguous = any(len(bound[name]) > 1 for name in names)
+            before = place < form.train or any(one > place for one in form.kept(AFTER))
+            where = MAIN if ambiguous and place < form.train else AFTER if ambiguous and before else TOP
+            form.decisions[place] = Decision(outcome="kept", where=where)
+
+
+def _rewrite(form: Form, arguments: Arguments) -> None:
+    kept = [place for where in (TOP, MAIN, AFTER) for place in form.kept(where)]
+    nodes = {place: form.program.statements[place].node for place in kept}
+    bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
+    for place, node in nodes.items():
+        statement, decision = form.program.statements[place], form.decisions[place]
+        rewriter = Rewriter(form.program, lambda text, s=statement: Refusal("R4", text, s.cell), bound=bound)
+        on_main = decision.where == AFTER and not code.saves_together(node)
+        done = rewriter.statement(node, main_rank=on_main)
+        done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
+        form.rewritten[place] = done
+        form.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
+        if not done.nodes:
+            form.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
+        elif done.reasons:
+            decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
+    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(form, place)}
+    for place, node in nodes.items():
+        if is_import(node) and form.decisions[place].outcome != "dropped":
+            _only_used(form, place, used)
+
+
+def _used(form: Form, place: int) -> set[str]:
+    return {
+        inner.id for node in form.rewritten[place].nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)
+    }
+
+
+def _only_used(form: Form, place: int, used: set[str]) -> None:
+    """An import without the names that nothing uses; Unsloth stays, because it patches other libraries."""
+    node = form.rewritten[place].nodes[0]
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        form.decisions[place] = Decision(outcome="dropped", reason="the script imports it from finetune, or has its own")
+        form.rewritten[place].nodes = []
+        return
+    node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+    if not node.names:
+        form.decisions[place] = Decision(outcome="dropped", reason="unused import")
+        form.rewritten[place].nodes = []
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+_GUARDED = re.compile(r"\bload_dataset\(|\.(map|filter|from_generator|load_from_disk)\(|\bload_from_disk\(")
+_RANDOM = re.compile(
+    r"\b(np|numpy|random)\.(random\.)?(choice|choices|sample|shuffle|randint|rand|uniform|permutation|random)\("
+    r"|\.(shuffle|train_test_split|sample)\("
+)
+
+
+def _script(form: Form, arguments: Arguments, name: str) -> str:
+    body = [*_seed(form, arguments), *_main(form), *_exports(form)]
+    text = "\n".join(body)
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    parts = [_docstring(form, name), *_top(form, used)]
+    parts += [part for key, part in PARTS.items() if key in used]
+    parts += ["", "", "def main() -> None:", indented_all(body), "", "", 'if __name__ == "__main__":', "    main()", ""]
+    return "\n".join(parts)
+
+
+def indented_all(texts: Iterable[str]) -> str:
+    return "\n".join(indented(text) for text in texts)
+
+
+def _docstring(form: Form, name: str) -> str:
+    origin = (
+        f"Generated from {form.notebook.name} (sha256 {form.notebook.sha256[:16]}) by finetune convert {__version__}."
+        " This is a derived work, so the notebook's license applies. What was left out or rewritten, and why:"
+        f" {name}.report.json"
+    )
+    lines = [
+        '"""Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.',
+        "",
+        f"    accelerate launch {name}.py",
+        "",
+        *textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False),
+        '"""',
+        "",
+    ]
+    return "\n".join(line.replace("\\", "/") for line in lines)
+
+
+def _top(form: Form, used: set[str]) -> list[str]:
+    """Environment variables, then finetune, Unsloth and the other imports."""
+    environment, imports = [], []
+    for place in form.kept(TOP):
+        if form.decisions[place].outcome == "dropped":
+            continue
+        target = imports if is_import(form.program.statements[place].node) else environment
+        target += [ast.unparse(node) for node in form.rewritten[place].nodes]
+    if not form.unsloth:
+        environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
+    if environment or "os" in used:
+        imports = [line for line in imports if line != "import os"]
+    ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
+    more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    more += ["from transformers import set_seed"] if "set_seed" in used and "set_seed" not in form.program.imports else []
+    more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
+    lines = [line for line in dict.fromkeys(imports) if line not in more]
+    lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
+    return [
+        *(["import os", ""] if environment or "os" in used else []),
+        *environment,
+        "",
+        f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend",
+        *lines,
+        *more,
+    ]
+
+
+def _seed(form: Form, arguments: Arguments) -> list[str]:
+    """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
+    for place in form.kept(MAIN):
+        node = form.program.statements[place].node
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        name = form.program.dotted(call.func) if call is not None else ""
+        if name and any(name == key or name.endswith("." + key) for key in SEEDS if key != "random.seed"):
+            return []
+    if "set_seed" in form.program.imports and form.program.imports["set_seed"] != "transformers.set_seed":
+        return []
+    if form.program.definition("set_seed") is not None:
+        return []
+    seed = arguments.seed if arguments.seed is not None else 3407 if form.unsloth else 42
+    text = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    if _RANDOM.search(text):
+        form.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
+    return [f"set_seed({seed})  # every rank starts from the same random state"]
+
+
+def _main(form: Form) -> list[str]:
+    """The statements up to the training; runs of data preparation go first on one rank per machine."""
+    found: list[str] = []
+    run: list[tuple[int, str]] = []
+    tail: list[tuple[int, str]] = []
+    for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
+        guarded = _written(form, place)
+        if guarded is not None:
+            _close(found, run, tail, form)
+            found += guarded
+            continue
+        text = _text(form, place)
+        if _is_data(form, place) and _may_wait(form, place):
+            run += [*tail, (place, text)]
+            tail.clear()
+        elif run and place != form.train and _is_plain(form, place):
+            tail.append((place, text))
+        else:
+            _close(found, run, tail, form)
+            found.append(text)
+    _close(found, run, tail, form)
+    return found
+
+
+def _close(found: list[str], run: list[tuple[int, str]], tail: list[tuple[int, str]], form: Form) -> None:
+    """End a run of data preparation."""
+    if run:
+        body = "\n".join(indented(text) for _, text in run)
+        found.append(f"with PartialState().local_main_process_first():  # the other ranks read its cache\n{body}")
+    found += [text for _, text in tail]
+    run.clear()
+    tail.clear()
+
+
+def _is_data(form: Form, place: int) -> bool:
+    node = form.program.statements[place].node
+    definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return not definition and bool(_GUARDED.search(ast.unparse(node)))
+
+
+def _may_wait(form: Form, place: int) -> bool:
+    """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
+    node = form.program.statements[place].node
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    inside = [one for one in map(form.program.definition, called) if one is not None]
+    return place != form.train and not any(_sets_up(form, one) or _collective(one) for one in [node, *inside])
+
+
+def _collective(node: ast.AST) -> bool:
+    return any(name in ast.unparse(node) for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
+
+
+def _is_plain(form: Form, place: int) -> bool:
+    """A definition or a plain value between two statements that prepare data."""
+    node = form.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return True
+    return isinstance(node, ast.Assign) and rules.leaves(form.plan, node) and _may_wait(form, place)
+
+
+def _written(form: Form, place: int) -> list[str] | None:
+    """A statement that writes files, on one rank per machine, which the others wait for."""
+    statement = form.program.statements[place]
+    node = statement.node
+    if place >= form.train or not code.writes_files(form.program, node) or _sets_up(form, node):
+        return None
+    e = form.program.effects[place]
+    bound = (e.binds | e.may_bind) - code.own_targets(node)
+    others = [form.program.statements[one].node for one in form.kept(MAIN) + form.kept(AFTER) if one != place]
+    live = {name for other in others for name in code.reads(other)}
+    if bound & live:
+        raise Refusal(
+            "R4",
+            f"`{statement.head[:80]}` writes a file and computes {min(bound & live)}, which every rank needs; use one"
+            " statement for each",
+            statement.cell,
+        )
+    body = indented(_text(form, place))
+    return [f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine\n{body}", code.WAIT]
+
+
+def _exports(form: Form) -> list[str]:
+    """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
+    places = [place for place in form.kept(AFTER) if form.decisions[place].outcome != "dropped"]
+    found: list[str] = [code.WAIT] if places else []
+    together: list[str] = []
+
+    def flush() -> None:
+        if together:
+            body = "\n".join(indented(text) for text in together)
+            found.append(f"if {code.MAIN_RANK}:\n{body}")
+            together.clear()
+
+    for place in places:
+        if code.saves_together(form.program.statements[place].node):
+            flush()
+            found.append(_text(form, place))
+        else:
+            together.append(_text(form, place))
+    flush()
+    return found
+
+
+def _text(form: Form, place: int) -> str:
+    """The statement's own text if nothing in it changed, else its new code."""
+    done, statement = form.rewritten[place], form.program.statements[place]
+    same = ast.parse(statement.source).body
+    if [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]:
+        return statement.source
+    return "\n".join(ast.unparse(node) for node in done.nodes)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
+    live = {statement.id: place for place, statement in enumerate(form.program.statements)}
+    statements = []
+    for statement in form.notebook.statements:
+        entry: dict[str, str] = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+        if statement.id in live:
+            one = form.decisions[live[statement.id]]
+            entry = {"outcome": one.outcome}
+            entry |= {"in": one.where} if one.outcome != "dropped" else {}
+            entry |= {"reason": one.reason} if one.outcome != "kept" else {}
+        else:
+            assert is_dead(statement.node)
+        head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
+        statements.append(head | entry)
+    shells = [
+        {"cell": shell.cell, "line": shell.line, "text": scrub(shell.text.splitlines()[0][:200]), "outcome": "dropped"}
+        for shell in form.notebook.shells
+    ]
+    return {
+        "notebook": form.notebook.name,
+        "sha256": form.notebook.sha256,
+        "converter": __version__,
+        "outcome": "converted",
+        "form": "drop-in",
+        "why_this_form": scrub(why),
+        "notes": [scrub(note) for note in dict.fromkeys([*notes, *form.plan.notes, *form.notes, *_foreign(form)])],
+        "requirements": requirements(form.notebook),
+        "statements": statements,
+        "not_python": shells,
+    }
+
+
+def _foreign(form: Form) -> list[str]:
+    """Notes on libraries that the script imports and this project does not install."""
+    import sys
+
+    roots = {
+        (getattr(node, "module", None) or node.names[0].name).split(".")[0]
+        for place in form.kept(TOP)
+        for node in form.rewritten[place].nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    unknown = roots - LIBRARIES - set(sys.stdlib_module_names)
+    return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def verify_drop_in(notebook: Notebook, conversion: Conversion) -> None:
+    """V1 to V3 for a drop-in script. Raises NotVerified at the first failure."""
+    parses(notebook, None, conversion, [])
+    names_are_defined(notebook, None, conversion, [])
+    _safe_on_ranks(conversion.script)
+    if len(conversion.report["statements"]) != len(notebook.statements):
+        raise NotVerified("V3", "a statement of the notebook is not in the report")
+
+
+def _safe_on_ranks(script: str) -> None:
+    """V3: nothing misbehaves on several ranks."""
+    tree = ast.parse(script)
+    guarded = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK)
+        for inner in ast.walk(node)
+    }
+    trains = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
+            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
+            raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
+        if not isinstance(node, ast.Call):
+            continue
+        name, last = ast.unparse(node.func), code.method(node)
+        trains += last == "train" and "model" not in name.lower()
+        if last.startswith("push_to_hub"):
+            raise NotVerified("V3", f"line {node.lineno}: {last} is called")
+        if code.saves(node) and node not in guarded and last not in ("save_model", "save_state") and _is_save(node):
+            raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
+        if last in ("save_model", "save_state") and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
+        if last == "wait_for_everyone" and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
+    if trains != 1:
+        raise NotVerified("V3", f"train() is called {trains} times")
+
+
+def _is_save(node: ast.Call) -> bool:
+    """Whether this very call saves, not one inside it; merging changes only memory."""
+    last = code.method(node)
+    return last != "merge_and_unload" and (
+        last in {*rules.EXPORTS, *code.ORDINARY_SAVES} or ast.unparse(node.func) == "torch.save"
+    )
