@@ -19,7 +19,7 @@ from finetune.convert import plan as rules
 from finetune.convert.drop_in_code import Arguments, Rewriter, Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
-from finetune.convert.names import Program, SEEDS, root, target_names
+from finetune.convert.names import MUTATORS, SEEDS, Program, root, target_names
 from finetune.convert.plan import NO_ENVIRONMENT, Plan
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.secrets import scrub
@@ -182,7 +182,7 @@ def _refuse_unsupported(form: Form) -> None:
 def _refuse_outside(form: Form) -> None:
     """Refuse kept statements that need processes, services, other models or files of shell commands."""
     before = {place for place in form.kept(MAIN) if place <= form.train}
-    rules.refuse_dependence(form.plan, before - _loaders(form), "the code before training")
+    rules.refuse_dependence(form.plan, before - _loaders(form), "the statements before training")
     for place in before:
         statement = form.program.statements[place]
         for call in code.calls(statement.node):
@@ -223,11 +223,6 @@ def _loaders(form: Form) -> set[int]:
 
 # --- decisions before training ----------------------------------------------------------------------------------------
 
-# Displays of an object's, whose receiver stays as it is.
-_PEEKS = frozenset(
-    "head tail info describe show plot hist value_counts print_trainable_parameters display get_memory_footprint"
-    " num_parameters evaluate".split()
-)
 _MOVES = frozenset("to cuda eval train for_training for_inference".split())
 _DTYPE = re.compile(r"dtype|float|half")
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
@@ -271,8 +266,9 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
     if why in ("inference", "account or service"):
         return bool(bound & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-    if call is not None and code.method(call) in _PEEKS:
-        return False
+    own = call is not None and root(call.func) not in form.program.imports
+    if call is not None and own and code.method(call) and code.method(call) not in MUTATORS:
+        return False  # a display of an object's, which stays as it is
     return bool((bound | e.changes) & live)
 
 
@@ -398,15 +394,17 @@ def _after(form: Form) -> None:
     """Keep what saves or exports after training, and what that needs."""
     program = form.program
     places = range(form.train + 1, len(program.statements))
-    kept = {place for place in places if _is_export(form, place)}
-    for place in sorted(kept):
-        needed, _ = program.slice(code.reads(program.statements[place].node), place)
-        kept |= {item for item in needed if item > form.train and _keeps_model(form, item)}
-        for item in needed:
-            if item < form.train and not is_import(program.statements[item].node):
-                earlier = form.decisions[item]
-                if earlier.outcome == "dropped" and earlier.reason.startswith("unused"):
-                    form.decisions[item] = Decision(outcome="kept", where=MAIN)
+    kept: set[int] = set()
+    live: set[str] = set()
+    for place in reversed(places):
+        node, e = program.statements[place].node, program.effects[place]
+        made = (e.binds | e.may_bind) - code.own_targets(node)
+        if is_import(node):
+            continue
+        if _is_export(form, place) or made & live or (e.changes & live and _droppable(form, place) is None):
+            kept.add(place)
+            live |= code.reads(node)
+    _keep_earlier(form, live)
     for place in places:
         statement = program.statements[place]
         if place in kept and not is_import(statement.node):
@@ -431,11 +429,14 @@ def _is_export(form: Form, place: int) -> bool:
     )
 
 
-def _keeps_model(form: Form, place: int) -> bool:
-    """Whether a statement that an export needs is more than a look at the model."""
-    return _showing(form, form.program.statements[place]) is None or bool(
-        code.binds(form.program.statements[place].node)
-    )
+def _keep_earlier(form: Form, live: set[str]) -> None:
+    """Keep values from before the training that only an export uses."""
+    for place in range(form.train - 1, -1, -1):
+        node, one = form.program.statements[place].node, form.decisions[place]
+        unused = one.outcome == "dropped" and one.reason.startswith("unused") and not is_import(node)
+        if unused and code.binds(node) & live:
+            form.decisions[place] = Decision(outcome="kept", where=MAIN)
+            live |= code.reads(node)
 
 
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
@@ -638,7 +639,11 @@ def _main(form: Form) -> list[str]:
     found: list[str] = []
     run: list[tuple[int, str]] = []
     tail: list[tuple[int, str]] = []
+    cell = None
     for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
+        if form.program.statements[place].cell != cell and not run:
+            found.append("")
+        cell = form.program.statements[place].cell
         guarded = _written(form, place)
         if guarded is not None:
             _close(found, run, tail, form)
