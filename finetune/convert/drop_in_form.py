@@ -594,7 +594,7 @@ def _top(form: Form, used: set[str]) -> list[str]:
         if form.decisions[place].outcome == "dropped":
             continue
         target = imports if is_import(form.program.statements[place].node) else environment
-        target += [ast.unparse(node) for node in form.rewritten[place].nodes]
+        target += [line for node in form.rewritten[place].nodes for line in _lines(node)]
     if not form.unsloth:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
@@ -613,6 +613,13 @@ def _top(form: Form, used: set[str]) -> list[str]:
         *lines,
         *more,
     ]
+
+
+def _lines(node: ast.stmt) -> list[str]:
+    """`import a, b` as two lines."""
+    if isinstance(node, ast.Import):
+        return [ast.unparse(ast.Import(names=[alias])) for alias in node.names]
+    return [ast.unparse(node)]
 
 
 def _seed(form: Form, arguments: Arguments) -> list[str]:
