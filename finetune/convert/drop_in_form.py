@@ -7,10 +7,13 @@ notebook's order, unless it is known to do nothing for the training: display, in
 from __future__ import annotations
 
 import ast
+import functools
+import importlib.util
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from finetune import __version__
@@ -19,7 +22,7 @@ from finetune.convert import plan as rules
 from finetune.convert.drop_in_code import Arguments, Rewriter, Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
-from finetune.convert.names import MUTATORS, SEEDS, Program, root, target_names
+from finetune.convert.names import MUTATORS, SEEDS, Program, free_names, root, target_names
 from finetune.convert.plan import NO_ENVIRONMENT, Plan
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.secrets import scrub
@@ -69,6 +72,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     form = Form(notebook=notebook, program=program, plan=Plan(program=program), train=_train(program), unsloth=unsloth)
     _roles(form)
     _refuse_unsupported(form)
+    _refuse_generated(form)
     arguments = Arguments(program, unsloth=unsloth)
     _format_rows(form)
     _before(form)
@@ -164,19 +168,88 @@ _UNSAFE = {
     "torch.distributed.init_process_group": "remove it: the trainer connects the processes",
     "accelerate.notebook_launcher": "call the function directly: the launcher starts the processes",
     "unsloth.dataprep.SyntheticDataKit": "run it once, and load the rows that it wrote from a file",
+    "torch.compile": "pass torch_compile=True to SFTConfig instead",
     "sys.path.append": "install the modules of the repository as a package, or copy the code into a cell",
     "sys.path.insert": "install the modules of the repository as a package, or copy the code into a cell",
     "os.chdir": "start the script in that folder, and remove it",
 }
 
 
+_LATE = re.compile(r"\.(args\.\w+|data_collator|compute_loss|optimizer|lr_scheduler)\s*=[^=]")
+
+
 def _refuse_unsupported(form: Form) -> None:
-    for statement in form.program.statements:
+    text = "\n".join(ast.unparse(statement.node) for statement in form.program.statements)
+    quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
+    if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
+        raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
+    _refuse_repeated(form)
+    for place, statement in enumerate(form.program.statements):
+        head = statement.head[:80]
+        late = isinstance(statement.node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(statement.node))
+        if late and root(statement.node.targets[0]) in form.plan.trainers:  # type: ignore[attr-defined]
+            raise Refusal("R4", f"the trainer is changed after it is created (`{head}`); pass it as an argument", statement.cell)
         for node in ast.walk(statement.node):
             if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
                 raise Refusal("R4", f"`{statement.head[:60]}` imports every name; import the names used", statement.cell)
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
+            if isinstance(node, ast.keyword) and node.arg == "streaming" and getattr(node.value, "value", None) is True:
+                raise Refusal("R4", "the rows are streamed, so that no order is fixed; remove streaming=True", statement.cell)
+            if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
+                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+
+
+def _refuse_repeated(form: Form) -> None:
+    """Refuse two calls of get_peft_model in a row: the second one fails, or adapts an adapted model."""
+    found: dict[str, int] = {}
+    for statement in form.program.statements[: form.train]:
+        node = statement.node
+        call = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+        if call is None or form.program.dotted(call.func).rsplit(".", 1)[-1] != "get_peft_model" or not call.args:
+            if call is not None and form.program.dotted(call.func).endswith("from_pretrained"):
+                found = {key: cell for key, cell in found.items() if key not in code.binds(node)}
+            continue
+        name = ast.unparse(call.args[0])
+        if name in found:
+            cells = f"cells {found[name]}, {statement.cell}"
+            raise Refusal("R2", f"get_peft_model() is called twice ({cells}); keep one call", statement.cell)
+        found |= {one: statement.cell for one in code.binds(node)}
+
+
+@functools.cache
+def _trl_source() -> str:
+    spec = importlib.util.find_spec("trl")
+    return Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+
+
+def _gone(node: ast.ImportFrom) -> str | None:
+    """A name that TRL had once. `PARTS` has some of them."""
+    if (node.module or "") not in ("trl", "trl.trainer") or not _trl_source():
+        return None
+    names = [alias.name for alias in node.names if alias.name not in PARTS]
+    return next((name for name in names if not re.search(rf"\b{re.escape(name)}\b", _trl_source())), None)
+
+
+def _refuse_generated(form: Form) -> None:
+    """Refuse rows that the model or the trainer generates: each rank would generate others."""
+    expressions = [
+        item.value
+        for statement in form.program.statements[: form.train + 1]
+        for call in code.calls(statement.node)
+        if form.program.dotted(call.func).endswith("SFTTrainer")
+        for item in call.keywords
+        if item.arg in ("train_dataset", "eval_dataset", "formatting_func")
+    ]
+    names = {name for one in expressions for name in free_names(one)}
+    stop = frozenset(form.plan.models | form.plan.trainers | set(form.plan.tokenizers))
+    places, _ = form.program.slice(names - stop, form.train, stop)
+    for place in sorted(places):
+        statement = form.program.statements[place]
+        text = ast.unparse(statement.node)
+        if code.reads(statement.node) & form.plan.models and re.search(r"\.generate\(|\bpipeline\(", text):
+            reason = "the rows are generated by the model; generate them once and load them from a file"
+            raise Refusal("R4", reason, statement.cell)
 
 
 def _refuse_outside(form: Form) -> None:
@@ -189,7 +262,7 @@ def _refuse_outside(form: Form) -> None:
             name = form.program.dotted(call.func)
             if name in _UNSAFE:
                 raise Refusal("R4", f"`{name}` cannot run on several ranks; {_UNSAFE[name]}", statement.cell)
-    form.plan.hooks["dataset"] = sorted(before)
+    form.plan.hooks["dataset"] = sorted(before.union(form.kept(TOP)))
     for place, one in form.decisions.items():
         form.plan.dispositions[place] = rules.Disposition(what=one.outcome)
     rules.refuse_shells(form.plan, form.notebook)
@@ -307,9 +380,23 @@ def _installation(form: Form, statement: Statement) -> str | None:
         return "installation"
     plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
-    if plain and runs and (_PIP.search(re.sub(r"[\[\]',\"]+", " ", text)) or "ensurepip" in text or "pip.main" in text):
-        return "installation"
+    if not (plain and runs):
+        return None
+    commands = [command for command in map(_command, code.calls(statement.node)) if command is not None]
+    only_pip = "ensurepip" in text or "pip.main" in text
+    if commands or only_pip:
+        parts = [part for command in commands for part in re.split(r"&&|;|\|\|?", command) if part.strip()]
+        if all(_PIP.search(part) for part in parts):
+            return "installation"
     return None
+
+
+def _command(call: ast.Call) -> str | None:
+    """The words of a command that a call starts, as far as they are literals; None if it starts none."""
+    if not re.search(r"(^|\.)(run|call|check_call|check_output|Popen|getoutput|system|popen)$", ast.unparse(call.func)):
+        return None
+    words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
+    return " ".join(str(word) for word in words)
 
 
 def _environment(form: Form, statement: Statement) -> str | None:
