@@ -149,45 +149,54 @@ def _in_form(path: Path, keep_inference: bool, form: str) -> Any:
 
 def _drop_in(path: Path, why: str) -> Any:
     """The verified drop-in script."""
-    from finetune.convert.drop_in_form import verify_drop_in
-    from finetune.convert.verify import NotVerified
+    from finetune.convert.drop_in_checks import verify_drop_in
 
-    notebook, conversion, traces = drop_in_steps(path, why)
-    verify_drop_in(notebook, conversion)
-    if drop_in_steps(path, why)[1] != conversion:
-        raise NotVerified("V6", "a second conversion differs from the first")
-    _report_sandbox(conversion.report, traces)
-    conversion.report["verification"] = dict.fromkeys(("V1", "V2", "V3", "V6"), "passed")
-    return conversion
+    notebook, conversion = drop_in_steps(path, why)
+    original, _ = _without_secrets(path)
+    checks, traces = verify_drop_in(notebook, conversion, original)
+    return _finish(conversion, drop_in_steps(path, why)[1], checks, traces)
 
 
-def drop_in_steps(path: Path, why: str) -> tuple[Any, Any, Any]:
-    """Read, classify and write the drop-in script. Returns the notebook, the unverified conversion and no traces."""
+def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
+    """Read, classify and write the drop-in script. Returns the notebook and the unverified conversion."""
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.drop_in_form import convert_to_drop_in
     from finetune.convert.names import Program
     from finetune.convert.plan import live_statements
+
+    notebook, notes = _without_secrets(path)
+    program = Program(live_statements(notebook))
+    refuse_by_kind(notebook, program)
+    return notebook, convert_to_drop_in(notebook, program, notes, why)
+
+
+def _without_secrets(path: Path) -> tuple[Any, list[str]]:
+    """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
-    notes = remove_secrets(notebook)
-    program = Program(live_statements(notebook))
-    refuse_by_kind(notebook, program)
-    return notebook, convert_to_drop_in(notebook, program, notes, why), []
+    return notebook, remove_secrets(notebook)
+
+
+def _finish(conversion: Any, again: Any, checks: dict[str, str], traces: Any) -> Any:
+    """The conversion with its verification in the report: `checks`, V6 and the sandbox."""
+    from finetune.convert.verify import NotVerified
+
+    if again != conversion:
+        raise NotVerified("V6", "a second conversion differs from the first")
+    _report_sandbox(conversion.report, traces)
+    conversion.report["verification"] = checks | {"V6": "passed"}
+    return conversion
 
 
 def _verified(path: Path, keep_inference: bool) -> Any:
-    from finetune.convert.verify import NotVerified, verify
+    from finetune.convert.verify import CHECKS, verify
 
     notebook, plan, traces, conversion = steps(path, keep_inference=keep_inference)
     verify(notebook, plan, conversion, traces)
     *_, again = steps(path, keep_inference=keep_inference, traces=traces)
-    if again != conversion:
-        raise NotVerified("V6", "a second conversion differs from the first")
-    _report_sandbox(conversion.report, traces)
-    conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
-    return conversion
+    return _finish(conversion, again, dict.fromkeys(CHECKS, "passed"), traces)
 
 
 def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
@@ -255,12 +264,16 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     return [folder / name for name in texts]
 
 
+def _passed(report: dict[str, Any]) -> str:
+    return ", ".join(name for name, outcome in report["verification"].items() if outcome == "passed")
+
+
 def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     if outcome.result == "converted":
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])
         print_line(
-            f"{outcome.notebook}: converted in the {report['form']} form, {', '.join(report['verification'])} passed;"
+            f"{outcome.notebook}: converted in the {report['form']} form, {_passed(report)} passed;"
             f" {kept} of {len(report['statements'])} statements kept",
         )
         if "why_this_form" in report:

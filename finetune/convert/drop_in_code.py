@@ -79,6 +79,12 @@ _UNSLOTH_DEFAULTS = {
     "logging_steps": 1,
     "seed": 3407,
 }
+# For the verification: arguments that may differ from the notebook's, and values that may be new.
+CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
+WRITTEN_DEFAULTS = {
+    name: tuple(defaults[name] for defaults in (_TRANSFORMERS_DEFAULTS, _UNSLOTH_DEFAULTS) if name in defaults)
+    for name in _TRANSFORMERS_DEFAULTS | _UNSLOTH_DEFAULTS
+}
 _UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
 

@@ -26,7 +26,6 @@ from finetune.convert.names import MUTATORS, SEEDS, Program, free_names, root, t
 from finetune.convert.plan import NO_ENVIRONMENT, Plan
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.secrets import scrub
-from finetune.convert.verify import NotVerified, names_are_defined, parses
 from finetune.errors import RunError
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
@@ -194,8 +193,6 @@ def _refuse_unsupported(form: Form) -> None:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports every name; import the names used", statement.cell)
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
-            if isinstance(node, ast.keyword) and node.arg == "streaming" and getattr(node.value, "value", None) is True:
-                raise Refusal("R4", "the rows are streamed, so that no order is fixed; remove streaming=True", statement.cell)
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
                 raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
 
@@ -891,54 +888,3 @@ def _foreign(form: Form) -> list[str]:
     }
     unknown = roots - LIBRARIES - set(sys.stdlib_module_names)
     return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def verify_drop_in(notebook: Notebook, conversion: Conversion) -> None:
-    """V1 to V3 for a drop-in script. Raises NotVerified at the first failure."""
-    parses(notebook, None, conversion, [])
-    names_are_defined(notebook, None, conversion, [])
-    _safe_on_ranks(conversion.script)
-    if len(conversion.report["statements"]) != len(notebook.statements):
-        raise NotVerified("V3", "a statement of the notebook is not in the report")
-
-
-def _safe_on_ranks(script: str) -> None:
-    """V3: nothing misbehaves on several ranks."""
-    tree = ast.parse(script)
-    guarded = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK)
-        for inner in ast.walk(node)
-    }
-    trains = 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
-            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
-            raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
-        if not isinstance(node, ast.Call):
-            continue
-        name, last = ast.unparse(node.func), code.method(node)
-        trains += last == "train" and "model" not in name.lower()
-        if last.startswith("push_to_hub"):
-            raise NotVerified("V3", f"line {node.lineno}: {last} is called")
-        if code.saves(node) and node not in guarded and last not in ("save_model", "save_state") and _is_save(node):
-            raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
-        if last in ("save_model", "save_state") and node in guarded:
-            raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
-        if last == "wait_for_everyone" and node in guarded:
-            raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
-    if trains != 1:
-        raise NotVerified("V3", f"train() is called {trains} times")
-
-
-def _is_save(node: ast.Call) -> bool:
-    """Whether this very call saves, not one inside it; merging changes only memory."""
-    last = code.method(node)
-    return last != "merge_and_unload" and (
-        last in {*rules.EXPORTS, *code.ORDINARY_SAVES} or ast.unparse(node.func) == "torch.save"
-    )
