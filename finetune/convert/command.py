@@ -51,8 +51,8 @@ def own_options() -> Options:
     """The options of `finetune convert`."""
     found = Options(
         "convert",
-        "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, NAME.yaml (not in the drop-in"
-        " form) and NAME.report.json.",
+        "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, NAME.report.json and, in the"
+        " settings form, NAME.yaml.",
         notes="Exit code 0: written, 1: verification failed, 2: bad input, 3: refused, with the reason. Needs ruff: pip"
         " install 'finetune[convert]'.",
         configuration=False,
@@ -160,7 +160,7 @@ def _drop_in(path: Path, why: str) -> Any:
 def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     """Read, classify and write the drop-in script. Returns the notebook and the unverified conversion."""
     from finetune.convert.classify import refuse_by_kind
-    from finetune.convert.drop_in_form import convert_to_drop_in
+    from finetune.convert.drop_in_script import convert_to_drop_in
     from finetune.convert.names import Program
     from finetune.convert.plan import live_statements
 

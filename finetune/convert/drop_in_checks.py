@@ -1,4 +1,4 @@
-"""The checks that a drop-in script must pass before it is written: V1 to V3, and V5 if both sides run under the stubs."""
+"""The checks of a drop-in script, before it is written: V1 to V3, and V5 if both sides run under the stubs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 
-def verify_drop_in(notebook: Notebook, conversion: Conversion, original: Notebook) -> tuple[dict[str, str], list[Trace]]:
+def verify_drop_in(
+    notebook: Notebook, conversion: Conversion, original: Notebook
+) -> tuple[dict[str, str], list[Trace]]:
     """Check a drop-in script.
 
     Args:
@@ -29,8 +31,9 @@ def verify_drop_in(notebook: Notebook, conversion: Conversion, original: Noteboo
     Raises:
         NotVerified: at the first check that fails.
     """
-    parses(notebook, None, conversion, [])
-    names_are_defined(notebook, None, conversion, [])
+    no_plan: Any = None  # neither check uses it
+    parses(notebook, no_plan, conversion, [])
+    names_are_defined(notebook, no_plan, conversion, [])
     safe_on_ranks(conversion.script)
     if len(conversion.report["statements"]) != len(notebook.statements):
         raise NotVerified("V3", "a statement of the notebook is not in the report")

@@ -426,7 +426,8 @@ def is_push(program: Program, call: ast.Call) -> bool:
 def saves(node: ast.AST) -> bool:
     """Whether it saves or exports a model, a tokenizer or a trainer's state."""
     return any(
-        method(call) in {*EXPORTS, *ORDINARY_SAVES} and not method(call).startswith("push_to_hub")
+        method(call) in {*EXPORTS, *ORDINARY_SAVES}
+        and not method(call).startswith("push_to_hub")
         or ast.unparse(call.func) == "torch.save"
         for call in calls(node)
     )

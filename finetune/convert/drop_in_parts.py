@@ -53,8 +53,9 @@ def setup_chat_format(model, tokenizer, format="chatml", resize_to_multiple_of=N
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = (
-        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\\\n' + message['content'] + '<|im_end|>' +"
-        " '\\\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\\\n' }}{% endif %}"
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\\\n' + message['content']"
+        " + '<|im_end|>' + '\\\\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\\\n' }}{% endif %}"
     )
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     for config in (model.config, model.generation_config):
