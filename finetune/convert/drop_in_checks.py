@@ -95,7 +95,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
         NotVerified: they differ.
     """
     try:
-        traces = trace_notebook([one for one in original.statements if not is_dead(one.node)])
+        traces = trace_notebook(code.without_secret_services([s for s in original.statements if not is_dead(s.node)]))
         traces += trace_notebook(_statements(script))
         half = len(traces) // 2
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
@@ -129,14 +129,17 @@ def _statements(script: str) -> list[Statement]:
 def _compare(mine: Trace, theirs: Trace) -> None:
     one, two = _key_events(mine), _key_events(theirs)
     for kind in ("load", "trainer", "train"):
-        if not one.get(kind):
+        if kind not in one:
             raise _NotComparable(f"the notebook does not reach {kind} ({_first(mine['failed'].values())})")
-        if not two.get(kind):
+        if kind not in two:
             raise NotVerified("V5", f"the script does not reach {kind} ({_first(theirs['failed'].values())})")
-    for kind in ("load", "kbit", "adapt", "responses", "train", "dataset"):
+    for kind in ("load", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
         if one.get(kind) != two.get(kind):
             raise NotVerified("V5", f"{kind} differs: notebook {one.get(kind)}; script {two.get(kind)}"[:600])
-    _compare_arguments(described(mine).config, described(theirs).config)
+    old, new = described(mine), described(theirs)
+    _compare_arguments(old.config, new.config)
+    if str(old.adapter) != str(new.adapter):
+        raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
 
 
 def _first(reasons: Iterable[str]) -> str:
@@ -152,6 +155,10 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
             owner, args, kwargs = detail
             pairs = sorted((pair for pair in kwargs.get("dict", []) if pair[0] not in _LOADER), key=str)
             detail = [owner, args, pairs]
+        if kind == "trainer":
+            detail = {
+                name: value for name, value in detail.items() if name in ("peft_config", "callbacks", "optimizers")
+            }
         found.setdefault(kind, []).append(detail)
         if kind == "train":
             break

@@ -6,12 +6,12 @@ import ast
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.config.sft_fields import sft_fields
 from finetune.convert.names import Program, effects, free_names, root, target_names, written_path
 from finetune.convert.plan import EXPORTS, MODEL_FLAGS
-from finetune.convert.read import Refusal
+from finetune.convert.read import Refusal, Statement
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
 ORDINARY_SAVES = ("save_pretrained", "save_model", "save_state")
@@ -269,7 +269,6 @@ class Arguments:
 # --- statements -------------------------------------------------------------------------------------------------------
 
 _SECRETS = re.compile(r"(google\.colab\.userdata\.get|kaggle_secrets\..*get_secret|.*\.get_secret)$")
-_ASKED = ("getpass.getpass", "getpass", "input")
 _PROVIDED = frozenset("SFTTrainer SFTConfig DataCollatorForCompletionOnlyLM setup_chat_format".split())
 _RUNS_TEXT = ("globals", "exec", "eval", "compile", "__import__")
 
@@ -357,9 +356,9 @@ class Rewriter(ast.NodeTransformer):
         last = name.rsplit(".", 1)[-1] or getattr(node.func, "attr", "")
         if name in _RUNS_TEXT:
             raise self.refuse(f"`{ast.unparse(node)[:60]}` uses names that only exist at run time; write them directly")
-        if _SECRETS.match(name or ast.unparse(node.func)) and node.args:
+        if (variable := _secret(self.program, node)) is not None:
             self.reasons.append("secrets come from environment variables")
-            return ast.parse(f"os.environ.get({ast.unparse(node.args[0])})", mode="eval").body
+            return variable
         self.generic_visit(node)
         if last in ("SFTTrainer", *CONFIGS):
             node.func = ast.Name("SFTTrainer" if last == "SFTTrainer" else "SFTConfig", ast.Load())
@@ -407,6 +406,33 @@ class Rewriter(ast.NodeTransformer):
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         return node
+
+
+def _secret(program: Program, node: ast.Call) -> ast.expr | None:
+    """The environment variable that replaces the secret of a hosted service."""
+    if not (_SECRETS.match(program.dotted(node.func) or ast.unparse(node.func)) and node.args):
+        return None
+    return ast.parse(f"os.environ.get({ast.unparse(node.args[0])})", mode="eval").body
+
+
+class _Variables(ast.NodeTransformer):
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        variable = _secret(self.program, node)
+        return self.generic_visit(node) if variable is None else variable
+
+
+def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
+    """The statements with environment variables for the secrets of hosted services, as the script has them."""
+    program = Program(statements)
+    found = [Statement(id=-1, cell=0, line=1, node=ast.parse("import os").body[0], source="import os")]
+    for statement in statements:
+        new = ast.fix_missing_locations(_Variables(program).visit(copy.deepcopy(statement.node)))
+        same = ast.dump(new) == ast.dump(statement.node)
+        found.append(statement if same else replace(statement, node=new, source=ast.unparse(new)))
+    return found
 
 
 def calls(node: ast.AST) -> list[ast.Call]:
