@@ -16,6 +16,7 @@ from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_lin
 from finetune.runtime.options import Options, path
 
 REFUSED = 3
+FORMS = ("auto", "settings", "drop-in")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ def own_options() -> Options:
     """The options of `finetune convert`."""
     found = Options(
         "convert",
-        "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, NAME.yaml and"
-        " NAME.report.json.",
+        "Convert an Unsloth or TRL notebook into a script for any number of GPUs: NAME.py, NAME.report.json and, in the"
+        " settings form, NAME.yaml.",
         notes="Exit code 0: written, 1: verification failed, 2: bad input, 3: refused, with the reason. Needs ruff: pip"
         " install 'finetune[convert]'.",
         configuration=False,
@@ -61,6 +62,12 @@ def own_options() -> Options:
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
     found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's inference code")
+    found.add(
+        "--form",
+        str,
+        "FORM",
+        "auto (default): a script with a settings file, else a drop-in script; settings or drop-in: only that form",
+    )
     found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
@@ -68,12 +75,16 @@ def own_options() -> Options:
 def _run(options: argparse.Namespace) -> int:
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
+    if options.form not in (None, *FORMS):
+        raise UserError(f"--form is unknown: {options.form}. Choose one of {', '.join(FORMS)}.")
+    if options.form == "drop-in" and options.keep_inference:
+        raise UserError("--keep-inference needs the settings form: --form drop-in. Remove one of them.")
     from finetune.convert.emit import ruff
 
     ruff()  # without it nothing can be written, so fail before the notebook's code runs
     if options.check is not None:
         return _check(options)
-    outcome = convert(options.notebook, keep_inference=options.keep_inference)
+    outcome = convert(options.notebook, keep_inference=options.keep_inference, form=options.form or "auto")
     files: list[Path] = []
     if outcome.conversion is not None:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
@@ -83,8 +94,12 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
-    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions."""
+def convert(path: Path, *, keep_inference: bool = False, form: str = "auto") -> Outcome:
+    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions.
+
+    Args:
+        form: `settings`, `drop-in`, or `auto` for the first of the two that succeeds.
+    """
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
     from finetune.redact import redact
@@ -98,7 +113,7 @@ def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
         )
 
     try:
-        return outcome("converted", DONE, conversion=_verified(path, keep_inference))
+        return outcome("converted", DONE, conversion=_in_form(path, keep_inference, form))
     except Refusal as refusal:
         return outcome("refused", REFUSED, code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
@@ -109,17 +124,79 @@ def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
         return outcome("bad input", BAD_INPUT, reason=str(error))
 
 
+def _in_form(path: Path, keep_inference: bool, form: str) -> Any:
+    """The verified conversion in this form. With `auto`, an error names the reasons against both forms."""
+    from finetune.convert.read import Refusal
+    from finetune.convert.verify import NotVerified
+
+    if form == "drop-in":
+        return _drop_in(path, "--form drop-in")
+    try:
+        return _verified(path, keep_inference)
+    except (Refusal, NotVerified) as error:
+        if form == "settings":
+            raise
+        first = error
+    try:
+        return _drop_in(path, f"the settings form is refused: {first}")
+    except (Refusal, NotVerified, RunError) as second:
+        other = getattr(second, "reason", str(second))
+        if other == first.reason:
+            raise first from None
+        first.reason = f"{first.reason}. As a drop-in script: {other}"
+        raise first from None
+
+
+def _drop_in(path: Path, why: str) -> Any:
+    """The verified drop-in script."""
+    from finetune.convert.drop_in_checks import verify_drop_in
+
+    notebook, conversion = drop_in_steps(path, why)
+    original, _ = _without_secrets(path)
+    checks, traces = verify_drop_in(notebook, conversion, original)
+    return _finish(conversion, drop_in_steps(path, why)[1], checks, traces)
+
+
+def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
+    """Read, classify and write the drop-in script. Returns the notebook and the unverified conversion."""
+    from finetune.convert.classify import refuse_by_kind
+    from finetune.convert.drop_in_script import convert_to_drop_in
+    from finetune.convert.names import Program
+    from finetune.convert.plan import live_statements
+
+    notebook, notes = _without_secrets(path)
+    program = Program(live_statements(notebook))
+    refuse_by_kind(notebook, program)
+    return notebook, convert_to_drop_in(notebook, program, notes, why)
+
+
+def _without_secrets(path: Path) -> tuple[Any, list[str]]:
+    """The notebook without secrets, and notes on what was removed."""
+    from finetune.convert.read import read
+    from finetune.convert.secrets import remove_secrets
+
+    notebook = read(path)
+    return notebook, remove_secrets(notebook)
+
+
+def _finish(conversion: Any, again: Any, checks: dict[str, str], traces: Any) -> Any:
+    """The conversion with its verification in the report: `checks`, V6 and the sandbox."""
+    from finetune.convert.verify import NotVerified
+
+    if again != conversion:
+        raise NotVerified("V6", "a second conversion differs from the first")
+    _report_sandbox(conversion.report, traces)
+    conversion.report["verification"] = checks | {"V6": "passed"}
+    return conversion
+
+
 def _verified(path: Path, keep_inference: bool) -> Any:
-    from finetune.convert.verify import NotVerified, verify
+    from finetune.convert.verify import CHECKS, verify
 
     notebook, plan, traces, conversion = steps(path, keep_inference=keep_inference)
     verify(notebook, plan, conversion, traces)
     *_, again = steps(path, keep_inference=keep_inference, traces=traces)
-    if again != conversion:
-        raise NotVerified("V6", "a second conversion differs from the first")
-    _report_sandbox(conversion.report, traces)
-    conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
-    return conversion
+    return _finish(conversion, again, dict.fromkeys(CHECKS, "passed"), traces)
 
 
 def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
@@ -160,9 +237,10 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
     texts = {
         f"{conversion.name}.py": conversion.script,
-        f"{conversion.name}.yaml": conversion.config,
         f"{conversion.name}.report.json": report,
     }
+    if conversion.config:
+        texts[f"{conversion.name}.yaml"] = conversion.config
     if conversion.infer:
         texts[f"{conversion.name}_infer.py"] = conversion.infer
     if folder.exists() and not folder.is_dir():
@@ -186,13 +264,20 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     return [folder / name for name in texts]
 
 
+def _passed(report: dict[str, Any]) -> str:
+    return ", ".join(name for name, outcome in report["verification"].items() if outcome == "passed")
+
+
 def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     if outcome.result == "converted":
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])
         print_line(
-            f"{outcome.notebook}: converted, V1 to V6 passed; {kept} of {len(report['statements'])} statements kept",
+            f"{outcome.notebook}: converted in the {report['form']} form, {_passed(report)} passed;"
+            f" {kept} of {len(report['statements'])} statements kept",
         )
+        if "why_this_form" in report:
+            print_line(f"  form: {report['why_this_form']}")
         for path in files:
             print_line(f"  {str(path)}")
         for note in report["notes"]:

@@ -467,8 +467,9 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
         "sha256": notebook.sha256,
         "converter": __version__,
         "outcome": "converted",
+        "form": "settings",
         "notes": [scrub(note) for note in dict.fromkeys([*notes, *plan.notes, *settings.notes, *_not_installed(plan)])],
-        "requirements": _requirements(notebook),
+        "requirements": requirements(notebook),
         "statements": statements,
         "not_python": shells,
     }
@@ -488,7 +489,7 @@ def _head(source: str) -> str:
     return source.strip()[:200]
 
 
-def _requirements(notebook: Notebook) -> list[str]:
+def requirements(notebook: Notebook) -> list[str]:
     """Package versions pinned by the notebook's installation."""
     found = set()
     for shell in notebook.shells:

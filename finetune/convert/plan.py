@@ -1537,3 +1537,17 @@ def _not_run(plan: Plan, traces: list[Trace]) -> None:
                     f" {statement.head[:80]}",
                     statement.cell,
                 )
+
+
+# --- for the drop-in form (drop_in_form.py), which decides on statements by the same rules ----------------------------
+
+accounts = _ACCOUNTS
+environment_key = _environment_key
+installs = _installs
+leaves = _leaves
+names_of_scratch = _names_of_scratch
+note_hosted_paths = _note_hosted_paths
+only_looks = _only_looks
+placeholder = _PLACEHOLDER
+refuse_dependence = _refuse_dependence
+refuse_shells = _shells

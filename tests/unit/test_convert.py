@@ -490,7 +490,7 @@ def test_a_function_gives_way_only_where_nothing_else_changes(notebook: Callable
         'def load():\n    name = "acme/tiny"\n    return AutoModelForCausalLM.from_pretrained(name)\nmodel = load()\ndataset = rows()\ntokenizer = None',
         HUB_TRAINER,
     ]
-    outcome = convert(notebook(*cells))
+    outcome = convert(notebook(*cells), form="settings")
     assert (outcome.result, outcome.code) == ("refused", "R4")
 
 
@@ -674,7 +674,7 @@ def test_refusals_say_code_and_reason_and_write_nothing(
         cells.insert(0, "%%writefile helper.py\ndef f(*a):\n    return a\n")
     path = notebook(*cells)
     out, result = tmp_path / "out", tmp_path / "result.json"
-    assert main([str(path), "--out", str(out), "--json", str(result)]) == 3
+    assert main([str(path), "--out", str(out), "--json", str(result), "--form", "settings"]) == 3
     assert not out.exists()
     found = json.loads(result.read_text())
     assert found["code"] == code and len(found["reason"]) > 15
@@ -700,7 +700,7 @@ REASONS = {
 @pytest.mark.parametrize("case", REASONS)
 def test_reasons_say_what_was_found_and_what_to_do(case: str, notebook: Callable[..., Path]) -> None:
     cells, code, wanted = REASONS[case]
-    outcome = convert(notebook(*cells))
+    outcome = convert(notebook(*cells), form="settings")
     assert (outcome.result, outcome.code) == ("refused", code), outcome
     assert outcome.cell is not None and all(word in outcome.reason for word in wanted), outcome.reason
 
@@ -869,14 +869,15 @@ def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, 
 def test_what_does_not_end_is_refused_before_and_dropped_after_the_training(
     loop: str, notebook: Callable[..., Path]
 ) -> None:
-    before, after = convert(notebook(*with_cells(extra=loop))), convert(notebook(*with_cells(after=loop)))
+    before = convert(notebook(*with_cells(extra=loop)), form="settings")
+    after = convert(notebook(*with_cells(after=loop)))
     assert (before.result, before.code) == ("refused", "R4")
     assert after.result == "converted"
 
 
 @pytest.mark.process
 def test_one_operation_that_does_not_end_is_refused(notebook: Callable[..., Path]) -> None:
-    outcome = convert(notebook(*with_cells(extra="x = 9**9**9")))
+    outcome = convert(notebook(*with_cells(extra="x = 9**9**9")), form="settings")
     assert (outcome.result, outcome.code) == ("refused", "R4") and "does not finish" in (outcome.reason or "")
 
 
@@ -960,7 +961,7 @@ def test_a_script_that_fails_is_not_written(
 
     monkeypatch.setattr(emit, "_ending", lambda plan, hook: ["return None"])
     path = notebook(*with_cells())
-    assert main([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert main([str(path), "--out", str(tmp_path / "out"), "--form", "settings"]) == 1
     assert "V5" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

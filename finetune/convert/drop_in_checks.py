@@ -1,0 +1,177 @@
+"""The checks of a drop-in script, before it is written: V1 to V3, and V5 if both sides run under the stubs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from finetune.convert import drop_in_code as code
+from finetune.convert.drop_in_code import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
+from finetune.convert.emit import Conversion
+from finetune.convert.plan import EXPORTS
+from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.settings import described
+from finetune.convert.trace import Trace, trace_notebook
+from finetune.convert.verify import NotVerified, names_are_defined, parses
+
+
+def verify_drop_in(
+    notebook: Notebook, conversion: Conversion, original: Notebook
+) -> tuple[dict[str, str], list[Trace]]:
+    """Check a drop-in script.
+
+    Args:
+        original: the notebook as it was read, before anything was rewritten.
+
+    Returns:
+        The outcome of each check for the report, and the traces.
+
+    Raises:
+        NotVerified: at the first check that fails.
+    """
+    no_plan: Any = None  # neither check uses it
+    parses(notebook, no_plan, conversion, [])
+    names_are_defined(notebook, no_plan, conversion, [])
+    safe_on_ranks(conversion.script)
+    if len(conversion.report["statements"]) != len(notebook.statements):
+        raise NotVerified("V3", "a statement of the notebook is not in the report")
+    outcome, traces = trains_the_same(original, conversion.script)
+    return {"V1": "passed", "V2": "passed", "V3": "passed", "V5": outcome}, traces
+
+
+def safe_on_ranks(script: str) -> None:
+    """V3: nothing in the script misbehaves on several ranks. Raises NotVerified."""
+    tree = ast.parse(script)
+    guarded = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK)
+        for inner in ast.walk(node)
+    }
+    trains = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
+            raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
+            raise NotVerified("V3", f"line {node.lineno}: a device is hard-coded ({node.value})")
+        if not isinstance(node, ast.Call):
+            continue
+        name, last = ast.unparse(node.func), code.method(node)
+        trains += last == "train" and "model" not in name.lower()
+        if last.startswith("push_to_hub"):
+            raise NotVerified("V3", f"line {node.lineno}: {last} is called")
+        if code.saves(node) and node not in guarded and last not in ("save_model", "save_state") and _is_save(node):
+            raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
+        if last in ("save_model", "save_state") and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
+        if last == "wait_for_everyone" and node in guarded:
+            raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
+    if trains != 1:
+        raise NotVerified("V3", f"train() is called {trains} times")
+
+
+def _is_save(node: ast.Call) -> bool:
+    """Whether this very call saves, not one inside it; merging changes only memory."""
+    last = code.method(node)
+    return last != "merge_and_unload" and (
+        last in {*EXPORTS, *code.ORDINARY_SAVES} or ast.unparse(node.func) == "torch.save"
+    )
+
+
+# --- V5 ---------------------------------------------------------------------------------------------------------------
+
+_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token"})
+
+
+def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
+    """V5: under the recording stubs, script and notebook load, adapt and train the same.
+
+    Returns:
+        "passed", or why the two cannot be compared; and the traces.
+
+    Raises:
+        NotVerified: they differ.
+    """
+    try:
+        traces = trace_notebook(code.without_secret_services([s for s in original.statements if not is_dead(s.node)]))
+        traces += trace_notebook(_statements(script))
+        half = len(traces) // 2
+        for mine, theirs in zip(traces[:half], traces[half:], strict=True):
+            _compare(mine, theirs)
+    except Refusal as refusal:
+        return f"not comparable: {refusal.reason}", []
+    except _NotComparable as error:
+        return f"not comparable: {error}", traces
+    return "passed", traces
+
+
+class _NotComparable(Exception):
+    """A side does not reach the training under the stubs."""
+
+
+def _statements(script: str) -> list[Statement]:
+    """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
+    tree = ast.parse(script)
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    seeded = len(main.body) > 1 and re.fullmatch(r"set_seed\(\d+\)", ast.unparse(main.body[0]))
+    # Without the seed that the converter adds: under the stubs, whatever is random depends on its seed.
+    nodes = [node for node in tree.body[1:-1] if node is not main] + main.body[1 if seeded else 0 :]
+    found = []
+    for number, node in enumerate(nodes):
+        source = re.sub(r"^(\s*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
+        source = re.sub(r"^from finetune import", "from trl import", source)
+        found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
+    return found
+
+
+def _compare(mine: Trace, theirs: Trace) -> None:
+    one, two = _key_events(mine), _key_events(theirs)
+    for kind in ("load", "trainer", "train"):
+        if kind not in one:
+            raise _NotComparable(f"the notebook does not reach {kind} ({_first(mine['failed'].values())})")
+        if kind not in two:
+            raise NotVerified("V5", f"the script does not reach {kind} ({_first(theirs['failed'].values())})")
+    for kind in ("load", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
+        if one.get(kind) != two.get(kind):
+            raise NotVerified("V5", f"{kind} differs: notebook {one.get(kind)}; script {two.get(kind)}"[:600])
+    old, new = described(mine), described(theirs)
+    _compare_arguments(old.config, new.config)
+    if str(old.adapter) != str(new.adapter):
+        raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
+
+
+def _first(reasons: Iterable[str]) -> str:
+    return next(iter(reasons), "no call was recorded")
+
+
+def _key_events(trace: Trace) -> dict[str, list[Any]]:
+    """What each call up to the training was given, without what every rank chooses for itself."""
+    found: dict[str, list[Any]] = {}
+    for item in trace["events"]:
+        kind, detail = item["kind"], item["detail"]
+        if kind == "load":
+            owner, args, kwargs = detail
+            pairs = sorted((pair for pair in kwargs.get("dict", []) if pair[0] not in _LOADER), key=str)
+            detail = [owner, args, pairs]
+        if kind == "trainer":
+            detail = {
+                name: value for name, value in detail.items() if name in ("peft_config", "callbacks", "optimizers")
+            }
+        found.setdefault(kind, []).append(detail)
+        if kind == "train":
+            break
+    return found
+
+
+def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Each argument of the notebook's is in the script, unless its change is listed; others are known defaults."""
+    ratio = mine.get("warmup_ratio")
+    if ratio is not None and not mine.get("warmup_steps"):
+        mine = {**mine, "warmup_steps": ratio}
+    for name in sorted(mine.keys() | theirs.keys()):
+        old, new = mine.get(name), theirs.get(name)
+        allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
+        if str(old) != str(new) and not allowed and not (name == "max_length" and old is None):
+            raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

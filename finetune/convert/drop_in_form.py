@@ -1,0 +1,506 @@
+"""The second form of a conversion: a drop-in script, the notebook's own code made safe for any number of ranks.
+
+For text notebooks with one SFTTrainer that do not fit the form with settings and hooks. Every statement stays, in the
+notebook's order, unless it is known to do nothing for the training: display, installation, accounts, inference.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.convert import drop_in_code as code
+from finetune.convert import plan as rules
+from finetune.convert.drop_in_code import Rewritten
+from finetune.convert.drop_in_parts import PARTS
+from finetune.convert.emit import is_import
+from finetune.convert.names import MUTATORS, Program, free_names, root, target_names
+from finetune.convert.plan import NO_ENVIRONMENT, Plan
+from finetune.convert.read import Notebook, Refusal, Statement
+
+TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """What becomes of a statement: kept or rewritten in a part of the script, or dropped."""
+
+    outcome: str
+    where: str = ""
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class Form:
+    """The decisions on a notebook, by the place of each statement."""
+
+    notebook: Notebook
+    program: Program
+    plan: Plan  # the names of model, tokenizer and trainer, as the rules of the other form read them
+    train: int
+    unsloth: bool
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    rewritten: dict[int, Rewritten] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def kept(self, where: str) -> list[int]:
+        return [place for place, one in sorted(self.decisions.items()) if one.where == where]
+
+
+def decide(notebook: Notebook, program: Program) -> Form:
+    """Decide on every statement but the imports.
+
+    Raises:
+        Refusal: R0, R2 or R4, for what cannot run on several ranks.
+    """
+    unsloth = any(dotted.split(".")[0] == "unsloth" for dotted in program.imports.values())
+    form = Form(notebook=notebook, program=program, plan=Plan(program=program), train=_train(program), unsloth=unsloth)
+    _roles(form)
+    _refuse_unsupported(form)
+    _refuse_generated(form)
+    _before(form)
+    _after(form)
+    return form
+
+
+# --- what the notebook does -------------------------------------------------------------------------------------------
+
+
+def _train(program: Program) -> int:
+    """The place of the statement that trains: it calls train(), or a function that does."""
+    inside = {
+        node.name
+        for node in (statement.node for statement in program.statements)
+        if isinstance(node, ast.FunctionDef) and _trains(node)
+    }
+    for place, statement in enumerate(program.statements):
+        node = statement.node
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)} & inside
+        if not (_trains(node) or called):
+            continue
+        if any(isinstance(one, ast.For | ast.While) and (_trains(one) or called) for one in ast.walk(node)):
+            raise Refusal(
+                "R2", "the notebook trains in a loop; start the script once per value instead", statement.cell
+            )
+        return place
+    raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
+
+
+def _trains(node: ast.AST) -> bool:
+    return any(
+        code.method(call) == "train" and "model" not in ast.unparse(call.func.value).lower()  # type: ignore[attr-defined]
+        for call in code.calls(node)
+    )
+
+
+def _roles(form: Form) -> None:
+    """The names of models, tokenizers and trainers, wherever they are bound."""
+    plan, program = form.plan, form.program
+    for statement in program.statements:
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                _bound_role(form, list(target_names(node.targets[0])), node.value)
+            if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
+                _given_roles(plan, node)
+    plan.key["train"] = plan.key["trainer"] = form.train
+    rules.names_of_scratch(plan)
+
+
+def _bound_role(form: Form, names: list[str], call: ast.Call) -> None:
+    plan, name = form.plan, form.program.dotted(call.func)
+    last = name.rsplit(".", 1)[-1] or code.method(call)
+    if last in ("SFTTrainer", "train_on_responses_only"):
+        plan.trainers.update(names)
+    elif last in ("from_pretrained", "setup_chat_format") and len(names) == 2:
+        plan.models.add(names[0])
+        plan.tokenizers.append(names[1])
+    elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or (
+        last == "from_pretrained" and re.search(r"Model\w*\.from_pretrained$", name)
+    ):
+        plan.models.update(names)
+    elif last == "get_chat_template" or re.search(r"(Tokenizer\w*|AutoProcessor)\.from_pretrained$", name):
+        plan.tokenizers += names
+
+
+def _given_roles(plan: Plan, call: ast.Call) -> None:
+    given = {item.arg: item.value for item in call.keywords}
+    model = call.args[0] if call.args else given.get("model")
+    tokenizer = given.get("processing_class", given.get("tokenizer"))
+    if isinstance(model, ast.Name):
+        plan.models.add(model.id)
+    if isinstance(tokenizer, ast.Name):
+        plan.tokenizers.append(tokenizer.id)
+
+
+_UNSAFE = {
+    "torch.nn.DataParallel": "remove it: the launcher starts one process per GPU",
+    "torch.nn.parallel.DistributedDataParallel": "remove it: the trainer wraps the model",
+    "torch.distributed.init_process_group": "remove it: the trainer connects the processes",
+    "accelerate.notebook_launcher": "call the function directly: the launcher starts the processes",
+    "unsloth.dataprep.SyntheticDataKit": "run it once, and load the rows that it wrote from a file",
+    "torch.compile": "pass torch_compile=True to SFTConfig instead",
+    "sys.path.append": "install the modules of the repository as a package, or copy the code into a cell",
+    "sys.path.insert": "install the modules of the repository as a package, or copy the code into a cell",
+    "os.chdir": "start the script in that folder, and remove it",
+}
+
+
+_LATE = re.compile(r"\.(args\.\w+|data_collator|compute_loss|optimizer|lr_scheduler)\s*=[^=]")
+
+
+def _refuse_unsupported(form: Form) -> None:
+    text = "\n".join(ast.unparse(statement.node) for statement in form.program.statements)
+    quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
+    if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
+        raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
+    _refuse_repeated(form)
+    for place, statement in enumerate(form.program.statements):
+        head = statement.head[:80]
+        late = (
+            isinstance(statement.node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(statement.node))
+        )
+        if late and root(statement.node.targets[0]) in form.plan.trainers:  # type: ignore[attr-defined]
+            raise Refusal(
+                "R4", f"the trainer is changed after it is created (`{head}`); pass it as an argument", statement.cell
+            )
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                raise Refusal(
+                    "R4", f"`{statement.head[:60]}` imports every name; import the names used", statement.cell
+                )
+            if isinstance(node, ast.ImportFrom) and node.level:
+                raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
+            if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
+                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+
+
+def _refuse_repeated(form: Form) -> None:
+    """Refuse two calls of get_peft_model in a row: the second one fails, or adapts an adapted model."""
+    found: dict[str, int] = {}
+    for statement in form.program.statements[: form.train]:
+        node = statement.node
+        call = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+        if call is None or form.program.dotted(call.func).rsplit(".", 1)[-1] != "get_peft_model" or not call.args:
+            if call is not None and form.program.dotted(call.func).endswith("from_pretrained"):
+                found = {key: cell for key, cell in found.items() if key not in code.binds(node)}
+            continue
+        name = ast.unparse(call.args[0])
+        if name in found:
+            cells = f"cells {found[name]}, {statement.cell}"
+            raise Refusal("R2", f"get_peft_model() is called twice ({cells}); keep one call", statement.cell)
+        found |= {one: statement.cell for one in code.binds(node)}
+
+
+@functools.cache
+def _trl_source() -> str:
+    spec = importlib.util.find_spec("trl")
+    return Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+
+
+def _gone(node: ast.ImportFrom) -> str | None:
+    """A name that TRL had once. `PARTS` has some of them."""
+    if (node.module or "") not in ("trl", "trl.trainer") or not _trl_source():
+        return None
+    names = [alias.name for alias in node.names if alias.name not in PARTS]
+    return next((name for name in names if not re.search(rf"\b{re.escape(name)}\b", _trl_source())), None)
+
+
+def _refuse_generated(form: Form) -> None:
+    """Refuse rows that the model or the trainer generates: each rank would generate others."""
+    expressions = [
+        item.value
+        for statement in form.program.statements[: form.train + 1]
+        for call in code.calls(statement.node)
+        if form.program.dotted(call.func).endswith("SFTTrainer")
+        for item in call.keywords
+        if item.arg in ("train_dataset", "eval_dataset", "formatting_func")
+    ]
+    names = {name for one in expressions for name in free_names(one)}
+    stop = frozenset(form.plan.models | form.plan.trainers | set(form.plan.tokenizers))
+    places, _ = form.program.slice(names - stop, form.train, stop)
+    for place in sorted(places):
+        statement = form.program.statements[place]
+        text = ast.unparse(statement.node)
+        if code.reads(statement.node) & form.plan.models and re.search(r"\.generate\(|\bpipeline\(", text):
+            reason = "the rows are generated by the model; generate them once and load them from a file"
+            raise Refusal("R4", reason, statement.cell)
+
+
+def refuse_outside(form: Form) -> None:
+    """Refuse kept statements that need processes, services, other models or files of shell commands."""
+    before = {place for place in form.kept(MAIN) if place <= form.train}
+    rules.refuse_dependence(form.plan, before - _loaders(form), "the statements before training")
+    for place in before:
+        statement = form.program.statements[place]
+        for call in code.calls(statement.node):
+            name = form.program.dotted(call.func)
+            if name in _UNSAFE:
+                raise Refusal("R4", f"`{name}` cannot run on several ranks; {_UNSAFE[name]}", statement.cell)
+    form.plan.hooks["dataset"] = sorted(before.union(form.kept(TOP)))
+    for place, one in form.decisions.items():
+        form.plan.dispositions[place] = rules.Disposition(what=one.outcome)
+    rules.refuse_shells(form.plan, form.notebook)
+    rules.note_hosted_paths(form.plan, before)
+
+
+def _loaders(form: Form) -> set[int]:
+    """Statements that load or train the model of the trainer, with the functions that they call."""
+    program, nodes = form.program, [statement.node for statement in form.program.statements]
+    trained: set[str] = set()
+    for call in (call for node in nodes for call in code.calls(node)):
+        if program.dotted(call.func).endswith("SFTTrainer"):
+            given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            trained |= {one.id for one in given if isinstance(one, ast.Name)}
+    made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]
+    while True:  # `model = get_peft_model(base, ...)`: the base too
+        sources = {
+            one.id
+            for node in made
+            if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
+            for one in node.value.args[:1]
+            if isinstance(one, ast.Name) and one.id in form.plan.models
+        }
+        if sources <= trained:
+            break
+        trained |= sources
+    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & trained}
+    called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
+    return found | {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called}
+
+
+# --- decisions before training ----------------------------------------------------------------------------------------
+
+_MOVES = frozenset("to cuda eval train for_training for_inference".split())
+_DTYPE = re.compile(r"dtype|float|half")
+_LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
+_PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
+_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\bpipeline\(|pipe\w*\(")
+_STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
+
+
+def _before(form: Form) -> None:
+    """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
+    the like, is dropped."""
+    reasons = {place: _droppable(form, place) for place in range(form.train + 1)}
+    kept = {place for place, why in reasons.items() if why is None}
+    nodes = [statement.node for statement in form.program.statements]
+    while True:
+        live = {name for place in kept for name in code.reads(nodes[place])}
+        more = {place for place in reasons.keys() - kept if _needed(form, place, str(reasons[place]), live)}
+        if not more:
+            break
+        kept |= more
+    for place, why in reasons.items():
+        if place in kept:
+            form.decisions[place] = Decision(outcome="kept", where=MAIN)
+        else:
+            form.decisions[place] = Decision(outcome="dropped", reason=str(why))
+            _note_dropped(form, place, str(why))
+    for place in kept:
+        if (name := rules.environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
+            form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
+
+
+_NEVER = ("installation", "each rank has its own device", "the launcher", "the trainer sets", "saved before")
+
+
+def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
+    """Whether a kept statement needs what a droppable one does."""
+    node, e = form.program.statements[place].node, form.program.effects[place]
+    if is_import(node) or why.startswith(_NEVER):
+        return False
+    bound = (e.binds | e.may_bind) - code.own_targets(node)
+    if why in ("inference", "account or service"):
+        return bool(bound & live)
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    own = call is not None and root(call.func) not in form.program.imports
+    if call is not None and own and code.method(call) and code.method(call) not in MUTATORS:
+        return False  # a display of an object's, which stays as it is
+    return bool((bound | e.changes) & live)
+
+
+def _droppable(form: Form, place: int) -> str | None:
+    """Why a statement may be left out if nothing needs it; None if it must stay."""
+    statement = form.program.statements[place]
+    node = statement.node
+    if is_import(node):
+        return "unused import"
+    if place == form.train or sets_up(form, node):
+        return None
+    for rule in (_installation, _environment, _account, _device, _saving_early, _showing):
+        if (why := rule(form, statement)) is not None:
+            return why
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return "unused definition"
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(
+        getattr(node, "targets", [getattr(node, "target", None)])[0], ast.Name | ast.Tuple
+    ):
+        return "unused value" if rules.leaves(form.plan, node) else None
+    return None
+
+
+def sets_up(form: Form, node: ast.stmt) -> bool:
+    """Whether it loads, adapts or configures what is trained."""
+    words = ("SFTTrainer", "train_on_responses_only", "get_peft_model", "setup_chat_format", "add_callback")
+    names = {form.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    return bool(names & set(words)) or bool(names & {"from_pretrained"} and code.binds(node) & form.plan.models)
+
+
+def _installation(form: Form, statement: Statement) -> str | None:
+    text = ast.unparse(statement.node)
+    if rules.installs(form.plan, form.notebook, statement):
+        return "installation"
+    plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
+    if not (plain and runs):
+        return None
+    commands = [command for command in map(_command, code.calls(statement.node)) if command is not None]
+    only_pip = "ensurepip" in text or "pip.main" in text
+    if commands or only_pip:
+        parts = [part for command in commands for part in re.split(r"&&|;|\|\|?", command) if part.strip()]
+        if all(_PIP.search(part) for part in parts):
+            return "installation"
+    return None
+
+
+def _command(call: ast.Call) -> str | None:
+    """The words of a command that a call starts, as far as they are literals; None if it starts none."""
+    if not re.search(r"(^|\.)(run|call|check_call|check_output|Popen|getoutput|system|popen)$", ast.unparse(call.func)):
+        return None
+    words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
+    return " ".join(str(word) for word in words)
+
+
+def _environment(form: Form, statement: Statement) -> str | None:
+    name = rules.environment_key(statement.node)
+    if name is None:
+        return None
+    if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
+        reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
+        return reason if reason.startswith("the launcher") else f"account or service: {reason}"
+    return None
+
+
+def _account(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    names = [form.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
+    if any(rules.accounts.match(name) or _LOGIN.search(name) for name in names):
+        return "account or service"
+    return None
+
+
+def _device(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    call = node.value if isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call) else None
+    if isinstance(node, ast.If) and not node.orelse and node.body:
+        inner = [_device(form, Statement(id=0, cell=0, line=0, node=one, source="")) for one in node.body]
+        return inner[0] if all(inner) else None
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in rules.MODEL_FLAGS:
+        return "each rank has its own device"
+    if call is None:
+        return None
+    name, last = form.program.dotted(call.func), code.method(call)
+    own = root(call.func) in form.plan.models or any(root(one) in form.plan.models for one in call.args)
+    if name == "torch.cuda.set_device":
+        return "each rank has its own device"
+    if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
+        return "the trainer sets up the model on each rank"
+    arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
+    if own and last in _MOVES and not _DTYPE.search(arguments):
+        return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
+    return None
+
+
+def _saving_early(form: Form, statement: Statement) -> str | None:
+    node = statement.node
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        roles = form.plan.models | form.plan.trainers | set(form.plan.tokenizers)
+        of_role = root(node.value.func) in roles and code.saves(node)
+        if of_role or code.is_push(form.program, node.value):
+            return "saved before training; do this once, outside the script"
+    return None
+
+
+def _showing(form: Form, statement: Statement) -> str | None:
+    node, text = statement.node, ast.unparse(statement.node)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return None
+    if isinstance(node, ast.Expr) and not code.calls(node):
+        return "display"
+    if code.writes_files(form.program, node):
+        return None
+    if _INFERENCE.search(text) and not re.search(r"\.(map|filter)\(", text):
+        return "inference"
+    if _STATISTICS.search(text) and rules.leaves(form.plan, node):
+        return "memory and time statistics"
+    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text):
+        return None
+    return "display or check" if rules.only_looks(form.plan, node) else None
+
+
+def _note_dropped(form: Form, place: int, why: str) -> None:
+    statement = form.program.statements[place]
+    if why.startswith(("saved before", "account")) and not is_import(statement.node):
+        form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+
+
+# --- decisions after training -----------------------------------------------------------------------------------------
+
+
+def _after(form: Form) -> None:
+    """Keep what saves or exports after training, and what that needs."""
+    program = form.program
+    places = range(form.train + 1, len(program.statements))
+    kept: set[int] = set()
+    live: set[str] = set()
+    for place in reversed(places):
+        node, e = program.statements[place].node, program.effects[place]
+        made = (e.binds | e.may_bind) - code.own_targets(node)
+        if is_import(node):
+            continue
+        if _is_export(form, place) or made & live or (e.changes & live and _droppable(form, place) is None):
+            kept.add(place)
+            live |= code.reads(node)
+    _keep_earlier(form, live)
+    for place in places:
+        statement = program.statements[place]
+        if place in kept and not is_import(statement.node):
+            form.decisions[place] = Decision(outcome="kept", where=AFTER)
+            continue
+        why = "unused import" if is_import(statement.node) else "after training, so not part of it"
+        if any(code.is_push(program, call) for call in code.calls(statement.node)):
+            why = "publish the finished folder with `hf upload`"
+            form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        form.decisions[place] = Decision(outcome="dropped", reason=why)
+
+
+def _is_export(form: Form, place: int) -> bool:
+    node = form.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return False
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    definitions = [form.program.definition(name) for name in called]
+    pushes = any(code.is_push(form.program, call) for call in code.calls(node))
+    return (code.saves(node) and not (pushes and isinstance(node, ast.Expr))) or any(
+        one is not None and code.saves(one) and not _trains(one) for one in definitions
+    )
+
+
+def _keep_earlier(form: Form, live: set[str]) -> None:
+    """Keep values from before the training that only an export uses."""
+    for place in range(form.train - 1, -1, -1):
+        node, one = form.program.statements[place].node, form.decisions[place]
+        unused = one.outcome == "dropped" and one.reason.startswith("unused") and not is_import(node)
+        if unused and code.binds(node) & live:
+            form.decisions[place] = Decision(outcome="kept", where=MAIN)
+            live |= code.reads(node)

@@ -1,0 +1,418 @@
+"""Write the drop-in script of a notebook: rewrite what `drop_in_form` keeps, in its order, and the report."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from finetune import __version__
+from finetune.convert import drop_in_code as code
+from finetune.convert import plan as rules
+from finetune.convert.drop_in_code import Arguments, Rewriter
+from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
+from finetune.convert.drop_in_parts import PARTS
+from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
+from finetune.convert.names import SEEDS, Program, target_names
+from finetune.convert.read import Notebook, Refusal, is_dead
+from finetune.convert.secrets import scrub
+from finetune.errors import RunError
+
+
+def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str], why: str) -> Conversion:
+    """The drop-in script of a notebook that `classify.refuse_by_kind` accepts.
+
+    Args:
+        notes: about what was changed in the notebook before, for the report.
+        why: why this form was chosen.
+
+    Raises:
+        Refusal: R0, R2 or R4, for what cannot run on several ranks.
+    """
+    form = decide(notebook, program)
+    arguments = Arguments(program, unsloth=form.unsloth)
+    _format_rows(form)
+    _imports(form)
+    _rewrite(form, arguments)
+    refuse_outside(form)
+    text = _script(form, arguments, _name(form))
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise RunError(f"the drop-in script does not parse: {error}. Please report this notebook.") from None
+    script = formatted(text)
+    return Conversion(name=_name(form), script=script, config="", report=_report(form, notes, why))
+
+
+def _name(form: Form) -> str:
+    return slug(form.notebook.name, {dotted.split(".")[0] for dotted in form.program.imports.values()})
+
+
+# --- imports, rows, rewriting -----------------------------------------------------------------------------------------
+
+
+def _format_rows(form: Form) -> None:
+    """`formatting_func` that takes a batch and returns a list becomes a `map`: the trainer's takes one row."""
+    for statement in form.program.statements:
+        for call in code.calls(statement.node):
+            if not form.program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            given = {item.arg: item for item in call.keywords}
+            function = given.get("formatting_func")
+            if function is None or not _returns_list(form, function.value):
+                continue
+            called = ast.unparse(function.value)
+            for name in ("train_dataset", "eval_dataset"):
+                if name in given and not isinstance(given[name].value, ast.Constant):
+                    rows = ast.unparse(given[name].value)
+                    text = (
+                        f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True,'
+                        f" remove_columns=({rows}).column_names)"
+                    )
+                    given[name].value = ast.parse(text, mode="eval").body
+            call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
+            form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
+
+
+def _returns_list(form: Form, value: ast.expr) -> bool:
+    definition = form.program.definition(value.id) if isinstance(value, ast.Name) else None
+    if not isinstance(definition, ast.FunctionDef):
+        return isinstance(value, ast.Lambda) and isinstance(value.body, ast.List | ast.ListComp)
+    lists = {
+        name
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.ListComp)
+        for name in target_names(node.targets[0])
+    }
+    results = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)]
+    return any(
+        isinstance(one, ast.List | ast.ListComp) or isinstance(one, ast.Name) and one.id in lists for one in results
+    )
+
+
+def _imports(form: Form) -> None:
+    """Imports whose names have one meaning move to the top; the others stay where they are."""
+    bound: dict[str, set[str]] = {}
+    for place, statement in enumerate(form.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = "" if isinstance(node, ast.Import) else f"{node.module}."
+                name = (alias.asname or alias.name).split(".")[0]
+                what = module + (alias.name if alias.asname or module else alias.name.split(".")[0])
+                bound.setdefault(name, set()).add(what)
+        elif form.decisions[place].outcome == "kept":
+            for name in code.binds(node):
+                bound.setdefault(name, set()).add("a variable")
+    for place, statement in enumerate(form.program.statements):
+        node = statement.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            ambiguous = any(len(bound[name]) > 1 for name in names)
+            before = place < form.train or any(one > place for one in form.kept(AFTER))
+            where = MAIN if ambiguous and place < form.train else AFTER if ambiguous and before else TOP
+            form.decisions[place] = Decision(outcome="kept", where=where)
+
+
+def _rewrite(form: Form, arguments: Arguments) -> None:
+    kept = [place for where in (TOP, MAIN, AFTER) for place in form.kept(where)]
+    nodes = {place: form.program.statements[place].node for place in kept}
+    bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
+    for place, node in nodes.items():
+        statement, decision = form.program.statements[place], form.decisions[place]
+        rewriter = Rewriter(form.program, lambda text, s=statement: Refusal("R4", text, s.cell), bound=bound)
+        on_main = decision.where == AFTER and not code.saves_together(node)
+        done = rewriter.statement(node, main_rank=on_main)
+        done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
+        form.rewritten[place] = done
+        form.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
+        if not done.nodes:
+            form.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
+        elif done.reasons:
+            decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
+    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(form, place)}
+    for place, node in nodes.items():
+        if is_import(node) and form.decisions[place].outcome != "dropped":
+            _only_used(form, place, used)
+
+
+def _used(form: Form, place: int) -> set[str]:
+    return {inner.id for node in form.rewritten[place].nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _only_used(form: Form, place: int, used: set[str]) -> None:
+    """An import without the names that nothing uses; Unsloth stays, because it patches other libraries."""
+    node = form.rewritten[place].nodes[0]
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        form.decisions[place] = Decision(
+            outcome="dropped", reason="the script imports it from finetune, or has its own"
+        )
+        form.rewritten[place].nodes = []
+        return
+    node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+    if not node.names:
+        form.decisions[place] = Decision(outcome="dropped", reason="unused import")
+        form.rewritten[place].nodes = []
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+_GUARDED = re.compile(r"\bload_dataset\(|\.(map|filter|from_generator|load_from_disk)\(|\bload_from_disk\(")
+_RANDOM = re.compile(
+    r"\b(np|numpy|random)\.(random\.)?(choice|choices|sample|shuffle|randint|rand|uniform|permutation|random)\("
+    r"|\.(shuffle|train_test_split|sample)\("
+)
+
+
+def _script(form: Form, arguments: Arguments, name: str) -> str:
+    body = [*_seed(form, arguments), *_main(form), *_exports(form)]
+    text = "\n".join(body)
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    parts = [_docstring(form, name), *_top(form, used)]
+    parts += [part for key, part in PARTS.items() if key in used]
+    parts += ["", "", "def main() -> None:", indented_all(body), "", "", 'if __name__ == "__main__":', "    main()", ""]
+    return "\n".join(parts)
+
+
+def indented_all(texts: Iterable[str]) -> str:
+    return "\n".join(indented(text) for text in texts)
+
+
+def _docstring(form: Form, name: str) -> str:
+    origin = (
+        f"Generated from {form.notebook.name} (sha256 {form.notebook.sha256[:16]}) by finetune convert {__version__}."
+        " This is a derived work, so the notebook's license applies. What was left out or rewritten, and why:"
+        f" {name}.report.json"
+    )
+    lines = [
+        '"""Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.',
+        "",
+        f"    accelerate launch {name}.py",
+        "",
+        *textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False),
+        '"""',
+        "",
+    ]
+    return "\n".join(line.replace("\\", "/") for line in lines)
+
+
+def _top(form: Form, used: set[str]) -> list[str]:
+    """Environment variables, then finetune, Unsloth and the other imports."""
+    environment, imports = [], []
+    for place in form.kept(TOP):
+        if form.decisions[place].outcome == "dropped":
+            continue
+        target = imports if is_import(form.program.statements[place].node) else environment
+        target += [line for node in form.rewritten[place].nodes for line in _lines(node)]
+    if not form.unsloth:
+        environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
+    if environment or "os" in used:
+        imports = [line for line in imports if line != "import os"]
+    ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
+    more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    more += (
+        ["from transformers import set_seed"] if "set_seed" in used and "set_seed" not in form.program.imports else []
+    )
+    more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
+    lines = [line for line in dict.fromkeys(imports) if line not in more]
+    lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
+    return [
+        *(["import os", ""] if environment or "os" in used else []),
+        *environment,
+        "",
+        f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend",
+        *lines,
+        *more,
+    ]
+
+
+def _lines(node: ast.stmt) -> list[str]:
+    """`import a, b` as two lines."""
+    if isinstance(node, ast.Import):
+        return [ast.unparse(ast.Import(names=[alias])) for alias in node.names]
+    return [ast.unparse(node)]
+
+
+def _seed(form: Form, arguments: Arguments) -> list[str]:
+    """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
+    for place in form.kept(MAIN):
+        node = form.program.statements[place].node
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        name = form.program.dotted(call.func) if call is not None else ""
+        if name and any(name == key or name.endswith("." + key) for key in SEEDS if key != "random.seed"):
+            return []
+    if "set_seed" in form.program.imports and form.program.imports["set_seed"] != "transformers.set_seed":
+        return []
+    if form.program.definition("set_seed") is not None:
+        return []
+    seed = arguments.seed if arguments.seed is not None else 3407 if form.unsloth else 42
+    text = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    if _RANDOM.search(text):
+        form.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
+    return [f"set_seed({seed})  # every rank starts from the same random state"]
+
+
+def _main(form: Form) -> list[str]:
+    """The statements up to the training; runs of data preparation go first on one rank per machine."""
+    found: list[str] = []
+    run: list[tuple[int, str]] = []
+    tail: list[tuple[int, str]] = []
+    cell = None
+    for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
+        if form.program.statements[place].cell != cell and not run:
+            found.append("")
+        cell = form.program.statements[place].cell
+        guarded = _written(form, place)
+        if guarded is not None:
+            _close(found, run, tail, form)
+            found += guarded
+            continue
+        text = _text(form, place)
+        if _is_data(form, place) and _may_wait(form, place):
+            run += [*tail, (place, text)]
+            tail.clear()
+        elif run and place != form.train and _is_plain(form, place):
+            tail.append((place, text))
+        else:
+            _close(found, run, tail, form)
+            found.append(text)
+    _close(found, run, tail, form)
+    return found
+
+
+def _close(found: list[str], run: list[tuple[int, str]], tail: list[tuple[int, str]], form: Form) -> None:
+    """End a run of data preparation."""
+    if run:
+        body = "\n".join(indented(text) for _, text in run)
+        found.append(f"with PartialState().local_main_process_first():  # the other ranks read its cache\n{body}")
+    found += [text for _, text in tail]
+    run.clear()
+    tail.clear()
+
+
+def _is_data(form: Form, place: int) -> bool:
+    node = form.program.statements[place].node
+    definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return not definition and bool(_GUARDED.search(ast.unparse(node)))
+
+
+def _may_wait(form: Form, place: int) -> bool:
+    """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
+    node = form.program.statements[place].node
+    called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
+    inside = [one for one in map(form.program.definition, called) if one is not None]
+    return place != form.train and not any(sets_up(form, one) or _collective(one) for one in [node, *inside])
+
+
+def _collective(node: ast.AST) -> bool:
+    return any(name in ast.unparse(node) for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
+
+
+def _is_plain(form: Form, place: int) -> bool:
+    """A definition or a plain value between two statements that prepare data."""
+    node = form.program.statements[place].node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return True
+    return isinstance(node, ast.Assign) and rules.leaves(form.plan, node) and _may_wait(form, place)
+
+
+def _written(form: Form, place: int) -> list[str] | None:
+    """A statement that writes files, on one rank per machine, which the others wait for."""
+    statement = form.program.statements[place]
+    node = statement.node
+    if place >= form.train or not code.writes_files(form.program, node) or sets_up(form, node):
+        return None
+    e = form.program.effects[place]
+    bound = (e.binds | e.may_bind) - code.own_targets(node)
+    others = [form.program.statements[one].node for one in form.kept(MAIN) + form.kept(AFTER) if one != place]
+    live = {name for other in others for name in code.reads(other)}
+    if bound & live:
+        raise Refusal(
+            "R4",
+            f"`{statement.head[:80]}` writes a file and computes {min(bound & live)}, which every rank needs; use one"
+            " statement for each",
+            statement.cell,
+        )
+    body = indented(_text(form, place))
+    return [f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine\n{body}", code.WAIT]
+
+
+def _exports(form: Form) -> list[str]:
+    """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
+    places = [place for place in form.kept(AFTER) if form.decisions[place].outcome != "dropped"]
+    found: list[str] = [code.WAIT] if places else []
+    together: list[str] = []
+
+    def flush() -> None:
+        if together:
+            body = "\n".join(indented(text) for text in together)
+            found.append(f"if {code.MAIN_RANK}:\n{body}")
+            together.clear()
+
+    for place in places:
+        if code.saves_together(form.program.statements[place].node):
+            flush()
+            found.append(_text(form, place))
+        else:
+            together.append(_text(form, place))
+    flush()
+    return found
+
+
+def _text(form: Form, place: int) -> str:
+    """The statement's own text if nothing in it changed, else its new code."""
+    done, statement = form.rewritten[place], form.program.statements[place]
+    same = ast.parse(statement.source).body
+    if [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]:
+        return statement.source
+    return "\n".join(ast.unparse(node) for node in done.nodes)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
+    live = {statement.id: place for place, statement in enumerate(form.program.statements)}
+    statements = []
+    for statement in form.notebook.statements:
+        entry: dict[str, str] = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+        if statement.id in live:
+            one = form.decisions[live[statement.id]]
+            entry = {"outcome": one.outcome}
+            entry |= {"in": one.where} if one.outcome != "dropped" else {}
+            entry |= {"reason": one.reason} if one.outcome != "kept" else {}
+        else:
+            assert is_dead(statement.node)
+        head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
+        statements.append(head | entry)
+    shells = [
+        {"cell": shell.cell, "line": shell.line, "text": scrub(shell.text.splitlines()[0][:200]), "outcome": "dropped"}
+        for shell in form.notebook.shells
+    ]
+    return {
+        "notebook": form.notebook.name,
+        "sha256": form.notebook.sha256,
+        "converter": __version__,
+        "outcome": "converted",
+        "form": "drop-in",
+        "why_this_form": scrub(why),
+        "notes": [scrub(note) for note in dict.fromkeys([*notes, *form.plan.notes, *form.notes, *_foreign(form)])],
+        "requirements": requirements(form.notebook),
+        "statements": statements,
+        "not_python": shells,
+    }
+
+
+def _foreign(form: Form) -> list[str]:
+    """Notes on libraries that the script imports and this project does not install."""
+    roots = {
+        (getattr(node, "module", None) or node.names[0].name).split(".")[0]
+        for place in form.kept(TOP)
+        for node in form.rewritten[place].nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    unknown = roots - LIBRARIES - set(sys.stdlib_module_names)
+    return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]

@@ -1,0 +1,371 @@
+"""`finetune convert --form drop-in`: the notebook's own code, safe on several ranks, and what is refused."""
+# ruff: noqa: E501  (cells stand as they do in notebooks)
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.convert import main
+from finetune.convert.command import convert, drop_in_steps
+from finetune.convert.drop_in_checks import safe_on_ranks, trains_the_same
+from finetune.convert.drop_in_parts import PARTS
+from finetune.convert.read import Refusal, read
+from finetune.convert.verify import NotVerified
+
+pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
+
+LOAD = """import os, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from peft import LoraConfig, get_peft_model
+from trl import SFTTrainer, SFTConfig
+from datasets import Dataset, load_dataset
+model = AutoModelForCausalLM.from_pretrained("acme/tiny", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny")"""
+DATA = """rows = load_dataset("acme/questions", split="train")
+def to_text(row):
+    return {"text": row["q"] + row["a"] + tokenizer.eos_token}
+rows = rows.map(to_text)"""
+CONFIG = """peft_config = LoraConfig(r=8, task_type="CAUSAL_LM")
+args = TrainingArguments(output_dir="out", evaluation_strategy="no", warmup_ratio=0.1, report_to="wandb", group_by_length=True)"""
+TRAINER = """trainer = SFTTrainer(model=model, args=args, train_dataset=rows, peft_config=peft_config, tokenizer=tokenizer, dataset_text_field="text", max_seq_length=512)"""
+TRAIN = "trainer.train()"
+SAVE = 'trainer.save_model("final")\ntokenizer.save_pretrained("final")'
+CELLS = {"load": LOAD, "data": DATA, "config": CONFIG, "trainer": TRAINER, "train": TRAIN, "save": SAVE}
+UNSLOTH = """import os
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+from unsloth import FastLanguageModel
+from trl import SFTTrainer, SFTConfig
+from datasets import load_dataset
+length = 1024
+model, tokenizer = FastLanguageModel.from_pretrained("acme/tiny", max_seq_length=length, load_in_4bit=True, device_map="auto")
+model = FastLanguageModel.get_peft_model(model, r=8)"""
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changed: str) -> Path:
+        cells = [text for text in (CELLS | changed).values() if text]
+        order = [*CELLS, *(set(changed) - set(CELLS))]
+        if "before" in changed:  # ahead of the trainer
+            texts = CELLS | changed
+            order = ["load", "data", "before", "config", "trainer", "train", "save"]
+            cells = [texts[name] for name in order if texts[name]]
+        code = [{"cell_type": "code", "source": cell, "outputs": [], "metadata": {}} for cell in cells]
+        path = tmp_path / "mine.ipynb"
+        path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": code}))
+        return path
+
+    return write
+
+
+def dropped_in(path: Path) -> Any:
+    outcome = convert(path, form="drop-in")
+    assert outcome.result == "converted", outcome
+    return outcome.conversion
+
+
+def body(script: str) -> str:
+    """main(), by its syntax: independent of layout."""
+    tree = ast.parse(script)
+    return "\n".join(
+        ast.unparse(one)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
+        for one in node.body
+    )
+
+
+def test_the_notebooks_code_in_its_order(notebook: Callable[..., Path]) -> None:
+    conversion = dropped_in(notebook())
+    script, text = conversion.script, body(conversion.script)
+    assert conversion.config == "" and conversion.report["form"] == "drop-in"
+    top = [line for line in script.splitlines() if line.startswith(("from", "import"))]
+    assert top[0] == "import os" and top[1].startswith("from finetune import SFTConfig, SFTTrainer")
+    assert "from trl" not in script and 'os.environ.setdefault("FINETUNE_BACKEND", "transformers")' in script
+    order = [
+        "set_seed(42)",
+        "AutoModelForCausalLM",
+        "load_dataset(",
+        "def to_text",
+        "rows.map(to_text)",
+        "LoraConfig(",
+        "SFTConfig(",
+        "SFTTrainer(",
+        "trainer.train()",
+        "trainer.save_model",
+        "tokenizer.save_pretrained",
+    ]
+    places = [text.index(word) for word in order]
+    assert places == sorted(places)
+    assert "device_map={'': PartialState().device}" in text
+    assert conversion.report["verification"] == dict.fromkeys(("V1", "V2", "V3", "V5", "V6"), "passed")
+    assert script.rstrip().endswith('if __name__ == "__main__":\n    main()')
+
+
+def call(script: str, name: str) -> dict[str, str]:
+    """The keywords of the one call with this name."""
+    (found,) = [
+        one for one in ast.walk(ast.parse(script)) if isinstance(one, ast.Call) and ast.unparse(one.func) == name
+    ]
+    return {str(item.arg): ast.unparse(item.value) for item in found.keywords}
+
+
+def test_old_spellings_are_todays(notebook: Callable[..., Path]) -> None:
+    """The result is what TRL's and transformers' own classes accept, with the defaults of the notebook's class."""
+    script = dropped_in(notebook()).script
+    config = call(script, "SFTConfig")
+    assert config == {
+        "output_dir": "'out'", "eval_strategy": "'no'", "warmup_steps": "0.1", "report_to": "'none'",
+        "dataset_text_field": "'text'", "max_length": "512",
+        "learning_rate": "5e-05", "logging_steps": "500", "gradient_checkpointing": "False", "bf16": "False",
+    }  # fmt: skip
+    assert call(script, "SFTTrainer").keys() == {"model", "args", "train_dataset", "peft_config", "processing_class"}
+
+
+def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> None:
+    trainer = "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows, args=SFTConfig(max_steps=5))"
+    script = dropped_in(notebook(load=UNSLOTH, config="", trainer=trainer)).script
+    config = call(script, "SFTConfig")
+    assert config["max_length"] == "length" and config["seed"] == "3407" and config["optim"] == "'adamw_8bit'"
+    assert config["per_device_train_batch_size"] == "4" and config["gradient_accumulation_steps"] == "2"
+    assert "device_map" not in script and "CUDA_VISIBLE_DEVICES" not in script and "FINETUNE_BACKEND" not in script
+    lines = script.splitlines()
+    ours = next(n for n, line in enumerate(lines) if line.startswith("from finetune"))
+    assert (
+        lines.index('os.environ["TOKENIZERS_PARALLELISM"] = "false"') < ours
+        or "os.environ['TOKENIZERS_PARALLELISM'] = 'false'" in lines[:ours]
+    )
+    assert lines[ours + 1].startswith("from unsloth")
+
+
+GONE = {
+    "pip": "!pip install trl",
+    "pip by a process": 'import subprocess, sys\nsubprocess.check_call([sys.executable, "-m", "pip", "install", "trl"])',
+    "pip with its output away": 'os.system("pip install trl > /dev/null 2>&1")',
+    "ensurepip": "import ensurepip\nensurepip.bootstrap()",
+    "a login": "from huggingface_hub import login, whoami, HfApi\nlogin()\nprint(whoami())\napi = HfApi()",
+    "wandb": 'import wandb\nos.environ["WANDB_API_KEY"] = "x"\nwandb.login()\nrun = wandb.init(project="p")',
+    "display": "rows[0]\nrows.features\nprint(rows)\nrows.to_pandas().head()\nmodel.print_trainable_parameters()",
+    "a histogram": "lengths = [len(tokenizer(r['text'])['input_ids']) for r in rows]\nimport matplotlib.pyplot as plt\nplt.hist(lengths)\nplt.show()",
+    "generation": 'inputs = tokenizer("a", return_tensors="pt").to("cuda")\noutputs = model.generate(**inputs)\nprint(tokenizer.decode(outputs[0]))',
+    "a pipeline": 'from transformers import pipeline\npipe = pipeline("text-generation", model=model, tokenizer=tokenizer)\npipe("a")',
+    "a device": 'torch.cuda.set_device(0)\nDEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"\nif DEVICE != "cpu":\n    model.to(DEVICE)',
+    "model parallelism": "if torch.cuda.device_count() > 1:\n    model.is_parallelizable = True\n    model.model_parallel = True",
+    "dead code": "if False:\n    model = None",
+    "memory": "gpu = torch.cuda.get_device_properties(0)\nprint(gpu.name)\n!nvidia-smi",
+    "publishing": 'rows.push_to_hub("me/rows")\nmodel.push_to_hub("me/model")',
+}
+
+
+@pytest.mark.parametrize("case", GONE)
+def test_what_the_training_does_not_need_is_left_out(case: str, notebook: Callable[..., Path]) -> None:
+    plain, more = dropped_in(notebook()), dropped_in(notebook(before=GONE[case]))
+    assert body(more.script) == body(plain.script)
+    outcomes = {item["statement"]: item for item in more.report["statements"] if item["cell"] == 2}
+    assert all(item["outcome"] == "dropped" and item["reason"] for item in outcomes.values())
+
+
+KEPT = {
+    "a shuffle in place": ("import random\ndata = list(rows)\nrandom.shuffle(data)\nrows = Dataset.from_list(data)", ["random.shuffle(data)"]),
+    "a cast": ("model = model.to(torch.bfloat16)\nmodel.half()", ["model.to(torch.bfloat16)", "model.half()"]),
+    "settings of the model": ("model.config.use_cache = False\nmodel.enable_input_require_grads()", ["model.config.use_cache = False", "model.enable_input_require_grads()"]),
+    "new tokens": ('tokenizer.add_special_tokens({"pad_token": "<p>"})\nmodel.resize_token_embeddings(len(tokenizer))', ["add_special_tokens", "resize_token_embeddings"]),
+    "a format of its own": ("rows.set_format('torch')", ["rows.set_format('torch')"]),
+    "globals": ("count = 0\ndef number(row):\n    global count\n    count += 1\n    return row\nrows = rows.map(number)", ["nonlocal count"]),
+    "tokens by the notebook": ("def tok(r):\n    enc = tokenizer(r['text'])\n    enc['labels'] = [-100] + enc['input_ids'][1:]\n    return enc\nrows = rows.map(tok)", ["enc['labels'] = [-100]", "rows.map(tok)"]),
+    "a hard-coded device": ('x = torch.zeros(1).to("cuda:1")\nmodel.register_buffer("x", x)', ["to('cuda')"]),
+    "a secret": ('from google.colab import userdata\nkey = userdata.get("HF_TOKEN")\nrows = load_dataset("acme/x", token=key)', ["key = os.environ.get('HF_TOKEN')"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_the_training_may_need_stays(case: str, notebook: Callable[..., Path]) -> None:
+    cell, wanted = KEPT[case]
+    text = body(dropped_in(notebook(before=cell)).script)
+    assert [word for word in wanted if word not in text] == []
+
+
+def test_a_written_file_is_written_once_per_machine(notebook: Callable[..., Path]) -> None:
+    write = 'import json\nwith open("rows.jsonl", "w") as file:\n    for row in rows:\n        file.write(json.dumps(row))\nrows = load_dataset("json", data_files="rows.jsonl", split="train")'
+    text = body(dropped_in(notebook(before=write)).script)
+    guard, wait = (
+        text.index("if PartialState().is_local_main_process:\n    with open"),
+        text.index("\nPartialState().wait_for_everyone()"),
+    )
+    assert guard < wait < text.index("data_files='rows.jsonl'")
+    both = "def store(rows):\n    rows.to_json('x.jsonl')\n    return 5\nsteps = store(rows)\nrows = rows.select(range(steps))"
+    refused = convert(notebook(before=both), form="drop-in")
+    assert refused.code == "R4" and "`steps = store(rows)` writes a file and computes steps" in refused.reason
+
+
+def test_preparation_runs_first_on_one_rank_of_a_machine(notebook: Callable[..., Path]) -> None:
+    tree = ast.parse(dropped_in(notebook()).script)
+    (guard,) = [node for node in ast.walk(tree) if isinstance(node, ast.With)]
+    assert ast.unparse(guard.items[0]) == "PartialState().local_main_process_first()"
+    inside = ast.unparse(guard)
+    assert "load_dataset(" in inside and "rows.map(to_text)" in inside and "SFTTrainer" not in inside
+
+
+def test_saves_run_on_the_main_rank_and_the_trainers_on_every_rank(notebook: Callable[..., Path]) -> None:
+    save = 'trainer.save_model("a")\nmerged = model.merge_and_unload()\nmerged.save_pretrained("b")\ntokenizer.push_to_hub("me/x")\nfor n in range(3):\n    print(n)'
+    conversion = dropped_in(notebook(save=save))
+    after = body(conversion.script).split("trainer.train()")[1]
+    assert after.strip() == (
+        "PartialState().wait_for_everyone()\ntrainer.save_model('a')\nif PartialState().is_main_process:\n"
+        "    merged = model.merge_and_unload()\n    merged.save_pretrained('b')"
+    )
+    assert any("tokenizer.push_to_hub" in note and "hf upload" in note for note in conversion.report["notes"])
+
+
+def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> None:
+    function = (
+        "def go(lr):\n    "
+        + TRAINER
+        + '\n    trainer.train()\n    trainer.model.save_pretrained("out")\n    return trainer'
+    )
+    path = notebook(
+        trainer=function,
+        train="if torch.cuda.is_available():\n    done = go(1e-4)\nelse:\n    done = go(1e-5)",
+        save="",
+    )
+    text = body(dropped_in(path).script)
+    assert "    if PartialState().is_main_process:\n        trainer.model.save_pretrained('out')" in text
+    assert "processing_class=tokenizer" in text
+
+
+def test_the_form_is_chosen_and_said(
+    notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = (
+        "def go(lr):\n    " + TRAINER + "\n    if lr > 1:\n        return None\n    trainer.train()\n    return trainer"
+    )
+    path, out = notebook(trainer=function, train="trainer = go(1e-4)", save=""), tmp_path / "out"
+    assert main([str(path), "--form", "settings", "--out", str(out)]) == 3 and not out.exists()
+    assert main([str(path), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "converted in the drop-in form" in said and "the settings form is refused: R4" in said
+    assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
+    report = json.loads((out / "mine.report.json").read_text())
+    assert report["why_this_form"].startswith("the settings form is refused: R4")
+    assert convert(notebook()).conversion.report["form"] == "settings"
+    assert main([str(path), "--form", "other"]) == 2
+    both = convert(notebook(before="x = input()\nrows = rows.select([int(x)])"))
+    assert both.code == "R4" and "As a drop-in script: the statements before training depend on input()" in both.reason
+
+
+REFUSED = {
+    "a sweep": ({"trainer": "for lr in [1, 2]:\n    " + TRAINER + "\n    trainer.train()", "train": ""}, "R2", "in a loop"),
+    "a service": ({"before": "import openai\nc = openai.OpenAI()\nrows = rows.map(lambda r: {'text': c.ask(r)})"}, "R4", "depend on a service"),
+    "another model": ({"before": "other = AutoModelForCausalLM.from_pretrained('x')\nrows = rows.map(lambda r: {'text': other(r)})"}, "R4", "another model"),
+    "rows of the model": ({"before": "rows = rows.map(lambda r: {'text': model.generate(r)})"}, "R4", "generated by the model"),
+    "a download": ({"data": "!wget https://x.org/rows.json\n" + DATA.replace('"acme/questions"', '"json", data_files="rows.json"')}, "R4", "rows.json"),
+    "a process": ({"before": "import subprocess\nsubprocess.run(['make'])"}, "R4", "subprocess.run"),
+    "an installation and more": ({"before": 'os.system("pip install x; make data")'}, "R4", "os.system"),
+    "modules of a repository": ({"before": "import sys\nsys.path.append('src')"}, "R4", "sys.path.append"),
+    "an unknown argument": ({"trainer": TRAINER.replace("max_seq_length", "bogus")}, "R4", "no argument `bogus`"),
+    "unknown arguments": ({"config": CONFIG.replace('output_dir="out"', '**open("x")')}, "R4", "write them as keywords"),
+    "another loss": ({"config": CONFIG.replace('output_dir="out"', 'label_smoothing_factor=0.1')}, "R4", "changes the loss"),
+    "a later setting": ({"trainer": TRAINER + "\ntrainer.args.learning_rate = 1"}, "R4", "after it is created"),
+    "parallel by hand": ({"before": "model = torch.nn.DataParallel(model)"}, "R4", "DataParallel"),
+    "names at run time": ({"before": "rows = globals()['rows']"}, "R4", "only exist at run time"),
+    "two adapters": ({"before": "pc = LoraConfig()\nmodel = get_peft_model(model, pc)\nmodel = get_peft_model(model, pc)"}, "R2", "called twice"),
+    "a class that TRL dropped": ({"before": "from trl.trainer import ConstantLengthDataset\nrows = ConstantLengthDataset(tokenizer, rows)"}, "R4", "ConstantLengthDataset"),
+    "every name of a module": ({"before": "from helpers import *\nrows = f(rows)"}, "R4", "imports every name"),
+    "another trainer": ({"trainer": "from trl import DPOTrainer\n" + TRAINER.replace("SFT", "DPO")}, "R1", "DPO"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_unsafe_is_refused_with_the_remedy(case: str, notebook: Callable[..., Path]) -> None:
+    changed, code, word = REFUSED[case]
+    path = notebook(**changed)
+    with pytest.raises(Refusal) as found:
+        drop_in_steps(path, "test")
+    assert found.value.code == code and word in found.value.reason
+
+
+def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
+    script = dropped_in(notebook()).script
+    safe_on_ranks(script)
+    for old, new, word in (
+        ("trainer.train()", "trainer.train()\n    trainer.train()", "2 times"),
+        ("if PartialState().is_main_process:", "if True:", "on every rank"),
+        (
+            'trainer.save_model("final")',
+            'if PartialState().is_main_process:\n        trainer.save_model("final")',
+            "must be called on every rank",
+        ),
+        ('"acme/questions"', '"cuda:1"', "hard-coded"),
+    ):
+        assert old in script
+        with pytest.raises(NotVerified, match=word):
+            safe_on_ranks(script.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_length=512", "max_length=511"),
+        ("rows.map(to_text)", "rows"),
+        ("learning_rate=5e-05", "learning_rate=2e-05"),
+        ("r=8", "r=4"),
+        ('"acme/tiny"', '"acme/other"'),
+    ],
+)
+def test_a_script_that_trains_otherwise_is_seen(old: str, new: str, notebook: Callable[..., Path]) -> None:
+    path = notebook()
+    script = dropped_in(path).script
+    assert old in script and trains_the_same(read(path), script)[0] == "passed"
+    with pytest.raises(NotVerified, match="V5"):
+        trains_the_same(read(path), script.replace(old, new, 1))
+
+
+# --- what the script brings with it -----------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of single letters."""
+
+    pad_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("templates", "text", "trained"),
+    [
+        (("A:",), "Q:xA:yes", "yes"),
+        (("A:",), "Q:xA:yA:z", "z"),
+        (("A:",), "nothing", ""),
+        (("A:", "Q:"), "Q:xA:yQ:vA:w", "yw"),
+        (("A:", "Q:"), "xA:y", ""),
+        ((([65, 58]),), "Q:xA:yes", "yes"),
+    ],
+)
+def test_the_completion_collator(templates: tuple[Any, ...], text: str, trained: str) -> None:
+    """As TRL's former class: after the last response template, or after each up to the next instruction."""
+    import torch
+
+    names: dict[str, Any] = {"torch": torch}
+    exec(PARTS["DataCollatorForCompletionOnlyLM"], names)
+    collator = names["DataCollatorForCompletionOnlyLM"](*templates, tokenizer=Words())
+    ids = [ord(letter) for letter in text]
+    batch = collator([{"input_ids": ids}, {"input_ids": ids + [7, 7]}])
+    assert "".join(chr(one) for one in batch["labels"][0].tolist() if one != -100) == trained
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(ids) + 2)
+
+
+def test_it_is_in_the_script_only_if_it_is_used(notebook: Callable[..., Path]) -> None:
+    cell = 'from trl import DataCollatorForCompletionOnlyLM, setup_chat_format\ncollator = DataCollatorForCompletionOnlyLM("A:", tokenizer=tokenizer)\ntokenizer.chat_template = None\nmodel, tokenizer = setup_chat_format(model, tokenizer)'
+    path = notebook(before=cell, trainer=TRAINER.replace("max_seq", "data_collator=collator, max_seq"))
+    script = convert(path, form="drop-in").conversion.script
+    assert "class DataCollatorForCompletionOnlyLM:" in script and "def setup_chat_format(" in script
+    assert "class Data" not in dropped_in(notebook()).script
