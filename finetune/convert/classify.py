@@ -21,7 +21,7 @@ _PREFERENCE = frozenset(
 )
 _VISION = re.compile(
     r"\b(FastVisionModel|UnslothVisionDataCollator|AutoModelForVision2Seq|AutoModelForImageTextToText|process_vision_info"
-    r"|AutoModelForMultimodalLM|\w+VLForConditionalGeneration|LlavaForConditionalGeneration|finetune_vision_layers\s*=\s*True)\b"
+    r"|AutoModelForMultimodalLM|(?!Csm)\w+ForConditionalGeneration|finetune_vision_layers\s*=\s*True)\b"
 )
 _AUDIO = re.compile(
     r"\b(snac|SNAC|BiCodec\w*|XCodec2?\w*|xcodec2|CsmForConditionalGeneration|Whisper\w+|torchaudio|librosa|AudioSeal"
@@ -63,15 +63,16 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     cells = {name: cell for name, cell in reversed(trainers)}
     for name in sorted(names & _PREFERENCE):
         raise Refusal("R1", f"{name} is not supervised fine-tuning", cells.get(name))
-    _refuse_images_and_audio(nodes)
     _refuse_other_hardware_and_models(nodes)
+    _refuse_images_and_audio(nodes)
+    _refuse_own_modules(notebook, nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
         raise Refusal("R1", f"{others[0]} is not supported; only trl.SFTTrainer is", cells.get(others[0]))
     if others:
         raise Refusal("R1", f"{others[0]} is used in addition to SFTTrainer", cells.get(others[0]))
     trains = _train_calls(nodes)
-    if len(trains) > 1:
+    if sum(_trainings(statement.node) for statement in notebook.statements) > 1:
         raise Refusal(
             "R2",
             f"the notebook trains several times (cells {', '.join(map(str, trains))}); split it into one notebook each",
@@ -102,7 +103,7 @@ def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] == "torch_xla" for name in names):
             raise Refusal("R4", "the notebook trains on a TPU (torch_xla); remove that code to train on GPUs", cell)
-        if isinstance(node, ast.Name) and re.search(r"Seq2SeqLM$|^M?T5For|^BartFor", node.id):
+        if isinstance(node, ast.Name) and re.search(r"Seq2SeqLM$|^M?T5For|^BartFor|^Pegasus", node.id):
             raise Refusal("R1", f"{node.id} is an encoder-decoder model; only causal models are supported", cell)
 
 
@@ -122,6 +123,47 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
             elif name.endswith("Trainer") and name[:1].isupper():
                 found.append((name, cell))
     return found
+
+
+def _trainings(node: ast.AST) -> int:
+    """How many `X.train()` calls of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
+    those with the most."""
+    if isinstance(node, ast.stmt) and is_dead(node):
+        return 0
+    if isinstance(node, ast.If):
+        return _all(node.test) + max(_all(*node.body), _all(*node.orelse))
+    if isinstance(node, ast.Try):
+        branches = [_all(*node.body, *node.orelse), *(_all(*handler.body) for handler in node.handlers)]
+        return max(branches) + _all(*node.finalbody)
+    return (1 if _train_calls([(0, node)]) else 0) + _all(*ast.iter_child_nodes(node))
+
+
+def _all(*nodes: ast.AST) -> int:
+    return sum(map(_trainings, nodes))
+
+
+# Names that people give to modules of their own repository.
+_OWN_MODULES = re.compile(r"^(utils?|helpers?|configs?|src|common|prompts?|prompting|my_\w+|\w+_utils)$")
+
+
+def _refuse_own_modules(notebook: Notebook, nodes: list[tuple[int, ast.AST]]) -> None:
+    """Refuse modules of the notebook's repository whose names the notebook uses: their code is not here."""
+    read = {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for cell, node in nodes:
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [(node.module or ".", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in modules:
+            own = module.startswith(".") or _OWN_MODULES.match(module.split(".")[0])
+            if (own or getattr(node, "level", 0)) and name in read:
+                raise Refusal(
+                    "R4",
+                    f"it imports {module}, a module that is not in the notebook; paste its code into a cell",
+                    cell,
+                )
 
 
 def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:

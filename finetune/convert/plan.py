@@ -1331,6 +1331,8 @@ def _dropped(plan: Plan, notebook: Notebook) -> None:
         plan.dispositions[place] = Disposition(what="dropped", why=why)
         for call in _calls(statement.node):
             remedy = None if after else _LEFT_TO_THE_READER.get(program.dotted(call.func))
+            if after and _method(call) in EXPORTS | _ORDINARY and _method(call) != "save_state":
+                remedy = "do this from training.output_dir, where the trained model and its tokenizer are"
             if after and _method(call).startswith("upload_"):
                 remedy = "publish the finished folder with `hf upload`"
             if remedy is not None:

@@ -72,6 +72,11 @@ _PEFT_TARGETS = (
     (r"mpt-", ("Wqkv",)),
 )
 
+# FastLanguageModel, and the classes that it chooses from.
+_TEXT_LOADERS = frozenset(
+    f"Fast{name}Model"
+    for name in "Language Llama Mistral Qwen2 Qwen3 Qwen3Moe Gemma Gemma2 Cohere Granite FalconH1".split()
+)
 _RENAMED = {
     "tokenizer": "processing_class",
     "evaluation_strategy": "eval_strategy",
@@ -330,10 +335,26 @@ def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
     _responses(settings, what, plan)
     _output(settings, what, plan, traces[0])
     _note_branches(settings, what, traces[1])
+    _note_chance(settings, plan)
     for name, value in [(f"{s}.{k}", v) for s, keys in settings.sections.items() for k, v in keys.items()]:
         if has_unknown(value):
             raise Refusal("R4", f"the setting {name} is only known at run time ({value}); write a constant")
     return settings
+
+
+def _note_chance(settings: Settings, plan: Plan) -> None:
+    """Note rows that are drawn by chance without a seed."""
+    draws = re.compile(r"\b(?:random|rng)\.(?:shuffle|sample|choices?|randint|random|permutation)\(|\.shuffle\(\)")
+    kept = [plan.program.statements[place] for place in plan.hooks["dataset"] + plan.hooks["module"]]
+    if any(re.search(r"\bseed\b|random_state", statement.source) for statement in kept):
+        return
+    for statement in kept:
+        if match := draws.search(statement.source):
+            settings.notes.append(
+                f"cell {statement.cell}: `{match[0].rstrip('(')}` has no seed, as in the notebook: the rows are drawn"
+                " once and kept in the cache; a new cache draws others"
+            )
+            return
 
 
 def _note_branches(settings: Settings, what: Described, other: Trace) -> None:
@@ -385,7 +406,7 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
         settings.set("model.load_in_8bit", True)
     if full:
         settings.set("model.full_finetuning", True)
-    if unsloth and what.owner != "FastLanguageModel":
+    if unsloth and what.owner not in _TEXT_LOADERS:
         if what.owner != "FastModel":
             raise Refusal("R3", f"the model is loaded by {what.owner}; only text is supported")
         settings.set("model.loader", "FastModel")
@@ -631,6 +652,9 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
         settings.set("data.format", "text")
         if text_field not in (None, "text"):
             settings.set("data.columns", {"text": text_field})
+        sources = [plan.program.statements[place].source for place in plan.hooks["dataset"] + plan.hooks["module"]]
+        if not re.search(r"eos_token|EOS|apply_chat_template", "\n".join(sources)):
+            settings.notes.append("a text that does not end with EOS gets one, as in TRL; Unsloth's trainer adds none")
         return
     if text_field not in (None, "text"):
         settings.set("data.dataset_text_field", text_field)
@@ -718,6 +742,12 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
     _evaluation(settings, given, plan)
     _best_model(settings, given)
     resume = what.train.get("resume_from_checkpoint")
+    if resume is not None and isinstance(plan.program.statements[plan.key["train"]].node, ast.If | ast.Try):
+        resume = None
+        settings.notes.append(
+            "the notebook resumes if there is a checkpoint: start the script with"
+            " --training.resume_from_checkpoint true for that"
+        )
     if isinstance(resume, str) or resume is True:
         settings.set("training.resume_from_checkpoint", resume)
     _other_fields(settings, given, what)
@@ -854,6 +884,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else text[:60] + "..."
 
 
+_MASKS_PADDING = "DataCollatorForLanguageModeling"
 _COLLATORS = (
     "DataCollatorForSeq2Seq",
     "DataCollatorForLanguageModeling",
@@ -869,6 +900,10 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
         raise Refusal("R4", "SFTTrainer is given a custom optimizer; use training.optim")
     if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
         return  # handled in `_responses`
+    if isinstance(value, Unknown) and value.name.startswith("transformers.") and name == _MASKS_PADDING:
+        raise Refusal(
+            "R4", f"{name} masks every token with the id of the padding token, often EOS too; leave the collator out"
+        )
     if key == "data_collator" and name not in _COLLATORS:
         raise Refusal(
             "R4",

@@ -120,7 +120,7 @@ def write_notebook(probe: Probe, folder: Path) -> Path:
         | ({"outputs": [], "execution_count": None} if kind == "code" else {})
         for kind, text in probe.cells
     ]
-    path = folder / f"{probe.name.replace('/', '_')}.ipynb"
+    path = folder / "stranger.ipynb"  # a name that no fact mentions
     path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}), encoding="utf-8")
     return path
 
