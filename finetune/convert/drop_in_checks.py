@@ -62,9 +62,9 @@ def safe_on_ranks(script: str) -> None:
         trains += last == "train" and "model" not in name.lower()
         if last.startswith("push_to_hub"):
             raise NotVerified("V3", f"line {node.lineno}: {last} is called")
-        if code.saves(node) and node not in guarded and last not in ("save_model", "save_state") and _is_save(node):
+        if code.saves(node) and node not in guarded and last not in code.ON_EVERY_RANK and _is_save(node):
             raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
-        if last in ("save_model", "save_state") and node in guarded:
+        if last in code.ON_EVERY_RANK and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
         if last == "wait_for_everyone" and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
@@ -149,10 +149,11 @@ def _first(reasons: Iterable[str]) -> str:
 def _key_events(trace: Trace) -> dict[str, list[Any]]:
     """What each call up to the training was given, without what every rank chooses for itself."""
     found: dict[str, list[Any]] = {}
+    detail: Any
     for item in trace["events"]:
         kind, detail = item["kind"], item["detail"]
         if kind == "load":
-            owner, args, kwargs = detail
+            owner, args, kwargs = item["detail"]
             pairs = sorted((pair for pair in kwargs.get("dict", []) if pair[0] not in _LOADER), key=str)
             detail = [owner, args, pairs]
         if kind == "trainer":

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.names import Program, effects, free_names, root, target_names, written_path
+from finetune.convert.names import Program, effects, free_names, target_names, written_path
 from finetune.convert.plan import EXPORTS, MODEL_FLAGS
 from finetune.convert.read import Refusal, Statement
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
 ORDINARY_SAVES = ("save_pretrained", "save_model", "save_state")
+ON_EVERY_RANK = ("save_model", "save_state", "evaluate")  # methods of the trainer with collectives
 MAIN_RANK = "PartialState().is_main_process"
 LOCAL_MAIN_RANK = "PartialState().is_local_main_process"
 WAIT = "PartialState().wait_for_everyone()"
@@ -292,7 +293,7 @@ class Rewriter(ast.NodeTransformer):
         for node in nodes:
             if self._is_left_out(node):
                 continue
-            if not main_rank and saves(node) and not saves_together(node) and isinstance(node, ast.Expr):
+            if not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
                 found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
                 self.reasons.append("the main rank saves")
             else:
@@ -459,9 +460,9 @@ def saves(node: ast.AST) -> bool:
     )
 
 
-def saves_together(node: ast.AST) -> bool:
-    """Whether it calls a save of the trainer's, which every rank must call."""
-    return any(method(call) in ("save_model", "save_state") for call in calls(node))
+def runs_together(node: ast.AST) -> bool:
+    """Whether it calls a method of the trainer's that every rank must call."""
+    return any(method(call) in ON_EVERY_RANK for call in calls(node))
 
 
 def writes_files(program: Program, node: ast.stmt) -> bool:
@@ -507,7 +508,3 @@ def reads(node: ast.stmt) -> set[str]:
 def binds(node: ast.stmt) -> set[str]:
     e = effects(node)
     return e.binds | e.may_bind
-
-
-def receiver(call: ast.Call) -> str | None:
-    return root(call.func)

@@ -124,7 +124,7 @@ def _rewrite(form: Form, arguments: Arguments) -> None:
     for place, node in nodes.items():
         statement, decision = form.program.statements[place], form.decisions[place]
         rewriter = Rewriter(form.program, lambda text, s=statement: Refusal("R4", text, s.cell), bound=bound)
-        on_main = decision.where == AFTER and not code.saves_together(node)
+        on_main = decision.where == AFTER and not code.runs_together(node)
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
         form.rewritten[place] = done
@@ -353,7 +353,7 @@ def _exports(form: Form) -> list[str]:
             together.clear()
 
     for place in places:
-        if code.saves_together(form.program.statements[place].node):
+        if code.runs_together(form.program.statements[place].node):
             flush()
             found.append(_text(form, place))
         else:

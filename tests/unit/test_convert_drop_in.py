@@ -224,6 +224,13 @@ def test_saves_run_on_the_main_rank_and_the_trainers_on_every_rank(notebook: Cal
     assert any("tokenizer.push_to_hub" in note and "hf upload" in note for note in conversion.report["notes"])
 
 
+def test_what_every_rank_must_call_is_never_on_the_main_rank_alone(notebook: Callable[..., Path]) -> None:
+    save = 'loss = trainer.evaluate()["eval_loss"]\nmodel.save_pretrained(f"out-{loss}")'
+    after = body(dropped_in(notebook(save=save)).script).split("wait_for_everyone()")[-1].strip()
+    assert after.splitlines()[0] == "loss = trainer.evaluate()['eval_loss']"
+    assert after.splitlines()[1] == "if PartialState().is_main_process:"
+
+
 def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> None:
     function = (
         "def go(lr):\n    "

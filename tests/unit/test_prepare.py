@@ -91,6 +91,15 @@ def test_unchanged_data_and_settings_hit_the_cache_and_others_miss(tmp_path: Pat
     assert not prepared(tmp_path, tokenizer, train).cached
 
 
+def test_the_last_call_of_the_tokenizer_does_not_change_the_key(tmp_path: Path, train: Path) -> None:
+    """Of a machine's ranks, one calls the tokenizer in `datasets.map`; the others read the result from the cache."""
+    tokenizer = tiny.make_tokenizer(tmp_path / "tokenizer")
+    first = prepared(tmp_path, tokenizer, train)
+    tokenizer("a", truncation=True, max_length=8, padding="max_length")
+    again = prepared(tmp_path, tokenizer, train)
+    assert again.cached and again.fingerprint == first.fingerprint
+
+
 @pytest.mark.parametrize("damage", ["byte", "cut", "gone", "version"])
 def test_a_damaged_entry_is_built_again(
     tmp_path: Path, tokenizer: Any, train: Path, damage: str, monkeypatch: pytest.MonkeyPatch
