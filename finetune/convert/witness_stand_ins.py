@@ -175,7 +175,9 @@ def _no_gpu() -> None:
 
 def _replace_unsloth() -> None:
     import unsloth
+    from unsloth_zoo.cpu import trainer
 
+    trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
     for name in ("FastLanguageModel", "FastModel", "FastVisionModel"):
         loader = getattr(unsloth, name, None)
         if loader is None:
