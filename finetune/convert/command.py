@@ -26,7 +26,7 @@ class Outcome:
     result: str
     exit_code: int
     seconds: float
-    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 for a failed verification
+    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 or witness for a failed verification
     cell: int | None = None
     reason: str = ""
     conversion: Any = None
@@ -60,12 +60,18 @@ def own_options() -> Options:
     found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or a .py export of one")
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
+    found.add_switch("--no-witness", "skip the comparison with the notebook's own trainer (about 10 s)")
+    found.add_switch("--witness", "with --check: compare each notebook with its own trainer, which is off there")
     found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's inference code")
     found.add_switch("--overwrite", "replace existing files that differ")
     return found
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.witness and (options.check is None or options.no_witness):
+        raise UserError(
+            "--witness is for --check: a single notebook is compared unless --no-witness is given. Remove it."
+        )
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
     from finetune.convert.emit import ruff
@@ -73,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
     ruff()  # without it nothing can be written, so fail before the notebook's code runs
     if options.check is not None:
         return _check(options)
-    outcome = convert(options.notebook, keep_inference=options.keep_inference)
+    outcome = convert(options.notebook, keep_inference=options.keep_inference, witness=not options.no_witness)
     files: list[Path] = []
     if outcome.conversion is not None:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
@@ -83,8 +89,12 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
-    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions."""
+def convert(path: Path, *, keep_inference: bool = False, witness: bool = False) -> Outcome:
+    """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions.
+
+    Args:
+        witness: also compare the script with the notebook's own trainer, which takes about 10 s.
+    """
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
     from finetune.redact import redact
@@ -98,7 +108,7 @@ def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
         )
 
     try:
-        return outcome("converted", DONE, conversion=_verified(path, keep_inference))
+        return outcome("converted", DONE, conversion=_verified(path, keep_inference, witness))
     except Refusal as refusal:
         return outcome("refused", REFUSED, code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
@@ -109,7 +119,7 @@ def convert(path: Path, *, keep_inference: bool = False) -> Outcome:
         return outcome("bad input", BAD_INPUT, reason=str(error))
 
 
-def _verified(path: Path, keep_inference: bool) -> Any:
+def _verified(path: Path, keep_inference: bool, witness: bool) -> Any:
     from finetune.convert.verify import NotVerified, verify
 
     notebook, plan, traces, conversion = steps(path, keep_inference=keep_inference)
@@ -119,7 +129,23 @@ def _verified(path: Path, keep_inference: bool) -> Any:
         raise NotVerified("V6", "a second conversion differs from the first")
     _report_sandbox(conversion.report, traces)
     conversion.report["verification"] = {f"V{number}": "passed" for number in range(1, 7)}
+    conversion.report["verification"]["witness"] = _witnessed(path, conversion) if witness else "off (--no-witness)"
     return conversion
+
+
+def _witnessed(path: Path, conversion: Any) -> str:
+    """The report's words for the witness. Raises NotVerified if the script trains differently."""
+    from finetune.convert.verify import NotVerified
+    from finetune.convert.witness import check
+
+    files = {f"{conversion.name}.py": conversion.script, f"{conversion.name}.yaml": conversion.config}
+    found = check(path, files)
+    if found.status == "differs":
+        raise NotVerified("witness", found.reason)
+    if found.status == "passed":
+        return "passed"
+    conversion.report["notes"].append(f"not compared with the notebook's own trainer: {found.reason}")
+    return f"not run: {found.reason}"
 
 
 def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
@@ -190,8 +216,10 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     if outcome.result == "converted":
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])
+        witness = report["verification"]["witness"].partition(":")[0]
         print_line(
-            f"{outcome.notebook}: converted, V1 to V6 passed; {kept} of {len(report['statements'])} statements kept",
+            f"{outcome.notebook}: converted, V1 to V6 passed, witness {witness}; {kept} of"
+            f" {len(report['statements'])} statements kept",
         )
         for path in files:
             print_line(f"  {str(path)}")
@@ -206,7 +234,7 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Print the table for a folder. Returns 1 if a verification failed, else 0."""
-    outcomes = check_folder(options.check)
+    outcomes = check_folder(options.check, witness=options.witness)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
     return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
@@ -219,7 +247,7 @@ def _write_json(path: Path, value: Any) -> None:
     write_json(path, value)
 
 
-def check_folder(folder: Path) -> list[Outcome]:
+def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
     """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
     from rich.markup import escape
     from rich.table import Table
@@ -229,7 +257,7 @@ def check_folder(folder: Path) -> list[Outcome]:
     paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
     if not paths:
         raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
-    outcomes = [convert(path) for path in paths]
+    outcomes = [convert(path, witness=witness) for path in paths]
     table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
     for outcome in outcomes:
         cell = "" if outcome.cell is None else f"cell {outcome.cell}: "

@@ -62,7 +62,7 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         job = {"files": dict(files), "name": name, "form": form, "columns": columns, "unsloth": theirs["unsloth"]}
         job["packages"] = str(_HERE.parents[1])
         ours = _run("witness_script.py", job, seconds - (time.perf_counter() - start))
-        difference = first_difference(theirs["runs"], ours["runs"])
+        difference = first_difference(theirs["runs"], ours["runs"], unsloth=theirs["unsloth"])
     except _CouldNotRun as error:
         return found("could-not-run", str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # an answer of another shape
@@ -91,8 +91,12 @@ def _run(program: str, job: dict[str, Any], seconds: float) -> dict[str, Any]:
     return answer
 
 
-def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
-    """A sentence that names the first difference and both values, or ""."""
+def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *, unsloth: bool = False) -> str:
+    """A sentence that names the first difference and both values, or "".
+
+    `unsloth`: an end token after the last token of a row does not count. TRL appends one to text, and so does Unsloth
+    on a CPU, where the notebook runs here; on a GPU Unsloth does not.
+    """
     for one, two in zip(theirs, ours, strict=True):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
         if "refused" in two:
@@ -100,7 +104,7 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -
         difference = (
             _of_values(one["settings"], two["settings"])
             or _of_adapters(one["lora"], two["lora"])
-            or _of_rows(one["rows"], two["rows"], about)
+            or _of_rows(*(_ended(run["rows"], one["eos"] if unsloth else None) for run in (one, two)), about)
         )
         if difference:
             return difference
@@ -127,6 +131,11 @@ def _of_adapters(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
     if one["target_modules"] is None:  # the library's choice for the model, which is another one here
         one = {name: value for name, value in one.items() if name != "target_modules"}
     return _of_values(one, two, "LoRA ")
+
+
+def _ended(rows: list[Any], eos: int | None) -> list[Any]:
+    """The rows without one end token at their end."""
+    return [[part[:-1] for part in row] if eos is not None and row[0][-1] == eos else row for row in rows]
 
 
 def _of_rows(one: list[Any], two: list[Any], about: str) -> str:

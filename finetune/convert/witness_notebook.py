@@ -306,7 +306,7 @@ def missing(error: BaseException) -> str | None:
         if isinstance(found, KeyError) and found.args and isinstance(found.args[0], str):
             if re.fullmatch(r"[\w .\-/]{1,60}", found.args[0]):
                 return found.args[0]
-        if re.search(r"not in the dataset|not found in axis|are in the \[columns\]|not in index", text):
+        if re.search(r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index", text):
             names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (\S+) not", text)
             if names:
                 return names[0]
@@ -388,12 +388,20 @@ def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
     now = stand_ins.settings(trainer.args)
     chosen = {key: now[key] if now[key] != trainer._after[key] else before for key, before in trainer._before.items()}
     rows = []
+    trainer._set_signature_columns_if_needed()
     for index in range(len(trainer.train_dataset)):
-        batch = trainer.data_collator([trainer.train_dataset[index]])
+        row = trainer.train_dataset[index]
+        batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
         rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
     lora = stand_ins.record.get("lora")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
-    return {"columns": dict(stand_ins.columns), "settings": chosen | more, "lora": lora, "rows": [r for r in rows if r]}
+    return {
+        "columns": dict(stand_ins.columns),
+        "settings": chosen | more,
+        "lora": lora,
+        "rows": [r for r in rows if r],
+        "eos": getattr(trainer.processing_class, "eos_token_id", None),
+    }
 
 
 def variants(field: str) -> list[dict[str, str]]:

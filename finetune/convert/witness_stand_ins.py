@@ -92,7 +92,9 @@ def _save_tiny(folder: str) -> None:
     backend.add_special_tokens(SPECIAL)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
+    )
     template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5.jinja")
     with open(template, encoding="utf-8") as stream:
         tokenizer.chat_template = stream.read()
