@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -57,18 +57,31 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
 
     name = next(file for file in files if file.endswith(".py")).removesuffix(".py")
     try:
-        theirs = _run("witness_notebook.py", {"notebook": _text(notebook), "name": notebook.name}, seconds)
+        theirs = run_notebook(notebook, seconds)
         columns = [run["columns"] for run in theirs["runs"]]
-        job = {"files": dict(files), "name": name, "form": form, "columns": columns, "unsloth": theirs["unsloth"]}
-        job["packages"] = str(_HERE.parents[1])
-        ours = _run("witness_script.py", job, seconds - (time.perf_counter() - start))
-        difference = first_difference(theirs["runs"], ours["runs"], unsloth=theirs["unsloth"])
+        left = seconds - (time.perf_counter() - start)
+        ours = run_scripts([name], files, form, theirs, left)[name]
+        difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
     except _CouldNotRun as error:
         return found("could-not-run", str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # an answer of another shape
         return found("could-not-run", f"its answer cannot be read: {type(error).__name__}: {error}")
     more = {"rows": sum(len(run["rows"]) for run in theirs["runs"]), "generated_columns": tuple(columns)}
     return found("differs", difference, **more) if difference else found("passed", **more)
+
+
+def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
+    """What the notebook's own trainer would train with: `runs`, one for each set of generated columns."""
+    return _run("witness_notebook.py", {"notebook": _text(notebook), "name": notebook.name}, seconds)
+
+
+def run_scripts(
+    names: Sequence[str], files: Mapping[str, str], form: str, theirs: dict[str, Any], seconds: float = SECONDS
+) -> dict[str, list[dict[str, Any]]]:
+    """What scripts would train with, on the columns of the notebook's runs, by name."""
+    job = {"files": dict(files), "names": list(names), "form": form, "unsloth": theirs["unsloth"]}
+    job |= {"columns": [run["columns"] for run in theirs["runs"]], "packages": str(_HERE.parents[1])}
+    return _run("witness_script.py", job, seconds)["runs"]
 
 
 def _text(path: Path) -> str:
@@ -94,8 +107,8 @@ def _run(program: str, job: dict[str, Any], seconds: float) -> dict[str, Any]:
 def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *, unsloth: bool = False) -> str:
     """A sentence that names the first difference and both values, or "".
 
-    `unsloth`: an end token after the last token of a row does not count. TRL appends one to text, and so does Unsloth
-    on a CPU, where the notebook runs here; on a GPU Unsloth does not.
+    `unsloth`: an end token at the end of a row does not count. The package appends one to text, as TRL does; Unsloth
+    does not.
     """
     for one, two in zip(theirs, ours, strict=True):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""

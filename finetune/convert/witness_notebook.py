@@ -118,6 +118,10 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
 
     for cls in {trl.SFTTrainer, sft.SFTTrainer}:
         _replace_init(cls, unsloth, stand_ins)
+        if unsloth:  # as on a GPU; on a CPU, Unsloth leaves this to TRL
+            from unsloth_zoo.dataset_utils import sft_prepare_dataset
+
+            cls._prepare_dataset = sft_prepare_dataset
 
     def train(self: Any, *_: Any, **__: Any) -> None:
         state["trainer"] = self
@@ -306,7 +310,10 @@ def missing(error: BaseException) -> str | None:
         if isinstance(found, KeyError) and found.args and isinstance(found.args[0], str):
             if re.fullmatch(r"[\w .\-/]{1,60}", found.args[0]):
                 return found.args[0]
-        if re.search(r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index", text):
+        if re.search(
+            r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index",
+            text,
+        ):
             names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (\S+) not", text)
             if names:
                 return names[0]
@@ -331,10 +338,15 @@ def forget(node: ast.stmt, space: dict[str, Any]) -> None:
             del space[name]
 
 
+LOOKS = (
+    "decode batch_decode apply_chat_template generate head info print_trainable_parameters get_device_properties"
+    " encode select"
+).split()
+
+
 def _looks(call: ast.Call, node: ast.stmt) -> bool:
     """Whether a call only looks at its object."""
-    looks = "decode batch_decode generate head info print_trainable_parameters get_device_properties encode select"
-    return call.func.attr in looks.split()  # type: ignore[attr-defined]
+    return call.func.attr in LOOKS  # type: ignore[attr-defined]
 
 
 def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tuple[Any, str]:

@@ -37,11 +37,11 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     args = arguments(config, stack, batch, evaluate=False)
     lora = None
     if not config.model.full_finetuning:
-        values = {name: getattr(config.lora, name, None) for name in stand_ins._ADAPTER} | config.lora.adapter_kwargs
+        values = {name: getattr(config.lora, name, None) for name in stand_ins.ADAPTER} | config.lora.adapter_kwargs
         values["target_modules"] = values["target_modules"] or (
             None if config.model.loader == "FastModel" else list(PROJECTIONS)
         )
-        lora = stand_ins._adapter(values)
+        lora = stand_ins.adapter(values)
     more = {"max_length": config.data.max_length, "packing": config.data.packing}
     return {"settings": stand_ins.settings(args) | more, "lora": lora, "rows": tokenized(data.train, stand_ins)}
 
@@ -119,23 +119,26 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.From(job["packages"], "finetune", "patches"),
     ]
     stand_ins.prepare(job["unsloth"])
-    from finetune.errors import RunError, UserError
-
     for name, text in job["files"].items():
         with open(name, "w", encoding="utf-8") as stream:
             stream.write(text)
-    form = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
-    runs = []
-    for number, columns in enumerate(job["columns"]):
-        os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{number}")
-        stand_ins.record.clear()
-        stand_ins.columns.clear()
-        stand_ins.columns.update(columns)
-        try:
-            runs.append(form(job, stand_ins))
-        except (UserError, RunError) as error:
-            runs.append({"refused": str(error)[:600]})
+    runs = {name: [_one(job, name, columns, stand_ins) for columns in job["columns"]] for name in job["names"]}
     return {"runs": runs}
+
+
+def _one(job: dict[str, Any], name: str, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+    """One script with one set of columns; `refused` if the package refuses its rows or settings."""
+    from finetune.errors import RunError, UserError
+
+    os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{'-'.join(columns)}")
+    stand_ins.record.clear()
+    stand_ins.columns.clear()
+    stand_ins.columns.update(columns)
+    run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
+    try:
+        return run(job | {"name": name}, stand_ins)
+    except (UserError, RunError) as error:
+        return {"refused": str(error)[:600]}
 
 
 def load(job: dict[str, Any]) -> Any:

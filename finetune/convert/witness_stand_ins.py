@@ -6,6 +6,8 @@ The libraries are the installed ones; only what reads from the hub, from files o
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -162,6 +164,7 @@ def _replace_models(folder: str) -> None:
 def _no_gpu() -> None:
     """Moves to a GPU do nothing."""
     import torch
+    import transformers
 
     move = torch.nn.Module.to
 
@@ -171,7 +174,12 @@ def _no_gpu() -> None:
         except (AssertionError, RuntimeError):
             return self
 
+    def encoding_to(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
     torch.nn.Module.to = to
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    transformers.BatchEncoding.to = encoding_to
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
 
@@ -180,11 +188,13 @@ def _replace_unsloth() -> None:
     from unsloth_zoo.cpu import trainer
 
     trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
-    for name in ("FastLanguageModel", "FastModel", "FastVisionModel"):
+    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
+    for name, source in sources.items():
         loader = getattr(unsloth, name, None)
         if loader is None:
             continue
         load, adapt = inspect.signature(loader.from_pretrained), inspect.signature(loader.get_peft_model)
+        defaults = _defaults_on_gpu(source)
 
         def from_pretrained(*given: Any, _signature: Any = load, **named: Any) -> Any:
             import transformers
@@ -195,8 +205,10 @@ def _replace_unsloth() -> None:
             model.max_seq_length = values.get("max_seq_length")
             return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
 
-        def get_peft_model(model: Any, *given: Any, _signature: Any = adapt, **named: Any) -> Any:
-            record["lora"] = _adapter(_bound(_signature, (model, *given), named))
+        def get_peft_model(
+            model: Any, *given: Any, _signature: Any = adapt, _defaults: dict[str, Any] = defaults, **named: Any
+        ) -> Any:
+            record["lora"] = adapter(_defaults | _bound(_signature, (model, *given), named))
             return model
 
         loader.from_pretrained = staticmethod(from_pretrained)
@@ -206,9 +218,30 @@ def _replace_unsloth() -> None:
                 setattr(loader, method, staticmethod(lambda model=None, *_, **__: model))
 
 
+def _defaults_on_gpu(source: str) -> dict[str, Any]:
+    """Defaults of `get_peft_model` in one of Unsloth's modules for GPUs, which cannot be imported without one."""
+    import unsloth
+
+    with open(os.path.join(os.path.dirname(unsloth.__file__), "models", source), encoding="utf-8") as stream:
+        tree = ast.parse(stream.read())
+    constants = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_peft_model" and node.args.defaults:
+            names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
+            for name, value in zip(names, node.args.defaults, strict=True):
+                value = constants.get(value.id, value) if isinstance(value, ast.Name) else value
+                with contextlib.suppress(ValueError):
+                    found.setdefault(name, ast.literal_eval(value))
+    return found
+
+
 def _bound(signature: Any, given: Any, named: Any) -> dict[str, Any]:
     bound = signature.bind(*given, **named)
-    bound.apply_defaults()
     rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     values = dict(bound.arguments)
     for name in rest:
@@ -235,14 +268,14 @@ def _replace_adapters() -> None:
 def record_adapter(config: Any) -> None:
     """The adapter of a LoraConfig."""
     if config is not None:
-        record["lora"] = _adapter(config.to_dict())
+        record["lora"] = adapter(config.to_dict())
 
 
-_ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save", "use_dora")
+ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save", "use_dora")
 
 
-def _adapter(values: dict[str, Any]) -> dict[str, Any]:
-    found = {name: values.get(name) for name in _ADAPTER}
+def adapter(values: dict[str, Any]) -> dict[str, Any]:
+    found = {name: values.get(name) for name in ADAPTER}
     for name in ("target_modules", "modules_to_save"):
         if isinstance(found[name], set | list | tuple):
             found[name] = sorted(found[name])
