@@ -27,7 +27,7 @@ class Outcome:
     result: str
     exit_code: int
     seconds: float
-    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 for a failed verification
+    code: str = ""  # R0 to R6 or E-... for a refusal, V1 to V6 or witness for a failed verification
     cell: int | None = None
     reason: str = ""
     conversion: Any = None
@@ -61,6 +61,8 @@ def own_options() -> Options:
     found.add_argument("notebook", nargs="?", type=path, metavar="NOTEBOOK", help=".ipynb, or a .py export of one")
     found.add("--out", path, "DIR", "output folder (default: next to the notebook)")
     found.add("--check", path, "DIR", "try every notebook in a folder, write nothing, print a table")
+    found.add_switch("--no-witness", "skip the comparison with the notebook's own trainer (about 10 s)")
+    found.add_switch("--witness", "with --check: compare each notebook with its own trainer, which is off there")
     found.add_switch("--keep-inference", "also write NAME_infer.py with the notebook's inference code")
     found.add(
         "--form",
@@ -73,6 +75,10 @@ def own_options() -> Options:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.witness and (options.check is None or options.no_witness):
+        raise UserError(
+            "--witness is for --check: a single notebook is compared unless --no-witness is given. Remove it."
+        )
     if (options.notebook is None) == (options.check is None):
         raise UserError("expected one notebook, or --check with a folder. See finetune convert --help.")
     if options.form not in (None, *FORMS):
@@ -84,7 +90,12 @@ def _run(options: argparse.Namespace) -> int:
     ruff()  # without it nothing can be written, so fail before the notebook's code runs
     if options.check is not None:
         return _check(options)
-    outcome = convert(options.notebook, keep_inference=options.keep_inference, form=options.form or "auto")
+    outcome = convert(
+        options.notebook,
+        keep_inference=options.keep_inference,
+        form=options.form or "auto",
+        witness=not options.no_witness,
+    )
     files: list[Path] = []
     if outcome.conversion is not None:
         files = write(outcome.conversion, options.out or options.notebook.parent, overwrite=options.overwrite)
@@ -94,11 +105,12 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def convert(path: Path, *, keep_inference: bool = False, form: str = "auto") -> Outcome:
+def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", witness: bool = False) -> Outcome:
     """Convert one notebook in memory and verify it. Problems with the notebook become the outcome, not exceptions.
 
     Args:
         form: `settings`, `drop-in`, or `auto` for the first of the two that succeeds.
+        witness: also compare the script with the notebook's own trainer, which takes about 10 s.
     """
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
@@ -113,7 +125,7 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto") -> 
         )
 
     try:
-        return outcome("converted", DONE, conversion=_in_form(path, keep_inference, form))
+        return outcome("converted", DONE, conversion=_in_form(path, keep_inference, form, witness))
     except Refusal as refusal:
         return outcome("refused", REFUSED, code=refusal.code, cell=refusal.cell, reason=refusal.reason)
     except NotVerified as error:
@@ -124,21 +136,21 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto") -> 
         return outcome("bad input", BAD_INPUT, reason=str(error))
 
 
-def _in_form(path: Path, keep_inference: bool, form: str) -> Any:
+def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
     """The verified conversion in this form. With `auto`, an error names the reasons against both forms."""
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
 
     if form == "drop-in":
-        return _drop_in(path, "--form drop-in")
+        return _drop_in(path, "--form drop-in", witness)
     try:
-        return _verified(path, keep_inference)
+        return _verified(path, keep_inference, witness)
     except (Refusal, NotVerified) as error:
         if form == "settings":
             raise
         first = error
     try:
-        return _drop_in(path, f"the settings form is refused: {first}")
+        return _drop_in(path, f"the settings form is refused: {first}", witness)
     except (Refusal, NotVerified, RunError) as second:
         other = getattr(second, "reason", str(second))
         if other == first.reason:
@@ -147,14 +159,15 @@ def _in_form(path: Path, keep_inference: bool, form: str) -> Any:
         raise first from None
 
 
-def _drop_in(path: Path, why: str) -> Any:
+def _drop_in(path: Path, why: str, witness: bool) -> Any:
     """The verified drop-in script."""
     from finetune.convert.drop_in_checks import verify_drop_in
 
     notebook, conversion = drop_in_steps(path, why)
     original, _ = _without_secrets(path)
     checks, traces = verify_drop_in(notebook, conversion, original)
-    return _finish(conversion, drop_in_steps(path, why)[1], checks, traces)
+    _finish(conversion, drop_in_steps(path, why)[1], checks, traces)
+    return _compared(path, conversion, "drop-in", witness)
 
 
 def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
@@ -179,24 +192,46 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     return notebook, remove_secrets(notebook)
 
 
-def _finish(conversion: Any, again: Any, checks: dict[str, str], traces: Any) -> Any:
-    """The conversion with its verification in the report: `checks`, V6 and the sandbox."""
+def _finish(conversion: Any, again: Any, checks: dict[str, str], traces: Any) -> None:
+    """Write the verification into the report: `checks`, V6 and the sandbox."""
     from finetune.convert.verify import NotVerified
 
     if again != conversion:
         raise NotVerified("V6", "a second conversion differs from the first")
     _report_sandbox(conversion.report, traces)
     conversion.report["verification"] = checks | {"V6": "passed"}
-    return conversion
 
 
-def _verified(path: Path, keep_inference: bool) -> Any:
+def _verified(path: Path, keep_inference: bool, witness: bool) -> Any:
     from finetune.convert.verify import CHECKS, verify
 
     notebook, plan, traces, conversion = steps(path, keep_inference=keep_inference)
     verify(notebook, plan, conversion, traces)
     *_, again = steps(path, keep_inference=keep_inference, traces=traces)
-    return _finish(conversion, again, dict.fromkeys(CHECKS, "passed"), traces)
+    _finish(conversion, again, dict.fromkeys(CHECKS, "passed"), traces)
+    return _compared(path, conversion, "settings", witness)
+
+
+def _compared(path: Path, conversion: Any, form: str, witness: bool) -> Any:
+    """The conversion, after a comparison with the notebook's own trainer if `witness`. Raises NotVerified if the script
+    trains differently."""
+    from finetune.convert.verify import NotVerified
+    from finetune.convert.witness import check
+
+    verification = conversion.report["verification"]
+    if not witness:
+        verification["witness"] = "off (--no-witness)"
+        return conversion
+    files = {f"{conversion.name}.py": conversion.script}
+    if conversion.config:
+        files[f"{conversion.name}.yaml"] = conversion.config
+    found = check(path, files, form)
+    if found.status == "differs":
+        raise NotVerified("witness", found.reason)
+    verification["witness"] = "passed" if found.status == "passed" else f"not run: {found.reason}"
+    if found.status != "passed":
+        conversion.report["notes"].append(f"not compared with the notebook's own trainer: {found.reason}")
+    return conversion
 
 
 def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
@@ -291,7 +326,7 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Print the table for a folder. Returns 1 if a verification failed, else 0."""
-    outcomes = check_folder(options.check)
+    outcomes = check_folder(options.check, witness=options.witness)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
     return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
@@ -304,7 +339,7 @@ def _write_json(path: Path, value: Any) -> None:
     write_json(path, value)
 
 
-def check_folder(folder: Path) -> list[Outcome]:
+def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
     """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
     from rich.markup import escape
     from rich.table import Table
@@ -314,7 +349,7 @@ def check_folder(folder: Path) -> list[Outcome]:
     paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
     if not paths:
         raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
-    outcomes = [convert(path) for path in paths]
+    outcomes = [convert(path, witness=witness) for path in paths]
     table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
     for outcome in outcomes:
         cell = "" if outcome.cell is None else f"cell {outcome.cell}: "

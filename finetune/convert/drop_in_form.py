@@ -93,10 +93,12 @@ def _train(program: Program) -> int:
 
 
 def _trains(node: ast.AST) -> bool:
-    return any(
-        code.method(call) == "train" and "model" not in ast.unparse(call.func.value).lower()  # type: ignore[attr-defined]
-        for call in code.calls(node)
-    )
+    return any(code.method(call) == "train" and not _is_model(call.func.value) for call in code.calls(node))  # type: ignore[attr-defined]
+
+
+def _is_model(receiver: ast.expr) -> bool:
+    """`model` and `trainer.model`, which also have a method train(); not `SFTTrainer(model, ...)`."""
+    return not isinstance(receiver, ast.Call) and "model" in ast.unparse(receiver).lower()
 
 
 def _roles(form: Form) -> None:

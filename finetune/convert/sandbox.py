@@ -155,7 +155,14 @@ def _readable(profile: Profile) -> list[str]:
     standard = os.path.dirname(os.path.realpath(os.__file__))
     if profile is PURE:
         return [standard]
-    return [standard, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isabs(path)), *_SYSTEM_FILES]
+    installed = [path for path in sys.path if os.path.isabs(path)]
+    return [standard, sys.prefix, sys.base_prefix, *installed, *_own_packages(), *_SYSTEM_FILES]
+
+
+def _own_packages() -> list[str]:
+    """The source of this project's packages, which a development installation keeps outside site-packages."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [os.path.join(root, name) for name in ("finetune", "patches")]
 
 
 def _landlock(libc: Any, profile: Profile, writable: str | None) -> int:

@@ -1,0 +1,411 @@
+"""What both sides of the witness run on: a tiny model and tokenizer, and generated rows in place of downloads.
+
+The witness sends this file's source into the sandbox, where both sides execute it. It imports nothing of this project.
+The libraries are the installed ones; only what reads from the hub, from files or from a GPU is replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+from types import SimpleNamespace
+from typing import Any
+
+ROWS = 120
+SPECIAL = (
+    "<|pad|> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <|begin_of_text|> <|end_of_text|> <|start_header_id|>"
+    " <|end_header_id|> <start_of_turn> <end_of_turn> <bos> <eos> <s> </s> <unk> <|user|> <|assistant|> <|system|>"
+    " <|end|> <|im_sep|> <think> </think>"
+).split()
+WORDS = "the cat runs é over 漢字 a 'quoted' hill, and 😀 sees {seven} green birds: that\nsing while rain falls".split(
+    " "
+)
+CONVERSATIONS = frozenset("messages conversations conversation conversations_raw chat dialogue dialog convo".split())
+NUMBERS = frozenset("id idx index label labels score rating length len year".split())
+OPTIONAL = frozenset("input context system".split())  # empty in some rows
+
+record: dict[str, Any] = {}  # what the program under test passed to loaders and adapters
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    """Makes modules and everything below them unimportable."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if any(name == blocked or name.startswith(f"{blocked}.") for blocked in self.names):
+            raise ModuleNotFoundError(f"{name} is blocked here", name=name)
+
+
+class From(importlib.abc.MetaPathFinder):
+    """Finds packages in a folder that itself cannot be listed."""
+
+    def __init__(self, folder: str, *names: str) -> None:
+        self.folder, self.names = folder, names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.names:
+            return None
+        package = os.path.join(self.folder, name)
+        return importlib.util.spec_from_file_location(
+            name, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+        )
+
+
+def prepare(unsloth: bool) -> None:
+    """Import the libraries, Unsloth first if the program uses it, and replace what loads."""
+    here = os.getcwd()
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="", UNSLOTH_DISABLE_STATISTICS="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled",
+        UNSLOTH_COMPILE_LOCATION=os.path.join(here, "compiled"), TOKENIZERS_PARALLELISM="false",
+        HF_DATASETS_CACHE=os.path.join(here, "datasets"), MPLBACKEND="Agg", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    if unsloth:
+        import unsloth  # noqa: F401
+    import datasets
+
+    _save_tiny(os.path.join(here, "tiny"))
+    _replace_models(os.path.join(here, "tiny"))
+    if unsloth:
+        _replace_unsloth()
+    _replace_adapters()
+    _replace_data()
+    datasets.disable_progress_bars()
+
+
+# --- model and tokenizer ----------------------------------------------------------------------------------------------
+
+
+def _save_tiny(folder: str) -> None:
+    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama."""
+    import tokenizers
+    import trl
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend.add_special_tokens(SPECIAL)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
+    )
+    template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5.jinja")
+    with open(template, encoding="utf-8") as stream:
+        tokenizer.chat_template = stream.read()
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(
+        vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def tiny_model() -> Any:
+    """A new one, with random weights."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained("tiny")
+    model = transformers.LlamaForCausalLM(config)
+    model.print_trainable_parameters = lambda *_: None
+    model.get_nb_trainable_parameters = lambda *_: (1, 1)
+    return model
+
+
+_TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_token", "bos_token", "unk_token")
+
+
+def _replace_models(folder: str) -> None:
+    import transformers
+    from transformers.models.auto import auto_factory
+
+    load_tokenizer = transformers.AutoTokenizer.from_pretrained
+    load_config = transformers.AutoConfig.from_pretrained
+
+    def tokenizer(name: Any = None, *_: Any, **given: Any) -> Any:
+        local = isinstance(name, str) and os.path.isdir(name)
+        if not local:
+            given = {key: value for key, value in given.items() if key in _TOKENIZER_ARGUMENTS}
+        return load_tokenizer(name if local else folder, **given)
+
+    def config(*_: Any, **__: Any) -> Any:
+        return load_config(folder)
+
+    def model(*_: Any, **given: Any) -> Any:
+        found = tiny_model()
+        if given.get("output_loading_info"):
+            return found, {}
+        return found
+
+    transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
+    transformers.AutoProcessor.from_pretrained = staticmethod(tokenizer)
+    transformers.AutoConfig.from_pretrained = staticmethod(config)
+    auto_factory._BaseAutoModelClass.from_pretrained = staticmethod(model)
+    transformers.PreTrainedModel.from_pretrained = staticmethod(model)
+    base = transformers.PreTrainedTokenizerBase
+    original = base.from_pretrained.__func__
+
+    def any_class(cls: Any, name: Any = None, *rest: Any, **given: Any) -> Any:
+        if isinstance(name, str) and os.path.isdir(name):
+            return original(cls, name, *rest, **given)
+        return tokenizer(name, **given)
+
+    base.from_pretrained = classmethod(any_class)
+    _no_gpu()
+
+
+def _no_gpu() -> None:
+    """Moves to a GPU do nothing."""
+    import torch
+    import transformers
+
+    move = torch.nn.Module.to
+
+    def to(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return move(self, *given, **named)
+        except (AssertionError, RuntimeError):
+            return self
+
+    def encoding_to(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    torch.nn.Module.to = to
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    transformers.BatchEncoding.to = encoding_to
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+
+
+def _replace_unsloth() -> None:
+    import unsloth
+    from unsloth_zoo.cpu import trainer
+
+    trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
+    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
+    for name, source in sources.items():
+        loader = getattr(unsloth, name, None)
+        if loader is None:
+            continue
+        load, adapt = inspect.signature(loader.from_pretrained), inspect.signature(loader.get_peft_model)
+        defaults = _defaults_on_gpu(source)
+
+        def from_pretrained(*given: Any, _signature: Any = load, **named: Any) -> Any:
+            import transformers
+
+            values = _bound(_signature, given, named)
+            record["loader"] = {"max_seq_length": values.get("max_seq_length")}
+            model = tiny_model()
+            model.max_seq_length = values.get("max_seq_length")
+            return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
+
+        def get_peft_model(
+            model: Any, *given: Any, _signature: Any = adapt, _defaults: dict[str, Any] = defaults, **named: Any
+        ) -> Any:
+            record["lora"] = adapter(_defaults | _bound(_signature, (model, *given), named))
+            return model
+
+        loader.from_pretrained = staticmethod(from_pretrained)
+        loader.get_peft_model = staticmethod(get_peft_model)
+        for method in ("for_inference", "for_training"):
+            if hasattr(loader, method):
+                setattr(loader, method, staticmethod(lambda model=None, *_, **__: model))
+
+
+def _defaults_on_gpu(source: str) -> dict[str, Any]:
+    """Defaults of `get_peft_model` in one of Unsloth's modules for GPUs, which cannot be imported without one."""
+    import unsloth
+
+    with open(os.path.join(os.path.dirname(unsloth.__file__), "models", source), encoding="utf-8") as stream:
+        tree = ast.parse(stream.read())
+    constants = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_peft_model" and node.args.defaults:
+            names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
+            for name, value in zip(names, node.args.defaults, strict=True):
+                value = constants.get(value.id, value) if isinstance(value, ast.Name) else value
+                with contextlib.suppress(ValueError):
+                    found.setdefault(name, ast.literal_eval(value))
+    return found
+
+
+def _bound(signature: Any, given: Any, named: Any) -> dict[str, Any]:
+    bound = signature.bind(*given, **named)
+    rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    values = dict(bound.arguments)
+    for name in rest:
+        values |= values.pop(name)
+    return values
+
+
+def _replace_adapters() -> None:
+    import peft
+    import peft.mapping_func
+    import trl.trainer.sft_trainer as sft
+
+    def get_peft_model(model: Any, peft_config: Any = None, *_: Any, **named: Any) -> Any:
+        record_adapter(peft_config or named.get("peft_config"))
+        return model
+
+    def unchanged(model: Any, *_: Any, **__: Any) -> Any:
+        return model
+
+    peft.get_peft_model = peft.mapping_func.get_peft_model = sft.get_peft_model = get_peft_model
+    peft.prepare_model_for_kbit_training = unchanged
+
+
+def record_adapter(config: Any) -> None:
+    """The adapter of a LoraConfig."""
+    if config is not None:
+        record["lora"] = adapter(config.to_dict())
+
+
+ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save", "use_dora")
+
+
+def adapter(values: dict[str, Any]) -> dict[str, Any]:
+    found = {name: values.get(name) for name in ADAPTER}
+    for name in ("target_modules", "modules_to_save"):
+        if isinstance(found[name], set | list | tuple):
+            found[name] = sorted(found[name])
+    return found | {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+columns: dict[str, str] = {}  # name -> text, number, messages (role and content) or sharegpt (from and value)
+
+
+def _text(column: str, row: int, part: int = 0) -> str:
+    """Deterministic text: short and long, with unusual characters, empty in some rows of optional columns."""
+    if column.lower() in OPTIONAL and row % 3 == 1:
+        return ""
+    start = sum(map(ord, column)) + 7 * row + 3 * part
+    count = 700 if row == 5 and part == 0 else 2 + (start * 5) % 17
+    return f"{column} {row} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
+
+
+def _value(column: str, kind: str, row: int) -> Any:
+    if kind == "number":
+        return row
+    if kind == "text":
+        return _text(column, row)
+    who, what, names = (
+        ("role", "content", ("user", "assistant")) if kind == "messages" else ("from", "value", ("human", "gpt"))
+    )
+    turns = 2 * (1 + row % 3)
+    return [{who: names[turn % 2], what: _text(column, row, turn)} for turn in range(turns)]
+
+
+def rows(count: int = ROWS) -> list[dict[str, Any]]:
+    """Rows with the columns that are known so far."""
+    chosen = columns or {"row_number": "number"}
+    return [{name: _value(name, kind, row) for name, kind in chosen.items()} for row in range(count)]
+
+
+def _replace_data() -> None:
+    import datasets
+
+    splits = ("train", "test", "validation", "train_sft", "test_sft")
+
+    def load(*given: Any, split: Any = None, **_: Any) -> Any:
+        if split is None:
+            return datasets.DatasetDict({name: datasets.Dataset.from_list(rows()) for name in splits})
+        if isinstance(split, list | tuple):
+            return [datasets.Dataset.from_list(rows()) for _ in split]
+        return datasets.Dataset.from_list(rows())
+
+    def alone(*_: Any, **__: Any) -> Any:
+        return datasets.Dataset.from_list(rows())
+
+    datasets.load_dataset = datasets.load_from_disk = load
+    for name in ("from_json", "from_csv", "from_parquet", "from_text", "load_from_disk"):
+        setattr(datasets.Dataset, name, staticmethod(alone))
+    _tolerate_sizes(datasets.Dataset)
+    _replace_pandas()
+
+
+def _tolerate_sizes(dataset: Any) -> None:
+    """Selections and splits for larger data sets work on this one; nothing starts processes."""
+    select, split, apply, keep = dataset.select, dataset.train_test_split, dataset.map, dataset.filter
+
+    def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
+        return select(self, [i for i in indices if -len(self) <= i < len(self)], *given, **named)
+
+    def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
+        sizes = {"test_size": test_size, "train_size": train_size}
+        clamped = {key: 0.1 if isinstance(size, int) and size > 1 else size for key, size in sizes.items()}
+        if all(isinstance(size, int) and size > 1 for size in sizes.values()):
+            clamped["train_size"] = None
+        return split(self, **clamped, **named)
+
+    def alone(method: Any) -> Any:
+        def called(self: Any, *given: Any, **named: Any) -> Any:
+            return method(self, *given, **(named | {"num_proc": None}))
+
+        return called
+
+    dataset.select, dataset.train_test_split = selected, divided
+    dataset.map, dataset.filter = alone(apply), alone(keep)
+
+
+def _replace_pandas() -> None:
+    import pandas
+
+    def frame(*_: Any, **__: Any) -> Any:
+        return pandas.DataFrame(rows())
+
+    for name in ("csv", "json", "parquet", "excel", "table", "pickle", "feather"):
+        setattr(pandas, f"read_{name}", frame)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = (
+    "learning_rate num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim"
+    " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor"
+).split()
+
+
+def settings(args: Any) -> dict[str, Any]:
+    """The resolved training arguments that both sides must agree on, JSON-safe."""
+    found = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
+    if not found["warmup_steps"] and getattr(args, "warmup_ratio", None):
+        found["warmup_steps"] = args.warmup_ratio
+    if found["max_steps"] and found["max_steps"] > 0:
+        found["num_train_epochs"] = None
+    if not found["lr_scheduler_kwargs"]:
+        found["lr_scheduler_kwargs"] = None
+    found["global batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return found
+
+
+def _plain(value: Any) -> Any:
+    value = getattr(value, "value", value)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def row(ids: Any, labels: Any) -> list[list[int]] | None:
+    """Token ids and labels; None without a supervised token. The first label is never predicted."""
+    ids, labels = [int(i) for i in ids], [-100, *(int(i) for i in labels[1:])]
+    return [ids, labels] if any(label != -100 for label in labels) else None
+
+
+class Stop(BaseException):
+    """The program has reached `train()`."""
+
+
+def namespace(**values: Any) -> SimpleNamespace:
+    """For stand-in objects."""
+    return SimpleNamespace(**values)

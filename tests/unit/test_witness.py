@@ -1,0 +1,126 @@
+"""The witness: a notebook's own trainer against the converted script, both run confined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.convert import witness
+from finetune.convert.command import convert, steps
+from tests.unit.test_convert import LOADER, TRAIN, document
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "notebooks"
+ADAPTER = 'model = FastLanguageModel.get_peft_model(model, r = 8, lora_alpha = 16, target_modules = ["q_proj"])'
+DATA = """from datasets import load_dataset
+dataset = load_dataset("acme/chats", split = "train")
+def to_text(rows):
+    texts = [tokenizer.apply_chat_template(chat, tokenize = False) for chat in rows["messages"]]
+    return {"text": texts, "note": ["See: " + text for text in texts]}
+dataset = dataset.map(to_text, batched = True)"""
+TRAINER = """from trl import SFTConfig, SFTTrainer
+from unsloth.chat_templates import train_on_responses_only
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, train_dataset = dataset, dataset_text_field = "text",
+    args = SFTConfig(max_steps = 60, learning_rate = 2e-4, warmup_ratio = 0.25, output_dir = "outputs"),
+)
+trainer = train_on_responses_only(
+    trainer, instruction_part = "<|im_start|>user\\n", response_part = "<|im_start|>assistant\\n",
+)"""
+IMPORTS = """try:
+    import finetune.convert
+except ImportError:
+    pass
+else:
+    raise SystemExit("the converter can be imported")"""
+
+
+def write(path: Path, *cells: str) -> Path:
+    path.write_text(json.dumps(document(*cells)))
+    return path
+
+
+def planted(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} is not in the settings once"
+    return text.replace(old, new)
+
+
+@pytest.mark.process
+def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
+    cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
+    *_, right = steps(write(tmp_path / "mine.ipynb", *cells))
+    settings = {
+        "right": right.config,
+        "rate": planted(right.config, "learning_rate: 0.0002", "learning_rate: 0.0003"),
+        "rank": planted(right.config, "r: 8", "r: 9"),
+        "column": planted(right.config, "format: text", "format: text\n  columns: {text: note}"),
+        "mask": "".join(line for line in right.config.splitlines(True) if "_part:" not in line),
+        "imports": right.config,
+    }
+    files = {f"{name}.yaml": text for name, text in settings.items()}
+    files |= {f"{name}.py": right.script for name in settings}
+    function = "def build_dataset(tokenizer):\n"
+    files["imports.py"] = planted(right.script, function, function + "    import finetune.convert.settings\n")
+
+    theirs = witness.run_notebook(write(tmp_path / "checked.ipynb", IMPORTS, *cells))
+    scripts = witness.run_scripts(list(settings), files, "settings", theirs)
+    found = {name: witness.first_difference(theirs["runs"], runs, unsloth=True) for name, runs in scripts.items()}
+
+    assert found["right"] == ""
+    assert "learning_rate: the notebook trains with 0.0002, the script with 0.0003" in found["rate"]
+    assert "LoRA r: the notebook trains with 8, the script with 9" in found["rank"]
+    assert "row 0 (rows with messages): token ids differ" in found["column"]
+    assert "row 0 (rows with messages): labels differ from token" in found["mask"]
+    assert "finetune.convert.settings is blocked here" in found["imports"]
+    assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
+    assert len(theirs["runs"][0]["rows"]) == witness_rows()
+
+
+def witness_rows() -> int:
+    from finetune.convert import witness_stand_ins
+
+    return witness_stand_ins.ROWS
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_examples_pass(path: Path) -> None:
+    outcome = convert(path, witness=True)
+    assert outcome.reason == ""
+    assert outcome.conversion.report["verification"]["witness"] == "passed"
+
+
+HUB = """from transformers import AutoModelForCausalLM, AutoTokenizer
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+dataset = load_dataset("acme/chats", split = "train").map(lambda row: {"messages": row["messages"]})
+trainer = SFTTrainer(
+    model = model, processing_class = tokenizer, train_dataset = dataset,
+    peft_config = LoraConfig(r = 8, target_modules = ["q_proj"], task_type = "CAUSAL_LM"),
+    args = SFTConfig(max_steps = 5, assistant_only_loss = True, output_dir = "outputs"),
+)"""
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", HUB, TRAIN)
+    *_, right = steps(path)
+    files = {"mine.py": right.script, "mine.yaml": right.config}
+    assert witness.check(path, files).status == "passed"
+    files["mine.yaml"] = planted(right.config, "assistant_only_loss: true", "assistant_only_loss: false")
+    found = witness.check(path, files)
+    assert found.status == "differs" and "labels differ" in found.reason
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", "rows = open('rows.json').read()", TRAIN)
+    found = witness.check(path, {"mine.py": "", "mine.yaml": ""})
+    assert found.status == "could-not-run" and "FileNotFoundError" in found.reason
