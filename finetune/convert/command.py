@@ -174,10 +174,12 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     """Read, classify and write the drop-in script. Returns the notebook and the unverified conversion."""
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.drop_in_script import convert_to_drop_in
+    from finetune.convert.inline import name_the_trainer
     from finetune.convert.names import Program
     from finetune.convert.plan import live_statements
 
     notebook, notes = _without_secrets(path)
+    name_the_trainer(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     return notebook, convert_to_drop_in(notebook, program, notes, why)

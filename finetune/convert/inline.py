@@ -222,3 +222,24 @@ def _clashes(statements: Sequence[Statement], place: int, definition: Statement,
 
 def _imports(nodes: Iterable[ast.stmt]) -> set[str]:
     return {name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in effects(node).binds}
+
+
+def name_the_trainer(notebook: Notebook) -> None:
+    """Write `SFTTrainer(...).train()` as two statements, so that the trainer has a name."""
+    used = {node.id for one in notebook.statements for node in ast.walk(one.node) if isinstance(node, ast.Name)}
+    name = next(name for name in ("trainer", "the_trainer", "sft_trainer_") if name not in used)
+    for place, statement in enumerate(notebook.statements):
+        call = getattr(statement.node, "value", None) if isinstance(statement.node, ast.Expr | ast.Assign) else None
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "train"):
+            continue
+        made = call.func.value
+        if not isinstance(made, ast.Call) or not ast.unparse(made.func).endswith("Trainer"):
+            continue
+        call.func.value = ast.Name(name, ast.Load())
+        texts = f"{name} = {ast.unparse(made)}", ast.unparse(statement.node)
+        ids = max(one.id for one in notebook.statements) + 1, statement.id
+        notebook.statements[place : place + 1] = [
+            replace(statement, id=number, node=ast.parse(text).body[0], source=text)
+            for number, text in zip(ids, texts, strict=True)
+        ]
+        return
