@@ -86,6 +86,7 @@ WRITTEN_DEFAULTS = {
     name: tuple(defaults[name] for defaults in (_TRANSFORMERS_DEFAULTS, _UNSLOTH_DEFAULTS) if name in defaults)
     for name in _TRANSFORMERS_DEFAULTS | _UNSLOTH_DEFAULTS
 }
+_UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
 _UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
 
@@ -114,6 +115,9 @@ class Arguments:
         self.seed: int | None = None
         self.length = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
+        if unsloth:
+            for place, call in trainers:
+                self._default_config(place, call)
         configs = [(place, call) for place, call in self._calls(*CONFIGS)]
         for place, call in [*configs, *trainers]:
             call.keywords = self._spread(place, call)
@@ -125,6 +129,15 @@ class Arguments:
         if unsloth and not configs and not cut:
             for place, call in trainers:
                 call.keywords.append(self._length_keyword(place, "max_seq_length"))
+
+    def _default_config(self, place: int, call: ast.Call) -> None:
+        """Unsloth's own configuration for a trainer without `args`, whose defaults are then written out."""
+        if len(call.args) > 1 or any(item.arg in ("args", None) for item in call.keywords):
+            return
+        folder = ast.keyword(arg="output_dir", value=ast.Constant(_UNSLOTH_OUTPUT))
+        config = ast.Call(func=ast.Name("SFTConfig", ast.Load()), args=[], keywords=[folder])
+        call.keywords.append(ast.keyword(arg="args", value=config))
+        self._say(place, "the trainer has no `args`; Unsloth's defaults are written out")
 
     def _calls(self, *names: str) -> list[tuple[int, ast.Call]]:
         return [

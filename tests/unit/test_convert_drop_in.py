@@ -145,6 +145,16 @@ def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> 
     assert lines[ours + 1].startswith("from unsloth")
 
 
+def test_unsloths_trainer_without_arguments_has_its_defaults(notebook: Callable[..., Path]) -> None:
+    trainer = "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows)"
+    script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
+    config = call(script, "SFTConfig")
+    assert config["max_length"] == "length" and config["seed"] == "3407" and "args" in call(script, "SFTTrainer")
+    trainer = "def make(args):\n    return SFTTrainer(model=model, args=args, train_dataset=rows)\ntrainer = make(None)"
+    script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
+    assert call(script, "SFTTrainer")["max_seq_length"] == "length"
+
+
 GONE = {
     "pip": "!pip install trl",
     "pip by a process": 'import subprocess, sys\nsubprocess.check_call([sys.executable, "-m", "pip", "install", "trl"])',
@@ -166,7 +176,8 @@ GONE = {
 
 @pytest.mark.parametrize("case", GONE)
 def test_what_the_training_does_not_need_is_left_out(case: str, notebook: Callable[..., Path]) -> None:
-    plain, more = dropped_in(notebook()), dropped_in(notebook(before=GONE[case]))
+    plain = drop_in_steps(notebook(), "test")[1]
+    more = drop_in_steps(notebook(before=GONE[case]), "test")[1]
     assert body(more.script) == body(plain.script)
     outcomes = {item["statement"]: item for item in more.report["statements"] if item["cell"] == 2}
     assert all(item["outcome"] == "dropped" and item["reason"] for item in outcomes.values())
