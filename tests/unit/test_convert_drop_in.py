@@ -244,7 +244,7 @@ def test_what_every_rank_must_call_is_never_on_the_main_rank_alone(notebook: Cal
 
 def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> None:
     function = (
-        "def go(lr):\n    "
+        "def go(lr):\n    with open('x.json', 'w') as file:\n        file.write('1')\n    "
         + TRAINER
         + '\n    trainer.train()\n    trainer.model.save_pretrained("out")\n    return trainer'
     )
@@ -254,6 +254,8 @@ def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> No
         save="",
     )
     text = body(dropped_in(path).script)
+    assert "    if PartialState().is_local_main_process:\n        with open('x.json', 'w') as file:" in text
+    assert "    PartialState().wait_for_everyone()\n    trainer = SFTTrainer(" in text
     assert "    if PartialState().is_main_process:\n        trainer.model.save_pretrained('out')" in text
     assert "processing_class=tokenizer" in text
 
