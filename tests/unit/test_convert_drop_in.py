@@ -274,11 +274,11 @@ def test_the_form_is_chosen_and_said(
     assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
     report = json.loads((out / "mine.report.json").read_text())
     assert report["why_this_form"].startswith("the settings form is refused: R4")
-    assert convert(notebook()).conversion.report["form"] == "settings"
     assert main([str(path), "--form", "other"]) == main([str(path), "--form", "drop-in", "--keep-inference"]) == 2
     assert main(["--check", str(path.parent), "--form", "settings"]) == 0
     assert "refused R4" in capsys.readouterr().out
     assert any("inference is only" in note for note in convert(path, keep_inference=True).conversion.report["notes"])
+    assert convert(notebook()).conversion.report["form"] == "settings"
     both = convert(notebook(before="x = input()\nrows = rows.select([int(x)])"))
     assert both.code == "R4" and "As a drop-in script: the statements before training depend on input()" in both.reason
 
