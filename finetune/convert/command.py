@@ -150,7 +150,10 @@ def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
             raise
         first = error
     try:
-        return _drop_in(path, f"the settings form is refused: {first}", witness)
+        conversion = _drop_in(path, f"the settings form is refused: {first}", witness)
+        if keep_inference:
+            conversion.report["notes"].append("--keep-inference: inference is only written in the settings form")
+        return conversion
     except (Refusal, NotVerified, RunError) as second:
         other = getattr(second, "reason", str(second))
         if other == first.reason:
@@ -328,7 +331,7 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     """Print the table for a folder. Returns 1 if a verification failed, else 0."""
-    outcomes = check_folder(options.check, witness=options.witness)
+    outcomes = check_folder(options.check, form=options.form or "auto", witness=options.witness)
     if options.json:
         _write_json(options.json, {"notebooks": [outcome.to_dict() for outcome in outcomes]})
     return FAILED if any(outcome.result == "failed" for outcome in outcomes) else DONE
@@ -341,7 +344,7 @@ def _write_json(path: Path, value: Any) -> None:
     write_json(path, value)
 
 
-def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
+def check_folder(folder: Path, *, form: str = "auto", witness: bool = False) -> list[Outcome]:
     """Convert each notebook below `folder` in memory and print a table. Raises UserError if there are none."""
     from rich.markup import escape
     from rich.table import Table
@@ -351,7 +354,7 @@ def check_folder(folder: Path, *, witness: bool = False) -> list[Outcome]:
     paths = sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
     if not paths:
         raise UserError(f"--check: no .ipynb files in {folder}. Give a folder with notebooks.")
-    outcomes = [convert(path, witness=witness) for path in paths]
+    outcomes = [convert(path, form=form, witness=witness) for path in paths]
     table = Table("notebook", "outcome", "reason", "seconds", box=None, pad_edge=False)
     for outcome in outcomes:
         cell = "" if outcome.cell is None else f"cell {outcome.cell}: "

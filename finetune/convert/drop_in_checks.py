@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.drop_in_code import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
+from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.emit import Conversion
 from finetune.convert.plan import EXPORTS
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead

@@ -1,4 +1,4 @@
-"""Rewrite the notebook's own statements for the drop-in form: arguments, devices, pushes, saves and written files."""
+"""Rewrite the notebook's own statements for the drop-in form: devices, secrets, pushes, saves and written files."""
 
 from __future__ import annotations
 
@@ -8,85 +8,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from finetune.config.sft_fields import sft_fields
-from finetune.convert.names import Program, effects, free_names, target_names, written_path
+from finetune.convert.drop_in_arguments import CONFIGS
+from finetune.convert.names import Program, effects, target_names, written_path
 from finetune.convert.plan import EXPORTS, MODEL_FLAGS
 from finetune.convert.read import Refusal, Statement
 
-CONFIGS = ("SFTConfig", "TrainingArguments")
 ORDINARY_SAVES = ("save_pretrained", "save_model", "save_state")
 ON_EVERY_RANK = ("save_model", "save_state", "evaluate")  # methods of the trainer with collectives
 MAIN_RANK = "PartialState().is_main_process"
 LOCAL_MAIN_RANK = "PartialState().is_local_main_process"
 WAIT = "PartialState().wait_for_everyone()"
-
-_RENAMED = {
-    "tokenizer": "processing_class",
-    "evaluation_strategy": "eval_strategy",
-    "max_seq_length": "max_length",
-    "no_cuda": "use_cpu",
-    "warmup_ratio": "warmup_steps",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-}
-# Arguments of SFTTrainer in older TRL that are fields of SFTConfig now.
-_MOVED = frozenset(
-    "dataset_text_field max_seq_length max_length packing eval_packing dataset_num_proc dataset_kwargs"
-    " neftune_noise_alpha model_init_kwargs".split()
-)
-_TRAINER = frozenset(
-    "model args data_collator train_dataset eval_dataset processing_class compute_loss_func callbacks optimizers"
-    " optimizer_cls_and_kwargs quantization_config peft_config formatting_func".split()
-)
-_HUB = "nothing is published while training; publish the finished folder with `hf upload`"
-_ORDER = "`seed` alone sets the order of the rows, and rows of similar length are grouped anyway"
-_ONE_GPU = "each GPU holds the whole model"
-_NO_EFFECT = "it has no effect on the result"
-_METRICS = "evaluation reports loss, token accuracy and entropy, and builds no logits"
-_LEFT_OUT = {
-    **dict.fromkeys("compute_metrics preprocess_logits_for_metrics include_inputs_for_metrics".split(), _METRICS),
-    **dict.fromkeys(
-        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push push_to_hub_model_id"
-        " push_to_hub_organization push_to_hub_token".split(),
-        _HUB,
-    ),
-    **dict.fromkeys("group_by_length train_sampling_strategy length_column_name data_seed".split(), _ORDER),
-    **dict.fromkeys("fsdp fsdp_config fsdp_min_num_params deepspeed parallelism_config sharded_ddp".split(), _ONE_GPU),
-    **dict.fromkeys(
-        "overwrite_output_dir logging_dir save_safetensors use_mps_device jit_mode_eval use_ipex half_precision_backend"
-        " fp16_backend fp16_opt_level past_index ray_scope torchdynamo include_tokens_per_second dispatch_batches"
-        " split_batches dataset_batch_size num_of_sequences chars_per_token infinite xpu_backend tpu_num_cores"
-        " tpu_metrics_debug mp_parameters report_from_all_ranks disable_tqdm".split(),
-        _NO_EFFECT,
-    ),
-    "use_liger_kernel": "Liger would replace the layers whose loss the trainer computes",
-    "dataloader_drop_last": "an epoch trains on every row once",
-    "auto_find_batch_size": "the batch would depend on the GPU; per_device_train_batch_size sets it",
-    "average_tokens_across_devices": "the loss is always the mean over the whole global batch",
-    "local_rank": "the launcher sets it",
-}
-_CHANGES_LOSS = ("label_smoothing_factor", "compute_loss_func", "loss_type")
-
-# What a notebook gets if it leaves these out, where SFTConfig of TRL 1.15 has another default: transformers'
-# TrainingArguments (5.17), and SFTConfig as Unsloth patches it (models/rl.py of unsloth 2026.10).
-_TRANSFORMERS_DEFAULTS = {"learning_rate": 5e-5, "logging_steps": 500, "gradient_checkpointing": False, "bf16": False}
-_UNSLOTH_DEFAULTS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.001,
-    "warmup_steps": 0.1,
-    "optim": "adamw_8bit",
-    "logging_steps": 1,
-    "seed": 3407,
-}
-# For the verification: arguments that may differ from the notebook's, and values that may be new.
-CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
-WRITTEN_DEFAULTS = {
-    name: tuple(defaults[name] for defaults in (_TRANSFORMERS_DEFAULTS, _UNSLOTH_DEFAULTS) if name in defaults)
-    for name in _TRANSFORMERS_DEFAULTS | _UNSLOTH_DEFAULTS
-}
-_UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
 
 @dataclass(kw_only=True)
@@ -98,175 +29,6 @@ class Rewritten:
     notes: list[str] = field(default_factory=list)
 
 
-# --- arguments of the trainer and its configuration -------------------------------------------------------------------
-
-
-class Arguments:
-    """New arguments for each SFTTrainer, SFTConfig and TrainingArguments of a notebook.
-
-    Raises:
-        Refusal: R4, for arguments that are unknown, only known at run time, or change the loss.
-    """
-
-    def __init__(self, program: Program, *, unsloth: bool) -> None:
-        self.program, self.unsloth = program, unsloth
-        self.reasons: dict[int, list[str]] = {}  # place -> what changed
-        self.seed: int | None = None
-        self.length = self._loaded_length()
-        trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
-        configs = [(place, call) for place, call in self._calls(*CONFIGS)]
-        for place, call in [*configs, *trainers]:
-            call.keywords = self._spread(place, call)
-        cut = any(item.arg in ("max_seq_length", "max_length") for _, call in trainers for item in call.keywords)
-        for place, call in trainers:
-            self._trainer(place, call, configs)
-        for place, call in configs:
-            self._config(place, call, needs_length=unsloth and not cut)
-        if unsloth and not configs and not cut:
-            for place, call in trainers:
-                call.keywords.append(self._length_keyword(place, "max_seq_length"))
-
-    def _calls(self, *names: str) -> list[tuple[int, ast.Call]]:
-        return [
-            (place, node)
-            for place, statement in enumerate(self.program.statements)
-            for node in ast.walk(statement.node)
-            if isinstance(node, ast.Call) and self.program.dotted(node.func).rsplit(".", 1)[-1] in names
-        ]
-
-    def _loaded_length(self) -> ast.expr:
-        for _, call in self._calls("from_pretrained"):
-            for item in call.keywords:
-                if item.arg == "max_seq_length":
-                    return item.value
-        return ast.Constant(_UNSLOTH_LENGTH)
-
-    def _say(self, place: int, text: str) -> None:
-        self.reasons.setdefault(place, []).append(text)
-
-    def _refuse(self, place: int, reason: str) -> Refusal:
-        return Refusal("R4", reason, self.program.statements[place].cell)
-
-    def _spread(self, place: int, call: ast.Call) -> list[ast.keyword]:
-        """The keywords, with `**settings` written out if settings is a dict literal that nothing changes."""
-        found: list[ast.keyword] = []
-        for item in call.keywords:
-            if item.arg is not None:
-                found.append(item)
-                continue
-            found += self._of_dict(place, item.value)
-            self._say(place, f"`**{ast.unparse(item.value)}` is written out")
-        return found
-
-    def _of_dict(self, place: int, value: ast.expr) -> list[ast.keyword]:
-        if isinstance(value, ast.Name):
-            bound = [
-                statement.node.value
-                for statement in self.program.statements
-                if isinstance(statement.node, ast.Assign) and value.id in target_names(statement.node.targets[0])
-            ]
-            changed = any(value.id in e.changes for e in self.program.effects)
-            if len(bound) == 1 and not changed:
-                return self._of_dict(place, bound[0])
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
-            return value.keywords
-        if isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
-            pairs = zip(value.keys, value.values, strict=True)
-            return [ast.keyword(arg=str(key.value), value=one) for key, one in pairs if isinstance(key, ast.Constant)]
-        raise self._refuse(place, f"the arguments `**{ast.unparse(value)[:60]}` are not known; write them as keywords")
-
-    def _trainer(self, place: int, call: ast.Call, configs: Sequence[tuple[int, ast.Call]]) -> None:
-        keywords, moved = [], []
-        for item in call.keywords:
-            name = str(item.arg)
-            if name in _MOVED:
-                moved.append(item)
-            elif self._is_left_out(place, name, item.value):
-                continue
-            else:
-                item.arg = self._renamed(place, name)
-                if item.arg not in _TRAINER:
-                    raise self._refuse(place, f"SFTTrainer has no argument `{name}` in TRL 1.15; remove it")
-                keywords.append(item)
-        call.keywords = keywords
-        config = next((one for at, one in configs if at == place and one in ast.walk(call)), None)
-        if config is None and len(configs) == 1 and self._bound_before(moved, configs[0][0], place):
-            config = configs[0][1]
-        if config is None:
-            call.keywords += moved  # the trainer still takes them
-            return
-        given = {self._new_name(str(item.arg)) for item in config.keywords}
-        for item in moved:
-            if self._new_name(str(item.arg)) not in given:
-                config.keywords.append(item)
-                self._say(place, f"`{item.arg}` moved to SFTConfig")
-
-    def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
-        """Whether the values mean the same at the configuration as at the trainer."""
-        names = {name for item in moved for name in free_names(item.value)}
-        between = self.program.effects[config:trainer]
-        return config < trainer and not any(names & (e.binds | e.may_bind | e.changes) for e in between)
-
-    def _config(self, place: int, call: ast.Call, *, needs_length: bool) -> None:
-        of_transformers = self.program.dotted(call.func).endswith("TrainingArguments")
-        keywords = []
-        for item in call.keywords:
-            name = str(item.arg)
-            if self._is_left_out(place, name, item.value):
-                continue
-            if name == "warmup_ratio" and any(one.arg == "warmup_steps" for one in call.keywords):
-                continue
-            item.arg = self._renamed(place, name)
-            if item.arg not in sft_fields() and item.arg != "output_dir":
-                raise self._refuse(place, f"SFTConfig has no argument `{name}` in TRL 1.15; remove it")
-            if item.arg == "report_to" and self._reports_elsewhere(item.value):
-                item.value = ast.Constant("none")
-                self._say(place, "metrics go to TensorBoard, without an account")
-            keywords.append(item)
-        call.keywords = keywords
-        given = {item.arg for item in keywords}
-        defaults = _TRANSFORMERS_DEFAULTS if of_transformers else _UNSLOTH_DEFAULTS if self.unsloth else {}
-        for name, value in defaults.items():
-            if name not in given:
-                call.keywords.append(ast.keyword(arg=name, value=ast.Constant(value)))
-                self._say(place, f"the notebook's default {name}={value!r} is written out")
-        if needs_length and not given & {"max_length"}:
-            call.keywords.append(self._length_keyword(place, "max_length"))
-        if of_transformers:
-            self._say(place, "TrainingArguments became SFTConfig")
-        for item in call.keywords:
-            if item.arg == "seed" and isinstance(item.value, ast.Constant) and isinstance(item.value.value, int):
-                self.seed = item.value.value
-
-    def _length_keyword(self, place: int, name: str) -> ast.keyword:
-        self._say(place, "Unsloth takes the length from the loader; it is written out")
-        return ast.keyword(arg=name, value=copy.deepcopy(self.length))
-
-    def _is_left_out(self, place: int, name: str, value: ast.expr) -> bool:
-        empty = isinstance(value, ast.Constant) and value.value in (None, False, 0, "", "nll")
-        if name in _CHANGES_LOSS and not empty:
-            raise self._refuse(place, f"`{name}` changes the loss, which must be exact on several GPUs; remove it")
-        if name not in _LEFT_OUT and name not in _CHANGES_LOSS:
-            return False
-        if not empty and name in _LEFT_OUT:
-            self._say(place, f"`{name}` is left out: {_LEFT_OUT[name]}")
-        return True
-
-    def _new_name(self, name: str) -> str:
-        return _RENAMED.get(name, name)
-
-    def _renamed(self, place: int, name: str) -> str:
-        new = self._new_name(name)
-        if new != name:
-            self._say(place, f"`{name}` is `{new}` now")
-        return new
-
-    @staticmethod
-    def _reports_elsewhere(value: ast.expr) -> bool:
-        names = {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
-        return not names <= {"none", "tensorboard", None}
-
-
 # --- statements -------------------------------------------------------------------------------------------------------
 
 _SECRETS = re.compile(r"(google\.colab\.userdata\.get|kaggle_secrets\..*get_secret|.*\.get_secret)$")
@@ -275,16 +37,18 @@ _RUNS_TEXT = ("globals", "exec", "eval", "compile", "__import__")
 
 
 class Rewriter(ast.NodeTransformer):
-    """Rewrites one statement after another. `written` are names of the notebook's functions that write files."""
+    """Rewrites one statement after another. `bound` are the names that the statements of main() bind."""
 
     def __init__(self, program: Program, refuse: Callable[[str], Refusal], *, bound: set[str]) -> None:
         self.program, self.refuse, self.bound = program, refuse, bound
         self.reasons: list[str] = []
         self.notes: list[str] = []
+        self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
 
     def statement(self, node: ast.stmt, *, main_rank: bool = False) -> Rewritten:
         """The statement for N ranks. `main_rank`: only the main rank runs it, so saves need no guard."""
         self.reasons, self.notes = [], []
+        self.trains = any(self.program.dotted(call.func).endswith("SFTTrainer") for call in calls(node))
         nodes = self._block([copy.deepcopy(node)], main_rank)
         return Rewritten(nodes=nodes, reasons=list(dict.fromkeys(self.reasons)), notes=self.notes)
 
@@ -296,6 +60,10 @@ class Rewriter(ast.NodeTransformer):
             if not main_rank and saves(node) and not runs_together(node) and isinstance(node, ast.Expr):
                 found.append(guarded(MAIN_RANK, [self._inside(node, True)]))
                 self.reasons.append("the main rank saves")
+            elif not main_rank and self.trains and _only_writes(node):
+                wait = ast.parse(WAIT).body[0]
+                found += [guarded(LOCAL_MAIN_RANK, [self._inside(node, True)]), wait]
+                self.reasons.append("files are written once per machine")
             else:
                 found.append(self._inside(node, main_rank))
         return found
@@ -472,6 +240,12 @@ def writes_files(program: Program, node: ast.stmt) -> bool:
     if any(written_path(call) is not None or _dumps(call) for call in calls(node)):
         return True
     return any(_function_writes(program, call.func.id) for call in calls(node) if isinstance(call.func, ast.Name))
+
+
+def _only_writes(node: ast.stmt) -> bool:
+    """Whether a statement writes a file and computes nothing that others use."""
+    writes = any(written_path(call) is not None for call in calls(node))
+    return writes and isinstance(node, ast.Expr | ast.With) and not binds(node) - own_targets(node)
 
 
 def _dumps(call: ast.Call) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 from finetune import __version__
 from finetune.convert import drop_in_code as code
 from finetune.convert import plan as rules
-from finetune.convert.drop_in_code import Arguments, Rewriter
+from finetune.convert.drop_in_arguments import Arguments
+from finetune.convert.drop_in_code import Rewriter
 from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug

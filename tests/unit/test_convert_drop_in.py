@@ -145,6 +145,16 @@ def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> 
     assert lines[ours + 1].startswith("from unsloth")
 
 
+def test_unsloths_trainer_without_arguments_has_its_defaults(notebook: Callable[..., Path]) -> None:
+    trainer = "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows)"
+    script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
+    config = call(script, "SFTConfig")
+    assert config["max_length"] == "length" and config["seed"] == "3407" and "args" in call(script, "SFTTrainer")
+    trainer = "def make(args):\n    return SFTTrainer(model=model, args=args, train_dataset=rows)\ntrainer = make(None)"
+    script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
+    assert call(script, "SFTTrainer")["max_seq_length"] == "length"
+
+
 GONE = {
     "pip": "!pip install trl",
     "pip by a process": 'import subprocess, sys\nsubprocess.check_call([sys.executable, "-m", "pip", "install", "trl"])',
@@ -166,7 +176,8 @@ GONE = {
 
 @pytest.mark.parametrize("case", GONE)
 def test_what_the_training_does_not_need_is_left_out(case: str, notebook: Callable[..., Path]) -> None:
-    plain, more = dropped_in(notebook()), dropped_in(notebook(before=GONE[case]))
+    plain = drop_in_steps(notebook(), "test")[1]
+    more = drop_in_steps(notebook(before=GONE[case]), "test")[1]
     assert body(more.script) == body(plain.script)
     outcomes = {item["statement"]: item for item in more.report["statements"] if item["cell"] == 2}
     assert all(item["outcome"] == "dropped" and item["reason"] for item in outcomes.values())
@@ -233,7 +244,7 @@ def test_what_every_rank_must_call_is_never_on_the_main_rank_alone(notebook: Cal
 
 def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> None:
     function = (
-        "def go(lr):\n    "
+        "def go(lr):\n    with open('x.json', 'w') as file:\n        file.write('1')\n    "
         + TRAINER
         + '\n    trainer.train()\n    trainer.model.save_pretrained("out")\n    return trainer'
     )
@@ -243,6 +254,8 @@ def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> No
         save="",
     )
     text = body(dropped_in(path).script)
+    assert "    if PartialState().is_local_main_process:\n        with open('x.json', 'w') as file:" in text
+    assert "    PartialState().wait_for_everyone()\n    trainer = SFTTrainer(" in text
     assert "    if PartialState().is_main_process:\n        trainer.model.save_pretrained('out')" in text
     assert "processing_class=tokenizer" in text
 
@@ -261,8 +274,11 @@ def test_the_form_is_chosen_and_said(
     assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
     report = json.loads((out / "mine.report.json").read_text())
     assert report["why_this_form"].startswith("the settings form is refused: R4")
+    assert main([str(path), "--form", "other"]) == main([str(path), "--form", "drop-in", "--keep-inference"]) == 2
+    assert main(["--check", str(path.parent), "--form", "settings"]) == 0
+    assert "refused R4" in capsys.readouterr().out
+    assert any("inference is only" in note for note in convert(path, keep_inference=True).conversion.report["notes"])
     assert convert(notebook()).conversion.report["form"] == "settings"
-    assert main([str(path), "--form", "other"]) == 2
     both = convert(notebook(before="x = input()\nrows = rows.select([int(x)])"))
     assert both.code == "R4" and "As a drop-in script: the statements before training depend on input()" in both.reason
 
