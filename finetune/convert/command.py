@@ -139,7 +139,7 @@ def _witnessed(path: Path, conversion: Any) -> str:
     from finetune.convert.witness import check
 
     files = {f"{conversion.name}.py": conversion.script, f"{conversion.name}.yaml": conversion.config}
-    found = check(path, files)
+    found = check(path, files, "settings" if conversion.config else "drop-in")
     if found.status == "differs":
         raise NotVerified("witness", found.reason)
     if found.status == "passed":

@@ -114,10 +114,11 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
         if "refused" in two:
             return f"the notebook trains on these rows, the script fails{about}: {two['refused']}"
+        eos = one["eos"] if unsloth else None
         difference = (
             _of_values(one["settings"], two["settings"])
             or _of_adapters(one["lora"], two["lora"])
-            or _of_rows(*(_ended(run["rows"], one["eos"] if unsloth else None) for run in (one, two)), about)
+            or _of_rows(_ended(one["rows"], eos), _ended(two["rows"], eos), about)
         )
         if difference:
             return difference
