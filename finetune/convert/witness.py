@@ -135,7 +135,7 @@ def _of_values(one: dict[str, Any], two: dict[str, Any], what: str = "") -> str:
 def _equal(one: Any, two: Any) -> bool:
     if isinstance(one, float) and isinstance(two, float):
         return math.isclose(one, two, rel_tol=1e-9)
-    return one == two or not one and not two and one is not False and two is not False
+    return one == two or not one and not two  # unset, off or zero
 
 
 def _of_adapters(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:

@@ -138,8 +138,8 @@ def _replace_models(folder: str) -> None:
             given = {key: value for key, value in given.items() if key in _TOKENIZER_ARGUMENTS}
         return load_tokenizer(name if local else folder, **given)
 
-    def config(*_: Any, **__: Any) -> Any:
-        return load_config(folder)
+    def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
+        return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
     def model(*_: Any, **given: Any) -> Any:
         found = tiny_model()
