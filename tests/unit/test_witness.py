@@ -11,7 +11,9 @@ from finetune.convert import witness
 from finetune.convert.command import convert, steps
 from finetune.convert.witness_stand_ins import ROWS
 from tests.unit.test_convert import LOADER, TRAIN, document
+from tests.unit.test_sandbox_attacks import kernel
 
+pytestmark = [pytest.mark.process, kernel]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "notebooks"
 ADAPTER = 'model = FastLanguageModel.get_peft_model(model, r = 8, lora_alpha = 16, target_modules = ["q_proj"])'
 DATA = """from datasets import load_dataset
@@ -47,7 +49,6 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.process
 def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
     *_, right = steps(write(tmp_path / "mine.ipynb", *cells))
@@ -79,7 +80,6 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_examples_pass(path: Path) -> None:
     outcome = convert(path, witness=True)
@@ -102,7 +102,6 @@ trainer = SFTTrainer(
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", HUB, TRAIN)
     *_, right = steps(path)
@@ -114,8 +113,20 @@ def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", "rows = open('rows.json').read()", TRAIN)
     found = witness.check(path, {"mine.py": "", "mine.yaml": ""})
     assert found.status == "could-not-run" and "FileNotFoundError" in found.reason
+
+
+RAW = HUB.replace('.map(lambda row: {"messages": row["messages"]})', "").replace("assistant_only_loss = True, ", "%s")
+
+
+@pytest.mark.campaign
+def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", RAW % 'dataset_text_field = "text", ', TRAIN)
+    *_, right = steps(path)
+    files = {"mine.py": right.script, "mine.yaml": right.config}
+    found = witness.check(path, files)
+    assert [list(columns) for columns in found.generated_columns] == [["text"], ["messages"], ["prompt", "completion"]]
+    assert found.status == "passed"
