@@ -85,7 +85,11 @@ def prepare(unsloth: bool) -> None:
 
 
 def _save_tiny(folder: str) -> None:
-    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama."""
+    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama.
+
+    The template marks the assistant's turns. For one without marks, TRL would take its own variant, whose marks differ
+    from the package's on purpose (docs/data.md).
+    """
     import tokenizers
     import trl
     from tokenizers import decoders, models, pre_tokenizers
@@ -99,7 +103,7 @@ def _save_tiny(folder: str) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
     )
-    template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5.jinja")
+    template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_training.jinja")
     with open(template, encoding="utf-8") as stream:
         tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
