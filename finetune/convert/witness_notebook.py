@@ -51,64 +51,6 @@ def _python(cell: str) -> str:
 
 RENAMED = {"evaluation_strategy": "eval_strategy", "max_seq_length": "max_length", "per_gpu_train_batch_size":
            "per_device_train_batch_size", "no_cuda": "use_cpu"}  # fmt: skip
-PRECISION = ("fp16", "bf16", "tf32", "half_precision_backend", "fp16_full_eval", "bf16_full_eval", "fp16_opt_level")
-ELSEWHERE = (*PRECISION, "report_to", "push_to_hub", "deepspeed", "fsdp", "fsdp_config", "use_cpu", "torch_compile",
-             "dataset_num_proc", "dataloader_num_workers", "padding_free", "dataloader_pin_memory")  # fmt: skip
-NEW_LENGTH = object()
-
-
-def unsloth_defaults() -> dict[str, Any]:
-    """The defaults of Unsloth's SFTConfig on a GPU, read from its generator, which does not run on a CPU."""
-    import unsloth
-
-    path = os.path.join(os.path.dirname(unsloth.__file__), "models", "rl.py")
-    with open(path, encoding="utf-8") as stream:
-        tree = ast.parse(stream.read())
-    found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            with contextlib.suppress(ValueError):
-                values = ast.literal_eval(node.value)
-                if {"per_device_train_batch_size", "optim", "seed"} <= set(values):
-                    found = values
-    if not found:
-        raise LookupError("the defaults of Unsloth's SFTConfig are not where they were")
-    return found | {"warmup_steps": 0.1}  # set below that dictionary, for transformers 5
-
-
-def replace_configs(unsloth: bool) -> None:
-    import transformers
-    import trl
-
-    known = {field.name for field in dataclasses.fields(trl.SFTConfig)}
-    own = {key: value for key, value in unsloth_defaults().items() if key in known} if unsloth else {}
-    for kind, defaults in ((transformers.TrainingArguments, {}), (trl.SFTConfig, own)):
-        _replace_config(kind, defaults)
-
-
-def _replace_config(kind: Any, defaults: dict[str, Any]) -> None:
-    build = kind.__init__
-    parameters = set(inspect.signature(build).parameters)
-
-    def init(self: Any, *positional: Any, **given: Any) -> None:
-        if type(self) is not kind and "_witnessed" in given:
-            return build(self, *positional, **given)
-        given = {RENAMED.get(key, key): value for key, value in given.items()}
-        if given.get("warmup_ratio") and not given.get("warmup_steps"):
-            given["warmup_steps"] = float(given["warmup_ratio"])  # below 1, it is a share of the steps
-        self_given = set(given)
-        values = {k: v for k, v in (defaults | given).items() if k in parameters and k not in ELSEWHERE}
-        values.pop("warmup_ratio", None)
-        if positional:
-            values.pop("output_dir", None)
-        elif not values.get("output_dir"):
-            values["output_dir"] = "trainer_output"
-        if values.get("load_best_model_at_end"):
-            values["load_best_model_at_end"] = False
-        build(self, *positional, **values, use_cpu=True, report_to="none")
-        self._given = self_given
-
-    kind.__init__ = init
 
 
 def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
@@ -129,8 +71,9 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
 
     for cls in {trl.SFTTrainer, sft.SFTTrainer, transformers.Trainer}:
         cls.train = train
-    trl.DataCollatorForCompletionOnlyLM = CompletionOnly
-    trl.setup_chat_format = setup_chat_format
+    library: Any = trl
+    library.DataCollatorForCompletionOnlyLM = CompletionOnly
+    library.setup_chat_format = setup_chat_format
     with contextlib.suppress(ImportError):
         import unsloth as package
 
@@ -147,7 +90,7 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
         given = dict(zip(names, positional, strict=False)) | given
         state["building"] = True
         try:
-            given = normalized(given, unsloth)
+            given = normalized(given, unsloth, stand_ins)
             stand_ins.record_adapter(given.pop("peft_config", None))
             args = given["args"]
             before = stand_ins.settings(args)
@@ -171,20 +114,18 @@ def sft_signature(cls: Any) -> Any:
     )
 
 
-def normalized(given: dict[str, Any], unsloth: bool) -> dict[str, Any]:
+def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str, Any]:
     """Arguments of any version of TRL, as those of the installed one."""
     import trl
 
     given = dict(given)
     if (tokenizer := given.pop("tokenizer", None)) is not None:
         given.setdefault("processing_class", tokenizer)
-    args = given.get("args")
+    args: Any = given.get("args")
     if args is None:
         args = trl.SFTConfig(output_dir="trainer_output")
     elif not isinstance(args, trl.SFTConfig):
-        chosen = getattr(args, "_given", set())
-        args = trl.SFTConfig(**{k: v for k, v in args.to_dict().items() if k not in ELSEWHERE})
-        args._given = chosen
+        args = trl.SFTConfig(**{k: v for k, v in args.to_dict().items() if k not in stand_ins.ELSEWHERE})
     fields = {field.name for field in dataclasses.fields(trl.SFTConfig)}
     accepted = {"model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks",
                 "compute_metrics", "compute_loss_func", "optimizers", "peft_config", "formatting_func",
@@ -193,7 +134,6 @@ def normalized(given: dict[str, Any], unsloth: bool) -> dict[str, Any]:
         value, key = given.pop(key), RENAMED.get(key, key)
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
-            args._given = getattr(args, "_given", set()) | {key}
     args.dataset_num_proc = None
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
@@ -427,7 +367,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     cells = read_cells(job["notebook"], job["name"])
     unsloth = any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
     stand_ins.prepare(unsloth)
-    replace_configs(unsloth)
+    stand_ins.replace_configs(unsloth, RENAMED)
     replace_trainer(unsloth, stand_ins)
     trainer, field = find_columns(cells, stand_ins, {})
     found = []

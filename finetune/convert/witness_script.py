@@ -80,7 +80,8 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     """A script with `finetune.SFTTrainer`, up to `train()`."""
     from finetune.drop_in import trainer as drop_in
 
-    cls, found = drop_in.SFTTrainer, []
+    cls: Any = drop_in.SFTTrainer
+    found: list[Any] = []
     build = cls.__init__
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
@@ -119,6 +120,8 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.From(job["packages"], "finetune", "patches"),
     ]
     stand_ins.prepare(job["unsloth"])
+    if job["form"] == "drop-in":
+        stand_ins.replace_configs(job["unsloth"])
     for name, text in job["files"].items():
         with open(name, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
 import os
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 ROWS = 120
@@ -67,7 +69,7 @@ def prepare(unsloth: bool) -> None:
         HF_DATASETS_CACHE=os.path.join(here, "datasets"), MPLBACKEND="Agg", OMP_NUM_THREADS="1",
     )  # fmt: skip
     if unsloth:
-        import unsloth  # noqa: F401
+        importlib.import_module("unsloth")
     import datasets
 
     _save_tiny(os.path.join(here, "tiny"))
@@ -83,7 +85,11 @@ def prepare(unsloth: bool) -> None:
 
 
 def _save_tiny(folder: str) -> None:
-    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama."""
+    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama.
+
+    The template marks the assistant's turns. For one without marks, TRL would take its own variant, whose marks differ
+    from the package's on purpose (docs/data.md).
+    """
     import tokenizers
     import trl
     from tokenizers import decoders, models, pre_tokenizers
@@ -97,15 +103,16 @@ def _save_tiny(folder: str) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
     )
-    template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5.jinja")
+    template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_training.jinja")
     with open(template, encoding="utf-8") as stream:
         tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
-    LlamaConfig(
+    settings: dict[str, Any] = dict(
         vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
+    LlamaConfig(**settings).save_pretrained(folder)
 
 
 def tiny_model() -> Any:
@@ -113,7 +120,7 @@ def tiny_model() -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained("tiny")
-    model = transformers.LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(config)
     model.print_trainable_parameters = lambda *_: None
     model.get_nb_trainable_parameters = lambda *_: (1, 1)
     return model
@@ -123,7 +130,7 @@ _TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_tok
 
 
 def _replace_models(folder: str) -> None:
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
     from transformers.models.auto import auto_factory
 
     load_tokenizer = transformers.AutoTokenizer.from_pretrained
@@ -135,8 +142,8 @@ def _replace_models(folder: str) -> None:
             given = {key: value for key, value in given.items() if key in _TOKENIZER_ARGUMENTS}
         return load_tokenizer(name if local else folder, **given)
 
-    def config(*_: Any, **__: Any) -> Any:
-        return load_config(folder)
+    def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
+        return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
     def model(*_: Any, **given: Any) -> Any:
         found = tiny_model()
@@ -222,7 +229,7 @@ def _defaults_on_gpu(source: str) -> dict[str, Any]:
     """Defaults of `get_peft_model` in one of Unsloth's modules for GPUs, which cannot be imported without one."""
     import unsloth
 
-    with open(os.path.join(os.path.dirname(unsloth.__file__), "models", source), encoding="utf-8") as stream:
+    with open(os.path.join(os.path.dirname(unsloth.__file__ or ""), "models", source), encoding="utf-8") as stream:
         tree = ast.parse(stream.read())
     constants = {
         node.targets[0].id: node.value
@@ -277,8 +284,8 @@ ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rsl
 def adapter(values: dict[str, Any]) -> dict[str, Any]:
     found = {name: values.get(name) for name in ADAPTER}
     for name in ("target_modules", "modules_to_save"):
-        if isinstance(found[name], set | list | tuple):
-            found[name] = sorted(found[name])
+        if isinstance(chosen := found[name], set | list | tuple):
+            found[name] = sorted(chosen)
     return found | {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
 
 
@@ -370,7 +377,64 @@ def _replace_pandas() -> None:
         setattr(pandas, f"read_{name}", frame)
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- training arguments -----------------------------------------------------------------------------------------------
+
+# What depends on the machine, or on where results go.
+PRECISION = ("fp16", "bf16", "tf32", "half_precision_backend", "fp16_full_eval", "bf16_full_eval", "fp16_opt_level")
+ELSEWHERE = (*PRECISION, "report_to", "push_to_hub", "deepspeed", "fsdp", "fsdp_config", "use_cpu", "torch_compile",
+             "dataset_num_proc", "dataloader_num_workers", "padding_free", "dataloader_pin_memory")  # fmt: skip
+
+
+def replace_configs(unsloth: bool, renamed: Mapping[str, str] | None = None) -> None:
+    """Training arguments can be built without a GPU, with Unsloth's defaults if the program uses it.
+
+    `renamed`: current names of former arguments; arguments that do not exist any more are then dropped.
+    """
+    import transformers
+    import trl
+
+    known = {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    own = {key: value for key, value in unsloth_defaults().items() if key in known} if unsloth else {}
+    _replace_config(transformers.TrainingArguments, {}, renamed)
+    _replace_config(trl.SFTConfig, own, renamed)
+
+
+def unsloth_defaults() -> dict[str, Any]:
+    """The defaults of Unsloth's SFTConfig on a GPU, read from its generator, which does not run on a CPU."""
+    import unsloth
+
+    path = os.path.join(os.path.dirname(unsloth.__file__ or ""), "models", "rl.py")
+    with open(path, encoding="utf-8") as stream:
+        tree = ast.parse(stream.read())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            with contextlib.suppress(ValueError):
+                values = ast.literal_eval(node.value)
+                if {"per_device_train_batch_size", "optim", "seed"} <= set(values):
+                    return values | {"warmup_steps": 0.1}  # set below that dictionary, for transformers 5
+    raise LookupError("the defaults of Unsloth's SFTConfig are not where they were")
+
+
+def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, str] | None) -> None:
+    build = kind.__init__
+    parameters = set(inspect.signature(build).parameters)
+
+    def init(self: Any, *positional: Any, **given: Any) -> None:
+        if renamed is not None:
+            given = {renamed.get(key, key): value for key, value in given.items()}
+            if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
+                given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
+            given = {key: value for key, value in given.items() if key in parameters}
+        values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
+        if positional:
+            values.pop("output_dir", None)
+        elif not values.get("output_dir"):
+            values["output_dir"] = "trainer_output"
+        values["load_best_model_at_end"] = False
+        build(self, *positional, **values, use_cpu=True, report_to="none")
+
+    kind.__init__ = init
+
 
 SETTINGS = (
     "learning_rate num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim"
@@ -404,8 +468,3 @@ def row(ids: Any, labels: Any) -> list[list[int]] | None:
 
 class Stop(BaseException):
     """The program has reached `train()`."""
-
-
-def namespace(**values: Any) -> SimpleNamespace:
-    """For stand-in objects."""
-    return SimpleNamespace(**values)

@@ -67,7 +67,8 @@ def floor_of(module: str) -> int:
 
 
 def test_no_file_imports_from_a_floor_above() -> None:
-    public = ("finetune", "finetune.__main__")  # the front doors, which open onto everything
+    # The front doors, which open onto everything, and a program that runs by its path in a process of its own.
+    public = ("finetune", "finetune.__main__", "finetune.convert.witness_script")
     wrong = [
         f"{name} imports {imported}"
         for name, imports in GRAPH.items()

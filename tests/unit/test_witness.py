@@ -9,8 +9,11 @@ import pytest
 
 from finetune.convert import witness
 from finetune.convert.command import convert, steps
+from finetune.convert.witness_stand_ins import ROWS
 from tests.unit.test_convert import LOADER, TRAIN, document
+from tests.unit.test_sandbox_attacks import kernel
 
+pytestmark = [pytest.mark.process, kernel]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "notebooks"
 ADAPTER = 'model = FastLanguageModel.get_peft_model(model, r = 8, lora_alpha = 16, target_modules = ["q_proj"])'
 DATA = """from datasets import load_dataset
@@ -46,7 +49,6 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.process
 def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
     *_, right = steps(write(tmp_path / "mine.ipynb", *cells))
@@ -72,19 +74,12 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
     assert "LoRA r: the notebook trains with 8, the script with 9" in found["rank"]
     assert "row 0 (rows with messages): token ids differ" in found["column"]
     assert "row 0 (rows with messages): labels differ from token" in found["mask"]
-    assert "finetune.convert.settings is blocked here" in found["imports"]
+    assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
-    assert len(theirs["runs"][0]["rows"]) == witness_rows()
-
-
-def witness_rows() -> int:
-    from finetune.convert import witness_stand_ins
-
-    return witness_stand_ins.ROWS
+    assert len(theirs["runs"][0]["rows"]) == ROWS - 1, "one row is cut before its answer"
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_examples_pass(path: Path) -> None:
     outcome = convert(path, witness=True)
@@ -107,7 +102,6 @@ trainer = SFTTrainer(
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", HUB, TRAIN)
     *_, right = steps(path)
@@ -119,8 +113,20 @@ def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.process
 def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.ipynb", "rows = open('rows.json').read()", TRAIN)
     found = witness.check(path, {"mine.py": "", "mine.yaml": ""})
     assert found.status == "could-not-run" and "FileNotFoundError" in found.reason
+
+
+RAW = HUB.replace('.map(lambda row: {"messages": row["messages"]})', "").replace("assistant_only_loss = True, ", "%s")
+
+
+@pytest.mark.campaign
+def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", RAW % 'dataset_text_field = "text", ', TRAIN)
+    *_, right = steps(path)
+    files = {"mine.py": right.script, "mine.yaml": right.config}
+    found = witness.check(path, files)
+    assert [list(columns) for columns in found.generated_columns] == [["text"], ["messages"], ["prompt", "completion"]]
+    assert found.status == "passed"
