@@ -77,8 +77,8 @@ def _train(program: Program) -> int:
         for node in (statement.node for statement in program.statements)
         if isinstance(node, ast.FunctionDef) and _trains(node)
     }
-    calls = [call for one in program.statements for call in code.calls(one.node) if isinstance(call.func, ast.Name)]
-    twice = next((name for name in inside if sum(call.func.id == name for call in calls) > 1), None)  # type: ignore[attr-defined]
+    called_in = [{getattr(call.func, "id", "") for call in code.calls(one.node)} for one in program.statements]
+    twice = next((name for name in sorted(inside) if sum(name in names for names in called_in) > 1), None)
     if twice is not None:
         raise Refusal("R2", f"{twice}() trains and is called more than once; start the script once per call instead")
     for place, statement in enumerate(program.statements):

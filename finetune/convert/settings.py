@@ -393,7 +393,8 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
     unsloth = what.api == "unsloth"
     settings.set("model.backend", "auto" if unsloth else "transformers")
     settings.set("model.dtype", dtype_setting(traces))
-    given.pop("dtype", None), given.pop("torch_dtype", None)
+    for key in ("dtype", "torch_dtype"):
+        given.pop(key, None)
     four, eight, sixteen, full = bits(given, what)
     settings.set("model.load_in_4bit", four)
     if four and isinstance(given.get("quantization_config"), Unknown):
