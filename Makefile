@@ -83,4 +83,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 notebooks: $(INSTALLED)
-	@for notebook in examples/notebooks/*.ipynb; do $(BIN)/python -m finetune.convert $$notebook --out notebooks_converted --overwrite || exit 1; done
+	@for notebook in examples/notebooks/*.ipynb; do $(BIN)/python -m finetune.convert $$notebook --no-witness --out notebooks_converted --overwrite || exit 1; done

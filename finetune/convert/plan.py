@@ -660,6 +660,8 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                 name = plan.program.dotted(node.func)
                 if name == "__shell__":
                     raise Refusal("R4", f"{what} depend on the output of a shell command", statement.cell)
+                if name == "multiprocessing.cpu_count":
+                    continue  # for num_proc: how many processes map the rows changes no row
                 if name.split(".")[0] in ("subprocess", "multiprocessing") or name in (
                     "os.system",
                     "os.popen",
