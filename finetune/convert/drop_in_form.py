@@ -19,7 +19,7 @@ from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
 from finetune.convert.names import MUTATORS, Program, free_names, root, target_names
-from finetune.convert.plan import NO_ENVIRONMENT, Plan
+from finetune.convert.plan import EXPORTS, NO_ENVIRONMENT, Plan
 from finetune.convert.read import Notebook, Refusal, Statement
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
@@ -486,6 +486,9 @@ def _after(form: Form) -> None:
         why = "unused import" if is_import(statement.node) else "after training, so not part of it"
         if any(code.is_push(program, call) for call in code.calls(statement.node)):
             why = "publish the finished folder with `hf upload`"
+            form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+        elif any(code.method(call) in EXPORTS for call in code.calls(statement.node)):
+            why = "nothing that is saved needs it"
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         form.decisions[place] = Decision(outcome="dropped", reason=why)
 

@@ -991,6 +991,9 @@ def _save_hook(plan: Plan) -> None:
             plan.dispositions[place] = Disposition(what="dropped", why=why)
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: it {why}")
         elif all(_method(call) in _ORDINARY for call in saving) and not whole:
+            if any(_method(call) in EXPORTS for call in calls):
+                why = "do this from training.output_dir, where the trained model and its tokenizer are"
+                plan.notes.append(f"cell {statement.cell}: the export in `{statement.head[:60]}` is left out: {why}")
             plan.dispositions[place] = Disposition(
                 what="settings",
                 why="the final model and tokenizer are saved into training.output_dir, by the main rank",
@@ -1373,6 +1376,14 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     calls = _calls(node)
     if any(_ACCOUNTS.match(plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        service = plan.program.dotted(node.value.func)
+        if (
+            _SERVICES.match(service)
+            and service.rsplit(".", 1)[-1][:1].isupper()
+            and _leaves_arguments(plan, node.value)
+        ):
+            return "client of a service that the training does not use"
     if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text) and isinstance(node, ast.Expr):
         return "training.seed seeds every rank"
     if re.search(r"torch\.(cuda|backends)|max_memory|gpu_stats|used_memory|trainer_stats|start_gpu", text) and _leaves(
@@ -1395,6 +1406,12 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _leaves(plan, node):
         return "unused value" if calls else "unused literal"
     return None
+
+
+def _leaves_arguments(plan: Plan, call: ast.Call) -> bool:
+    """Whether the arguments of a call only compute."""
+    given = [*call.args, *(item.value for item in call.keywords)]
+    return all(_harmless(plan, inner) for value in given for inner in _calls(value))
 
 
 def _kept_names(plan: Plan, path: ast.expr) -> bool:

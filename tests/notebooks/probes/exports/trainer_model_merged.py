@@ -1,5 +1,5 @@
 # expect: converted
-# kept or named: merge
+# kept or named: export
 # cause: an alias of trainer.model is merged after the training, under a condition
 # %%
 DEMO = False
