@@ -135,17 +135,19 @@ def _rewrite(form: Form, arguments: Arguments) -> None:
         elif done.reasons:
             decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
     used = {name for place, node in nodes.items() if not is_import(node) for name in _used(form, place)}
-    for place, node in nodes.items():
+    once: dict[str, set[str]] = {TOP: set(), MAIN: set(), AFTER: set()}
+    for place, node in sorted(nodes.items()):
         if is_import(node) and form.decisions[place].outcome != "dropped":
-            _only_used(form, place, used)
+            _only_used(form, place, used, once[form.decisions[place].where])
 
 
 def _used(form: Form, place: int) -> set[str]:
     return {inner.id for node in form.rewritten[place].nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def _only_used(form: Form, place: int, used: set[str]) -> None:
-    """An import without the names that nothing uses; Unsloth stays, because it patches other libraries."""
+def _only_used(form: Form, place: int, used: set[str], once: set[str]) -> None:
+    """An import without the names that nothing uses, and without those that an earlier one in the same part of the
+    script has (`once`, added to); Unsloth stays, because it patches other libraries."""
     node = form.rewritten[place].nodes[0]
     if not isinstance(node, ast.Import | ast.ImportFrom):
         form.decisions[place] = Decision(
@@ -153,7 +155,14 @@ def _only_used(form: Form, place: int, used: set[str]) -> None:
         )
         form.rewritten[place].nodes = []
         return
-    node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+    names = []
+    for alias in node.names:
+        module = node.module if isinstance(node, ast.ImportFrom) else ""
+        key = f"{module} {alias.name} {alias.asname}"
+        if (alias.asname or alias.name).split(".")[0] in used and key not in once:
+            once.add(key)
+            names.append(alias)
+    node.names = names
     if not node.names:
         form.decisions[place] = Decision(outcome="dropped", reason="unused import")
         form.rewritten[place].nodes = []
