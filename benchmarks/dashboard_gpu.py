@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="scratch folder")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--only", default="", help="cells, separated by commas; all if empty")
+    parser.add_argument("--gpus", type=int, default=2, help="no cell uses more than this many")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in CELLS if not given.only or name in given.only.split(",")]
@@ -64,6 +65,7 @@ def main() -> None:
 def run(name: str, given: argparse.Namespace) -> int:
     """One cell, to its end."""
     kind, gpus, shape, arguments = CELLS[name]
+    gpus = min(gpus, given.gpus)
     model = models.build(given.work / shape, shape, given.train)
     slug = name.replace(" ", "-")
     out = given.work / slug
