@@ -112,7 +112,8 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
 
     Compared: phases by CUDA events with kernels by CUPTI, as host ranges launched them; communication by DDP with
     NCCL's kernels; tokens/s and MFU of the record with the tokens that the model was given, the operations that PyTorch
-    counts and the time from the first kernel to the last.
+    counts (attention by the lengths of the documents, as its counter does not read packed rows) and the time from the
+    first kernel to the last.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -124,6 +125,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
 
     logger = next(one for one in trainer.callback_handler.callbacks if type(one).__name__ == "RunLogger")
     tokens: list[int] = []  # of each micro-batch
+    squares: list[Any] = []  # sum over its documents of length squared
 
     def ranged(name: str, function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -131,6 +133,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 inputs = arguments[1]
                 mask = inputs.get("attention_mask")
                 tokens.append(inputs["input_ids"].numel() if mask is None else mask)
+                squares.append(inputs.get("position_ids"))
             with record_function(f"phase:{name}"):
                 return function(*arguments, **keywords)
 
@@ -160,7 +163,10 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 self.profiler.start()
             elif state.global_step == FIRST + TRACED:
                 tokens.clear()
-                self.counter = FlopCounterMode(display=False)
+                squares.clear()
+                attention = [torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward]
+                unread = {one: lambda *a, out_shape=None, **k: 0 for one in attention}
+                self.counter = FlopCounterMode(display=False, custom_mapping=unread)
                 self.counter.__enter__()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -204,12 +210,20 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
             by_operator = self.counter.get_flop_counts().get("Global", {})
             in_step = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
             self.content["flops_per_token"] = {str(name): count / in_step for name, count in by_operator.items()}
+            self.content["squared_lengths_per_token"] = sum(map(squared_lengths, squares)) / in_step
             self.content["peak_tflops"] = logger.hardware.peak_bf16_tflops
             everyone = distributed.gather_objects(self.content)
             if distributed.ranks().is_main:
                 result.write_text(json.dumps(everyone, indent=1))
 
     trainer.add_callback(Traced())
+
+
+def squared_lengths(position_ids: Any) -> int:
+    """Sum over the documents of a pack of length squared; a document begins where the positions begin again at 0."""
+    starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
+    ends = [*starts[1:], position_ids.numel()]
+    return sum((end - start) ** 2 for start, end in zip(starts, ends, strict=True))
 
 
 def launch_times(events: list[dict[str, Any]]) -> dict[int, float]:

@@ -108,7 +108,7 @@ def one_script(name: str, model: Path, given: argparse.Namespace) -> dict[str, A
             raise ValueError(f"{script.file} must have the text `{old}` once")
         text = text.replace(old, new)
     slug = name.replace(" ", "-")
-    file = given.work / f"{slug}.py"
+    file = given.work / f"script-{slug}.py"  # not the name of a package that it imports
     file.write_text(text)
     dumps, seconds = [], {}
     for ranks in (1,) if given.one else (1, 2):
