@@ -39,8 +39,8 @@ CELLS: dict[str, tuple[str, int, str, list[str]]] = {
                     "--training.global_batch_size", "2", "--training.max_steps", "60", "--model.backend", "unsloth"]),
     "memory": ("ballast", 1, "llama-190m", ["--data.packing", "true", "--data.max_length", "4096",
                "--training.global_batch_size", "4", "--training.max_steps", "60", "--model.backend", "transformers"]),
-    "host bound": ("plain", 1, "llama-190m", ["--data.packing", "false", "--data.max_length", "64",
-                   "--training.global_batch_size", "1", "--training.max_steps", "300",
+    "host bound": ("plain", 1, "llama-190m", ["--data.packing", "false", "--data.max_length", "512",
+                   "--training.global_batch_size", "1", "--training.max_steps", "150",
                    "--model.backend", "transformers"]),
 }  # fmt: skip
 

@@ -151,6 +151,8 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
         exposed: list[float] = []  # noqa: RUF012
         content: dict[str, Any] = {}  # noqa: RUF012
         counter: Any = None
+        timed: list[dict[str, list[float]]] = []  # noqa: RUF012
+        counted: int = 0  # tokens of the traced steps
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == FIRST:
@@ -179,10 +181,12 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 # Left for the record, which drains the same clock right after this.
                 clock = logger.monitor._timer._clock
                 marks, free = list(clock._marks), list(clock._free)
-                self.note(split(clock.drain()))
+                self.timed = split(clock.drain())
                 clock._marks, clock._free = marks, free
+                self.counted = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
             elif state.global_step == FIRST + TRACED + 1:
                 self.counter.__exit__(None, None, None)
+                self.note(self.timed)
                 self.write()
 
         def note(self, steps: list[dict[str, list[float]]]) -> None:
@@ -190,7 +194,6 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 file = Path(folder, "trace.json")
                 self.profiler.export_chrome_trace(str(file))
                 events = json.loads(file.read_text())["traceEvents"]
-            counted = sum(int(one) if isinstance(one, int) else int(one.sum()) for one in tokens)
             kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
             span = (max(one["ts"] + one["dur"] for one in kernels) - min(one["ts"] for one in kernels)) / 1e6
             self.content = {
@@ -201,7 +204,7 @@ def Trace(trainer: Any, result: Path) -> None:  # noqa: N802 - a factory
                 "kernels": communication.split_of_kernels(self.profiler.events(), TRACED),
                 "exposed_by_trace": exposed_of_trace(events)[: TRACED - 1],
                 "exposed_by_ddp": self.exposed,
-                "tokens_by_hand": counted,
+                "tokens_by_hand": self.counted,
                 "seconds_of_trace": span,
                 "steps": len(steps),
             }

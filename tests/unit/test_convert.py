@@ -576,7 +576,7 @@ def test_an_output_folder_elsewhere_is_kept_with_a_note(
     conversion = converted(path)
     assert settings(conversion, tmp_path).training.output_dir == folder
     assert any(f"training.output_dir is {folder}" in note for note in conversion.report["notes"])
-    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert main([str(path), "--out", str(tmp_path / "out"), "--no-witness"]) == 0
     assert f"training.output_dir is {folder}" in capsys.readouterr().out
     plain = converted(notebook(*with_cells(), name="plain.ipynb"))
     assert not any("training.output_dir is" in note for note in plain.report["notes"])
@@ -597,7 +597,7 @@ def test_tokens_are_never_copied(notebook: Callable[..., Path], tmp_path: Path) 
         after=f'model.push_to_hub("me/mine", token = "{HF}")',
     )
     path = notebook(*cells)
-    assert main([str(path), "--out", str(tmp_path / "out"), "--keep-inference"]) == 0
+    assert main([str(path), "--out", str(tmp_path / "out"), "--keep-inference", "--no-witness"]) == 0
     texts = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
     assert not any(token in texts for token in (HF, WANDB, OPENAI))
     assert texts.count('token=os.environ["HF_TOKEN"]') == 2
@@ -791,15 +791,15 @@ def test_magics_are_taken_out_by_the_line(notebook: Callable[..., Path]) -> None
 @pytest.mark.process
 def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[..., Path], tmp_path: Path) -> None:
     path, out = notebook(*ALL), tmp_path / "out"
-    assert main([str(path), "--out", str(out)]) == 0
+    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
     first = {file.name: file.read_bytes() for file in out.iterdir()}
     assert sorted(first) == ["mine.py", "mine.report.json", "mine.yaml"]
-    assert main([str(path), "--out", str(out)]) == 0
+    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
     assert {file.name: file.read_bytes() for file in out.iterdir()} == first
     (out / "mine.yaml").write_text("mine: 1\n")
-    assert main([str(path), "--out", str(out)]) == 2
+    assert main([str(path), "--out", str(out), "--no-witness"]) == 2
     assert (out / "mine.yaml").read_text() == "mine: 1\n"
-    assert main([str(path), "--out", str(out), "--overwrite"]) == 0
+    assert main([str(path), "--out", str(out), "--overwrite", "--no-witness"]) == 0
     assert (out / "mine.yaml").read_bytes() == first["mine.yaml"]
 
 

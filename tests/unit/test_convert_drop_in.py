@@ -269,7 +269,7 @@ def test_the_form_is_chosen_and_said(
     )
     path, out = notebook(trainer=function, train="trainer = go(1e-4)", save=""), tmp_path / "out"
     assert main([str(path), "--form", "settings", "--out", str(out)]) == 3 and not out.exists()
-    assert main([str(path), "--out", str(out)]) == 0
+    assert main([str(path), "--out", str(out), "--no-witness"]) == 0
     said = capsys.readouterr().out
     assert "converted in the drop-in form" in said and "the settings form is refused: R4" in said
     assert sorted(one.name for one in out.iterdir()) == ["mine.py", "mine.report.json"]
