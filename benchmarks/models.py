@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256, and
-# Llama-3.2-3B's 3.213 billion; SmolLM2-360M's is 0.362 billion. The two smallest are for CPU ranks; 20.6 billion are of
-# no published model: trained in full, its weights, gradients and Adam's states are 165 GB in bfloat16.
+# Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256,
+# Llama-3.2-3B's 3.213 billion and Llama-3.1-8B's 8.030 billion; SmolLM2-360M's is 0.362 billion. The two smallest are
+# for CPU ranks; 20.6 billion are of no published model: trained in full, its weights, gradients and Adam's states are
+# 165 GB in bfloat16.
 SHAPES = {
     "llama-1m": dict(
         hidden_size=64,
@@ -49,6 +50,17 @@ SHAPES = {
         head_dim=64,
         vocab_size=128256,
         tie_word_embeddings=True,
+        rope_theta=500000.0,
+    ),
+    "llama-8b": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
         rope_theta=500000.0,
     ),
     "llama-3b": dict(

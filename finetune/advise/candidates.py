@@ -151,7 +151,7 @@ class Improvement:
     factor: float
 
 
-def changes(config: Config, base: Tried) -> list[Change]:
+def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
     """Changes that may be faster on one device."""
     found = []
     if not config.data.packing:
@@ -160,6 +160,9 @@ def changes(config: Config, base: Tried) -> list[Change]:
         found.append(
             Change(name="16 bit in place of 4", arguments=("--model.load_in_4bit", "false"), same_result=False)
         )
+    model = config.model
+    if not (on_cpu or model.full_finetuning or model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
+        found.append(Change(name="FP8 weights", arguments=("--model.load_in_fp8", "true"), same_result=False))
     if config.training.gradient_checkpointing:
         arguments = ("--training.gradient_checkpointing", "false")
         found.append(Change(name="no checkpointing", arguments=arguments, same_result=True))
@@ -184,7 +187,7 @@ def improvements(config: Config, bench: Bench, base: Tried) -> list[Improvement]
     """The changes that make one device at least 3 % faster, the best first."""
     found = []
     before = speed(base.measured)
-    for change in changes(config, base):
+    for change in changes(config, base, bench.cpu_cores is not None):
         measured = bench.try_out(change.arguments).measured
         if measured is None or (change.name == "packing" and measured.facts["tokens per pack"] is None):
             continue

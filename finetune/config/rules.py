@@ -55,6 +55,7 @@ MANAGED_ARGUMENTS = {
         "dtype torch_dtype": "use model.dtype",
         "load_in_4bit": "use model.load_in_4bit",
         "load_in_8bit": "use model.load_in_8bit",
+        "load_in_fp8": "use model.load_in_fp8",
         "quantization_config": "use model.load_in_4bit or model.load_in_8bit",
         "full_finetuning": "use model.full_finetuning",
         "revision": "use model.revision",
@@ -102,8 +103,19 @@ def _is_default(config: Config, name: str) -> bool:
 
 
 def precision(config: Config, given: frozenset[str]) -> Found:
-    """4 bits, 8 bits, 16 bits and full fine-tuning: one of them."""
+    """4 bits, 8 bits, FP8, 16 bits and full fine-tuning: one of them."""
     model = config.model
+    for other in ("load_in_4bit", "load_in_8bit", "full_finetuning"):
+        if model.load_in_fp8 and getattr(model, other):
+            yield (
+                ("model.load_in_fp8", f"model.{other}"),
+                f"FP8 is a form of the frozen weights, so load_in_fp8 and {other} exclude each other. Keep one.",
+            )
+    if model.load_in_fp8 and model.dtype == "float16":
+        yield (
+            ("model.load_in_fp8", "model.dtype"),
+            "products of FP8 weights are written in bfloat16. Set model.dtype to bfloat16 or auto.",
+        )
     if model.full_finetuning and model.load_in_4bit:
         yield (
             ("model.full_finetuning", "model.load_in_4bit"),

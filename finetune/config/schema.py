@@ -54,6 +54,9 @@ class ModelConfig:
     )
     load_in_4bit: bool = _setting(False, "QLoRA: load the frozen base model in 4 bits (NF4).")
     load_in_8bit: bool = _setting(False, "Load the frozen base model in 8 bits (LLM.int8).")
+    load_in_fp8: bool = _setting(
+        False, "Multiply the frozen base model in FP8: faster than 16 bits, in the same memory. Needs Ada or newer."
+    )
     full_finetuning: bool = _setting(False, "Train all weights, without an adapter.")
     attn_implementation: str | None = _setting(
         None, "Attention implementation, such as sdpa. null lets the library choose."

@@ -155,7 +155,7 @@ def check_ranks_agree(data: Data) -> None:
 
 
 def model_size(model: Any) -> ModelSize:
-    """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked."""
+    """Sizes that determine the floating-point operations per step; 4-bit weights count unpacked, FP8 weights once."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -164,6 +164,7 @@ def model_size(model: Any) -> ModelSize:
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
         count = int(np.prod(state.shape)) if state is not None else parameter.numel()
+        count *= getattr(parameter, "counted", True)
         total += count
         trainable += count if parameter.requires_grad else 0
     return ModelSize(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.engine import adapter_targets, preflight
+from finetune.engine import adapter_targets, fp8, preflight
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
@@ -71,6 +71,8 @@ def check(config: Config, stack: Stack) -> bool:
     adapter = preflight.adapter(config)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
+    if config.model.load_in_fp8:
+        fp8.check(stack.device, resolve_dtype(config, stack))
     return adapter is not None
 
 
@@ -89,6 +91,8 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
+        if config.model.load_in_fp8:
+            fp8.convert(model)
     bits = _quantized(config)
     if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
         raise UserError(

@@ -65,6 +65,8 @@ def method(job: Job) -> str:
     model = job.config.model
     if model.full_finetuning:
         return "full fine-tuning"
+    if model.load_in_fp8:
+        return "LoRA on FP8 weights"
     return "QLoRA" if model.load_in_4bit else "8-bit LoRA" if model.load_in_8bit else "LoRA"
 
 

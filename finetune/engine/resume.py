@@ -94,6 +94,7 @@ def settings(config: Config, batch: Batch, dtype: str) -> dict[str, Any]:
         "model.dtype": dtype,
         "model.load_in_4bit": model.load_in_4bit,
         "model.load_in_8bit": model.load_in_8bit,
+        "model.load_in_fp8": model.load_in_fp8,
         "model.loader": model.loader,
         "model.loader_kwargs": model.loader_kwargs,
     }

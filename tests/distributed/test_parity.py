@@ -35,8 +35,10 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
                    "--training.per_device_train_batch_size", "3", "--data.train_file", "THIRTEEN")),
         pytest.param("1,2", ("--training.global_batch_size", "4", "--model.load_in_4bit",
                              "--training.gradient_checkpointing", "false"), marks=pytest.mark.unsloth),
+        ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
+                 "--data.max_length", "128", "--model.load_in_fp8", "--model.backend", "transformers")),
     ],
-    ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA"],
+    ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA", "FP8"],
 )  # fmt: skip
 def test_world_sizes_are_equal(tiny_model: Path, tiny_data: Path, tmp_path: Path, worlds: str, extra: tuple) -> None:
     report, few = tmp_path / "parity.json", tmp_path / "few.jsonl"

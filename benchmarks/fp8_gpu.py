@@ -1,0 +1,191 @@
+"""FP8 frozen weights on a GPU: the kernels against PyTorch, the speed of training against bfloat16, the effect on loss.
+
+    python -m benchmarks.fp8_gpu --train train.jsonl --work DIR --out FILE.jsonl [--only NAME,NAME]
+
+Each measurement appends one JSON line to FILE. `kernels` compares with the same computation on the CPU or in bfloat16;
+`speed` trains the same packs in bfloat16 and in FP8, in turn, each in a process of its own; `loss` trains a small model
+in full on one half of the rows, and then a LoRA on the other half, on its weights in bfloat16, FP8 and NF4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import models
+from finetune.runtime import bootstrap
+
+STEPS = 40
+# Name: shape, tokens of a pack, packs of a step, runs of each kind.
+SPEED = {
+    "speed 1.2b": ("llama-1.2b", 16384, 2, 2),
+    "speed 8b": ("llama-8b", 8192, 2, 1),
+    "speed 1m": ("llama-1m", 512, 2, 1),  # for a CPU
+}
+LOSS = {"loss 190m": ("llama-190m", 2048, 8), "loss 1m": ("llama-1m", 512, 1)}
+
+
+def main() -> int:
+    """Run the measurements. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--train", type=Path, required=True, help="JSON lines with question and answer, as GSM8K")
+    parser.add_argument("--work", type=Path, required=True, help="scratch folder")
+    parser.add_argument("--out", type=Path, required=True, help="file to append the JSON lines to")
+    parser.add_argument("--only", required=True, help="kernels, speed 1.2b, speed 8b, loss 190m; separated by commas")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    for name in given.only.split(","):
+        found = kernels() if name == "kernels" else (speed if name in SPEED else loss)(name, given)
+        line = json.dumps({"measurement": name, "versions": bootstrap.versions()} | found)
+        with given.out.open("a") as out:
+            out.write(line + "\n")
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernels() -> dict[str, Any]:
+    """Differences from PyTorch, and milliseconds of all linear layers of a decoder layer, forward and backward."""
+    import torch
+
+    from finetune.engine import fp8
+
+    torch.manual_seed(0)
+    equal = {}
+    for columns in (512, 2048, 8192, 14336):
+        x = (
+            torch.randn(300, columns, device="cuda", dtype=torch.bfloat16)
+            * torch.rand(300, 1, device="cuda").bfloat16()
+        )
+        x[7] = 0
+        values, scales = fp8.quantize(x)
+        expected, expected_scales = fp8.quantize(x.cpu())
+        same = values.view(torch.uint8).cpu() == expected.view(torch.uint8)
+        equal[columns] = bool(same.all()) and torch.equal(scales.cpu(), expected_scales)
+    gate, up, d = (torch.randn(3, 5, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ours = torch.autograd.grad(fp8.silu_and_multiply(gate, up), (gate, up), d)
+    theirs = torch.autograd.grad(torch.nn.functional.silu(gate.float()) * up.float(), (gate, up), d.float())
+    silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
+    shapes = {"8b": (4096, 1024, 14336, 8192), "1.2b": (2048, 512, 8192, 16384)}
+    return {"quantize_equals_cpu": equal, "silu_gradient_error": silu,
+            "decoder_layer": {name: decoder_layer(*shape) for name, shape in shapes.items()}}  # fmt: skip
+
+
+def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, float]:
+    """Frozen linear layers alone, without adapters: milliseconds in bfloat16 and in FP8, and the relative errors."""
+    import torch
+
+    from finetune.engine import fp8
+
+    groups = [(hidden, [hidden, keys, keys]), (hidden, [hidden]), (hidden, [inner, inner]), (inner, [hidden])]
+    milliseconds, errors = {"bf16": 0.0, "fp8": 0.0}, [0.0, 0.0]
+    for width, outputs in groups:
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        plain = [torch.nn.Linear(width, one, bias=False, device="cuda", dtype=torch.bfloat16) for one in outputs]
+        plain = [one.requires_grad_(False) for one in plain]
+        converted = [fp8.Linear(one) for one in plain]
+        gradients = [torch.randn(tokens, one, device="cuda", dtype=torch.bfloat16) for one in outputs]
+        forms = {"bf16": lambda x, p=plain: [one(x) for one in p], "fp8": lambda x, c=converted: fp8.project(x, c)}
+        results = {}
+        for name, form in forms.items():
+
+            def once(form: Any = form, x: Any = x, gradients: Any = gradients) -> Any:
+                y = form(x)
+                return [*y, *torch.autograd.grad(y, x, gradients)]
+
+            milliseconds[name] += timed(once)
+            results[name] = [once()[0], once()[-1]]
+        for place in (0, 1):
+            a, b = (results[name][place].float() for name in ("fp8", "bf16"))
+            errors[place] = max(errors[place], float((a - b).norm() / b.norm()))
+    return milliseconds | {"ratio": milliseconds["bf16"] / milliseconds["fp8"],
+                           "output_error": errors[0], "input_gradient_error": errors[1]}  # fmt: skip
+
+
+def timed(function: Any, repeats: int = 20) -> float:
+    """Milliseconds of one call, by CUDA events."""
+    import torch
+
+    for _ in range(4):
+        function()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+KINDS = {"bf16": [], "fp8": ["--model.load_in_fp8", "true"], "nf4": ["--model.load_in_4bit", "true"]}
+
+
+def train(out: Path, model: Path, rows: Path, *arguments: str) -> dict[str, Any]:
+    """Train in a process of its own. Returns what run.json has of its speed, memory and losses, or the error."""
+    command = [
+        *(sys.executable, "-m", "finetune.train", "--model.model_name_or_path", str(model)),
+        *("--data.train_file", str(rows), "--data.columns", "{instruction: question, output: answer}"),
+        *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true", "--training.save_steps", "0"),
+        *("--data.packing", "true", "--logging.generate_samples", "0", *arguments),
+    ]
+    log = out.with_suffix(".log")
+    with log.open("w") as text:
+        code = subprocess.run(command, stdout=text, stderr=text, check=False).returncode
+    if code != 0:
+        return {"error": log.read_text()[-2000:]}
+    record = json.loads((out / "run.json").read_text())
+    names = ("tokens_per_second_per_gpu", "step_seconds_median", "mfu", "peak_memory_gib", "seconds_to_first_step",
+             "eval_loss_before", "eval_loss_after", "losses", "hardware")  # fmt: skip
+    return {name: record.get(name) for name in names}
+
+
+def speed(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Runs in bfloat16 and FP8 in turn, on the same packs from the same seed."""
+    shape, pack, packs, runs = SPEED[name]
+    model = models.build(given.work / shape, shape, given.train)
+    found: dict[str, list[Any]] = {"bf16": [], "fp8": []}
+    for _ in range(runs):
+        for kind, kept in found.items():
+            out = given.work / f"{name.replace(' ', '-')}-{kind}"
+            batch = ("--training.global_batch_size", str(packs), "--data.max_length", str(pack))
+            length = ("--training.max_steps", str(STEPS), "--training.gradient_checkpointing", "false")
+            kept.append(train(out, model, given.train, *KINDS[kind], *batch, *length))
+    steps = {kind: [one.get("step_seconds_median") for one in kept] for kind, kept in found.items()}
+    ratios = [a / b for a, b in zip(*steps.values(), strict=True) if a and b]
+    return {"steps": STEPS, "pack": pack, "packs_per_step": packs, "fp8_over_bf16": ratios, "runs": found}
+
+
+def loss(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Held-out loss before and after training a LoRA, on the same trained weights in three forms."""
+    shape, pack, epochs = LOSS[name]
+    lines = given.train.read_text(encoding="utf-8").splitlines(keepends=True)
+    held_out, half = len(lines) // 15, len(lines) // 2
+    parts = {"held": lines[:held_out], "first": lines[held_out:half], "second": lines[half:]}
+    files = {part: given.work / f"{part}.jsonl" for part in parts}
+    for part, file in files.items():
+        file.write_text("".join(parts[part]), encoding="utf-8")
+    model, trained = models.build(given.work / shape, shape, given.train), given.work / f"trained-{shape}"
+    common = ("--data.max_length", str(pack), "--data.eval_file", str(files["held"]), "--model.backend", "transformers")
+    batch = ("--training.global_batch_size", "8")
+    full = ("--model.full_finetuning", "true", "--training.learning_rate", "5e-4")
+    length = ("--training.num_train_epochs", str(epochs))
+    found = {"full": train(trained, model, files["first"], *common, *batch, *full, *length)}
+    for kind, arguments in KINDS.items():
+        out = given.work / f"lora-{kind}"
+        found[kind] = train(
+            out, trained, files["second"], *common, *batch, *arguments, "--training.num_train_epochs", "2"
+        )
+    return {"pack": pack, "epochs_in_full": epochs, "runs": found}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""Triton kernels for `fp8`: they compile once per width of a model's layers, never per number of tokens."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024  # elements that one program of an elementwise kernel takes
+
+
+@triton.jit
+def _quantize(x, values, scales, columns, largest, smallest, WIDTH: tl.constexpr):  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, WIDTH)
+    inside = offsets < columns
+    given = tl.load(x + row * columns + offsets, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.math.div_rn(tl.maximum(tl.max(tl.abs(given)), smallest), largest)
+    tl.store(values + row * columns + offsets, tl.math.div_rn(given, scale).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (n, k) in e4m3 and their float32 scales (n, 1); bit for bit what `fp8.quantize` computes on a CPU."""
+    from finetune.engine.fp8 import FORMAT, LARGEST, SMALLEST
+
+    x = x.contiguous()
+    rows, columns = x.shape
+    values = torch.empty(rows, columns, dtype=FORMAT, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(columns)
+    warps = min(max(width // 1024, 1), 16)
+    with torch.cuda.device(x.device):
+        _quantize[(rows,)](x, values, scales, columns, LARGEST, SMALLEST, WIDTH=width, num_warps=warps)
+    return values, scales
+
+
+@triton.jit
+def _silu_forward(gate, up, out, count, BLOCK: tl.constexpr):  # noqa: N803
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=inside, other=0.0)
+    # Rounded before the product, as transformers does.
+    tl.store(out + offsets, (g * tl.sigmoid(g)).to(u.dtype) * u, mask=inside)
+
+
+@triton.jit
+def _silu_backward(gate, up, gradient, dgate, dup, count, BLOCK: tl.constexpr):  # noqa: N803
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dup + offsets, d * g * s, mask=inside)
+    tl.store(dgate + offsets, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+
+
+class SiluAndMultiply(torch.autograd.Function):
+    """silu(gate) * up of two contiguous tensors of one shape."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        with torch.cuda.device(gate.device):
+            _silu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        with torch.cuda.device(gate.device):
+            _silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](
+                gate, up, gradients[0].contiguous(), dgate, dup, gate.numel(), BLOCK=BLOCK
+            )
+        return dgate, dup
