@@ -2,31 +2,33 @@
 
     python -m benchmarks.fp8_gpu --train train.jsonl --work DIR --out FILE.jsonl [--only NAME,NAME]
 
-Each measurement appends one JSON line to FILE. `kernels` compares with the same computation on the CPU or in bfloat16;
-`speed` trains the same packs in bfloat16 and in FP8, in turn, each in a process of its own; `loss` trains a small model
-in full on one half of the rows, and then a LoRA on the other half, on its weights in bfloat16, FP8 and NF4.
+Each measurement appends one JSON line to FILE. `kernels` compares with the same computation on the CPU or in bfloat16.
+`speed` trains the same packs in turn as before `adapted`, in bfloat16 and in FP8, in this process. `loss` trains a small
+model in full on one half of the rows, and then a LoRA on the other half, on its weights in bfloat16, FP8 and NF4; it
+needs a process without Unsloth, so one in which `speed` did not run.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import models
+from finetune.config import load
 from finetune.runtime import bootstrap
 
-STEPS = 40
-# Name: shape, tokens of a pack, packs of a step, runs of each kind.
+# Name: shape, tokens of a pack, packs of a step, steps, runs of each kind.
 SPEED = {
-    "speed 1.2b": ("llama-1.2b", 16384, 2, 2),
-    "speed 8b": ("llama-8b", 8192, 2, 1),
-    "speed 1m": ("llama-1m", 512, 2, 1),  # for a CPU
+    "speed 1.2b": ("llama-1.2b", 16384, 2, 30, 2),
+    "speed 8b": ("llama-8b", 8192, 2, 16, 1),
+    "speed 1m": ("llama-1m", 512, 2, 10, 2),  # for a CPU
 }
-LOSS = {"loss 190m": ("llama-190m", 2048, 8), "loss 1m": ("llama-1m", 512, 1)}
+LOSS = {"loss 190m": ("llama-190m", 2048, 6), "loss 1m": ("llama-1m", 512, 1)}
 
 
 def main() -> int:
@@ -55,7 +57,7 @@ def kernels() -> dict[str, Any]:
     """Differences from PyTorch, and milliseconds of all linear layers of a decoder layer, forward and backward."""
     import torch
 
-    from finetune.engine import fp8
+    from finetune.engine import adapted, fp8
 
     torch.manual_seed(0)
     equal = {}
@@ -69,12 +71,14 @@ def kernels() -> dict[str, Any]:
         expected, expected_scales = fp8.quantize(x.cpu())
         same = values.view(torch.uint8).cpu() == expected.view(torch.uint8)
         equal[columns] = bool(same.all()) and torch.equal(scales.cpu(), expected_scales)
-    gate, up, d = (torch.randn(3, 5, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    ours = torch.autograd.grad(fp8.silu_and_multiply(gate, up), (gate, up), d)
-    theirs = torch.autograd.grad(torch.nn.functional.silu(gate.float()) * up.float(), (gate, up), d.float())
+    gate, up, d = (torch.randn(15, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    h, *gradients = adapted.silu_and_multiply_backward(gate.detach(), up.detach(), d.detach())
+    ours = [adapted.silu_and_multiply(gate.detach(), up.detach()), h, *gradients]
+    exact = torch.nn.functional.silu(gate.float()) * up.float()
+    theirs = [exact, exact, *torch.autograd.grad(exact, (gate, up), d.float())]
     silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
     shapes = {"8b": (4096, 1024, 14336, 8192), "1.2b": (2048, 512, 8192, 16384)}
-    return {"quantize_equals_cpu": equal, "silu_gradient_error": silu,
+    return {"quantize_equals_cpu": equal, "silu_errors": silu,
             "decoder_layer": {name: decoder_layer(*shape) for name, shape in shapes.items()}}  # fmt: skip
 
 
@@ -82,7 +86,7 @@ def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, 
     """Frozen linear layers alone, without adapters: milliseconds in bfloat16 and in FP8, and the relative errors."""
     import torch
 
-    from finetune.engine import fp8
+    from finetune.engine import adapted, fp8
 
     groups = [(hidden, [hidden, keys, keys]), (hidden, [hidden]), (hidden, [inner, inner]), (inner, [hidden])]
     milliseconds, errors = {"bf16": 0.0, "fp8": 0.0}, [0.0, 0.0]
@@ -92,7 +96,7 @@ def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, 
         plain = [one.requires_grad_(False) for one in plain]
         converted = [fp8.Linear(one) for one in plain]
         gradients = [torch.randn(tokens, one, device="cuda", dtype=torch.bfloat16) for one in outputs]
-        forms = {"bf16": lambda x, p=plain: [one(x) for one in p], "fp8": lambda x, c=converted: fp8.project(x, c)}
+        forms = {"bf16": lambda x, p=plain: [one(x) for one in p], "fp8": lambda x, c=converted: adapted.project(x, c)}
         results = {}
         for name, form in forms.items():
 
@@ -126,42 +130,61 @@ def timed(function: Any, repeats: int = 20) -> float:
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-KINDS = {"bf16": [], "fp8": ["--model.load_in_fp8", "true"], "nf4": ["--model.load_in_4bit", "true"]}
+KINDS = {
+    "before": [],  # adapters computed by Unsloth or PEFT
+    "bf16": [],
+    "fp8": ["--model.load_in_fp8", "true"],
+    "nf4": ["--model.load_in_4bit", "true"],
+}
 
 
-def train(out: Path, model: Path, rows: Path, *arguments: str) -> dict[str, Any]:
-    """Train in a process of its own. Returns what run.json has of its speed, memory and losses, or the error."""
-    command = [
-        *(sys.executable, "-m", "finetune.train", "--model.model_name_or_path", str(model)),
-        *("--data.train_file", str(rows), "--data.columns", "{instruction: question, output: answer}"),
+def train(out: Path, model: Path, rows: Path, *arguments: str, before: bool = False) -> dict[str, Any]:
+    """Train in this process. Returns what run.json has of its speed, memory and losses."""
+    import torch
+
+    from finetune import train as program
+    from finetune.engine import adapted
+
+    words = [
+        *("--model.model_name_or_path", str(model), "--data.train_file", str(rows)),
+        *("--data.columns", "{instruction: question, output: answer}", "--data.packing", "true"),
         *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true", "--training.save_steps", "0"),
-        *("--data.packing", "true", "--logging.generate_samples", "0", *arguments),
+        *("--logging.generate_samples", "0", *arguments),
     ]
-    log = out.with_suffix(".log")
-    with log.open("w") as text:
-        code = subprocess.run(command, stdout=text, stderr=text, check=False).returncode
-    if code != 0:
-        return {"error": log.read_text()[-2000:]}
+    install = adapted.install
+    if before:
+        adapted.install = lambda model: 0
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    try:
+        program.run(load(words, command="train"))
+    finally:
+        adapted.install = install
+    gc.collect()
     record = json.loads((out / "run.json").read_text())
-    names = ("tokens_per_second_per_gpu", "step_seconds_median", "mfu", "peak_memory_gib", "seconds_to_first_step",
-             "eval_loss_before", "eval_loss_after", "losses", "hardware")  # fmt: skip
-    return {name: record.get(name) for name in names}
+    names = ("tokens_per_second_per_gpu", "step_seconds_median", "mfu", "peak_memory_gib", "eval_loss_before",
+             "eval_loss_after", "losses", "hardware")  # fmt: skip
+    return {"seconds": time.perf_counter() - began} | {name: record.get(name) for name in names}
 
 
 def speed(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Runs in bfloat16 and FP8 in turn, on the same packs from the same seed."""
-    shape, pack, packs, runs = SPEED[name]
+    """Runs on the same packs from the same seed, in turn, and in the opposite order when repeated."""
+    shape, pack, packs, steps, runs = SPEED[name]
     model = models.build(given.work / shape, shape, given.train)
-    found: dict[str, list[Any]] = {"bf16": [], "fp8": []}
+    order = ["before", "bf16", "fp8"]
+    found: dict[str, list[Any]] = {kind: [] for kind in order}
     for _ in range(runs):
-        for kind, kept in found.items():
+        for kind in order:
             out = given.work / f"{name.replace(' ', '-')}-{kind}"
             batch = ("--training.global_batch_size", str(packs), "--data.max_length", str(pack))
-            length = ("--training.max_steps", str(STEPS), "--training.gradient_checkpointing", "false")
-            kept.append(train(out, model, given.train, *KINDS[kind], *batch, *length))
-    steps = {kind: [one.get("step_seconds_median") for one in kept] for kind, kept in found.items()}
-    ratios = [a / b for a, b in zip(*steps.values(), strict=True) if a and b]
-    return {"steps": STEPS, "pack": pack, "packs_per_step": packs, "fp8_over_bf16": ratios, "runs": found}
+            length = ("--training.max_steps", str(steps), "--training.gradient_checkpointing", "false")
+            found[kind].append(train(out, model, given.train, *KINDS[kind], *batch, *length, before=kind == "before"))
+        order.reverse()
+    medians = {kind: [one["step_seconds_median"] for one in kept] for kind, kept in found.items()}
+    ratios = {kind: [a / b for a, b in zip(medians["before"], medians[kind], strict=True)] for kind in ("bf16", "fp8")}
+    return {"steps": steps, "pack": pack, "packs_per_step": packs, "over_before": ratios, "runs": found}
 
 
 def loss(name: str, given: argparse.Namespace) -> dict[str, Any]:

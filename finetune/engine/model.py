@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.engine import adapter_targets, fp8, preflight
+from finetune.engine import adapted, adapter_targets, fp8, preflight
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
@@ -93,6 +93,8 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         model = load_with(config, stack, row_length, continue_adapter=continued)
         if config.model.load_in_fp8:
             fp8.convert(model)
+        if not config.model.full_finetuning:
+            adapted.install(model)
     bits = _quantized(config)
     if bits and not getattr(model, f"is_loaded_in_{bits}bit", False):
         raise UserError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from finetune.config import ConfigError, load
-from finetune.engine import fp8
+from finetune.engine import adapted, fp8
 from finetune.errors import UserError
 
 
@@ -34,7 +34,7 @@ def test_products_and_gradients_are_those_of_rounded_numbers() -> None:
     given = [torch.randn(2, 7, 96), torch.randn(2, 7, 32)]
     converted = [fp8.Linear(layer) for layer in layers]
     pairs = [one for pair in zip(a, b, strict=True) for one in pair]
-    got = fp8._Project.apply(x, converted, scalings, *pairs)
+    got = adapted._Project.apply(x, adapted.Group(tuple(converted), tuple(scalings)), *pairs)
     torch.autograd.backward(got, given)
     for index, layer in enumerate(layers):
         expected = rounded(x) @ rounded(layer.weight).t() + scalings[index] * (x @ a[index].t()) @ b[index].t()
@@ -70,7 +70,7 @@ def test_rows_of_zeros_and_the_weight_that_others_read() -> None:
     assert converted.weight.dtype == torch.float32 and "weight" not in dict(converted.named_parameters())
 
 
-def adapted(model_path: Path, **lora: Any) -> Any:
+def with_adapter(model_path: Path, **lora: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -104,11 +104,12 @@ def test_a_model_computes_what_rounded_layers_compute(tiny_model: Path, lora: di
             (weight,) = ctx.saved_tensors
             return rounded(gradients[0]) @ rounded(weight.t().contiguous()).t(), None
 
-    reference, converted = adapted(tiny_model, **lora).train(), adapted(tiny_model, **lora).train()
+    reference, converted = with_adapter(tiny_model, **lora).train(), with_adapter(tiny_model, **lora).train()
     for name, layer in linear_layers(reference).items():
         if not name.endswith("lm_head"):
             layer.__class__ = Rounded
     count = fp8.convert(converted)
+    assert (adapted.install(converted) == 0) == bool(lora)
     assert count == sum(type(layer) is Rounded for layer in linear_layers(reference).values()) > 7
     ids = torch.arange(48).reshape(2, 24)
     losses = []
@@ -130,7 +131,7 @@ def test_a_model_computes_what_rounded_layers_compute(tiny_model: Path, lora: di
 def test_the_size_counts_each_weight_once_and_the_head_stays(tiny_model: Path) -> None:
     from finetune.engine.job import model_size
 
-    model = adapted(tiny_model)
+    model = with_adapter(tiny_model)
     before = model_size(model)
     fp8.convert(model)
     assert model_size(model) == before

@@ -1,10 +1,8 @@
-"""Triton kernels for `fp8`: they compile once per width of a model's layers, never per number of tokens."""
+"""Triton kernels for `fp8` and `adapted`: compiled once per width of a model's layers, never per number of tokens."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -50,34 +48,30 @@ def _silu_forward(gate, up, out, count, BLOCK: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _silu_backward(gate, up, gradient, dgate, dup, count, BLOCK: tl.constexpr):  # noqa: N803
+def _silu_backward(gate, up, dh, h, dgate, dup, count, BLOCK: tl.constexpr):  # noqa: N803
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(gradient + offsets, mask=inside, other=0.0).to(tl.float32)
-    s = tl.sigmoid(g)
-    tl.store(dup + offsets, d * g * s, mask=inside)
-    tl.store(dgate + offsets, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+    u = tl.load(up + offsets, mask=inside, other=0.0)
+    d = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(g)
+    silu = g * sigmoid
+    tl.store(h + offsets, silu.to(u.dtype) * u, mask=inside)
+    tl.store(dgate + offsets, d * u.to(tl.float32) * sigmoid * (1.0 + g - silu), mask=inside)
+    tl.store(dup + offsets, d * silu, mask=inside)
 
 
-class SiluAndMultiply(torch.autograd.Function):
+def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of two contiguous tensors of one shape."""
+    out = torch.empty_like(gate)
+    with torch.cuda.device(gate.device):
+        _silu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        with torch.cuda.device(gate.device):
-            _silu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        with torch.cuda.device(gate.device):
-            _silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](
-                gate, up, gradients[0].contiguous(), dgate, dup, gate.numel(), BLOCK=BLOCK
-            )
-        return dgate, dup
+def silu_and_multiply_backward(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """silu(gate) * up, and the gradients of gate and up; all contiguous and of one shape."""
+    h, dgate, dup = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device(gate.device):
+        _silu_backward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, dh, h, dgate, dup, gate.numel(), BLOCK=BLOCK)
+    return h, dgate, dup
