@@ -3,9 +3,9 @@
     python -m benchmarks.fp8_gpu --train train.jsonl --work DIR --out FILE.jsonl [--only NAME,NAME]
 
 Each measurement appends one JSON line to FILE. `kernels` compares with the same computation on the CPU or in bfloat16.
-`speed` trains the same packs in turn as before `adapted`, in bfloat16 and in FP8, in this process. `loss` trains a small
-model in full on one half of the rows, and then a LoRA on the other half, on its weights in bfloat16, FP8 and NF4; it
-needs a process without Unsloth, so one in which `speed` did not run.
+`speed` trains the same packs in turn as before `adapted`, in bfloat16 and in FP8, in this process. `loss` trains a
+small model in full on one half of the rows, and then a LoRA on the other half, on its weights in bfloat16, FP8 and NF4;
+it needs a process without Unsloth, so one in which `speed` did not run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEED = {
     "speed 8b": ("llama-8b", 8192, 2, 16, 1),
     "speed 1m": ("llama-1m", 512, 2, 10, 2),  # for a CPU
 }
-LOSS = {"loss 190m": ("llama-190m", 2048, 6), "loss 1m": ("llama-1m", 512, 1)}
+LOSS = {"loss 190m": ("llama-190m", 2048, 6), "loss 1m": ("llama-1m", 512, 4)}
 
 
 def main() -> int:

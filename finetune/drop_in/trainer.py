@@ -23,7 +23,7 @@ from finetune.data.prepare import Data
 from finetune.drop_in import backbone, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
-from finetune.engine import checkpoints, invariants, report, restart, resume, session
+from finetune.engine import adapted, checkpoints, invariants, report, restart, resume, session
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
@@ -132,6 +132,7 @@ class SFTTrainer(engine.SFTTrainer):
                 "the model adds the load-balancing loss of its experts, which is a mean over a micro-batch and so "
                 "depends on the number of GPUs. Set router_aux_loss_coef=0.0, or train with trl.SFTTrainer."
             )
+        adapted.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
         self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it

@@ -186,7 +186,7 @@ def silu_and_multiply_backward(gate: torch.Tensor, up: torch.Tensor, dh: torch.T
 
 def project(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """The outputs of frozen layers, plain or with an adapter, for the same input x (..., k)."""
-    x = _in_compute_dtype(x)
+    x = fp8.in_compute_dtype(x)
     group, factors = _group(layers, x.dtype)
     return _Project.apply(x, group, *factors)  # type: ignore[no-any-return]
 
@@ -196,7 +196,7 @@ def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
     layers = (module.gate_proj, module.up_proj, module.down_proj)
     if not all(map(computable, layers)):
         return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
-    x = _in_compute_dtype(x)
+    x = fp8.in_compute_dtype(x)
     (first, factors), (last, more) = _group(layers[:2], x.dtype), _group(layers[2:], x.dtype)
     return _Mlp.apply(x, first, last, *factors, *more)  # type: ignore[no-any-return]
 
@@ -214,11 +214,6 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
     if args or kwargs or not computable(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     return project(x, [layer])[0]
-
-
-def _in_compute_dtype(x: torch.Tensor) -> torch.Tensor:
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _group(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Group, list[torch.Tensor | None]]:

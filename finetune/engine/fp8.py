@@ -11,6 +11,8 @@ adapter and its gradients stay exact: they see x and the gradient as they are (`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -45,7 +47,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_cuda:
         from finetune.engine import kernels
 
-        return kernels.quantize(x)
+        return kernels.quantize(x, FORMAT, LARGEST, SMALLEST)
     scales = x.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / LARGEST
     return (x.float() / scales).to(FORMAT), scales
 
@@ -95,9 +97,29 @@ class Linear(nn.Linear):
         return multiply(gradient, scales, self.transposed.view(FORMAT), self.transposed_scales, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from finetune.engine import adapted
+        return _Product.apply(in_compute_dtype(x), self)  # type: ignore[no-any-return]
 
-        return adapted.project(x, [self])[0]
+
+class _Product(torch.autograd.Function):
+    """A frozen layer by itself, for x (..., in_features)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+        ctx.layer = layer
+        y = layer.product(*quantize(x.reshape(-1, x.shape[-1])), x.dtype)
+        return y.view(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (given,) = gradients
+        dx = ctx.layer.input_gradient(*quantize(given.reshape(-1, given.shape[-1])), given.dtype)
+        return dx.view(*given.shape[:-1], ctx.layer.in_features), None
+
+
+def in_compute_dtype(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype that autocast would give a matrix product; x itself where it is off."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def convert(model: nn.Module) -> int:

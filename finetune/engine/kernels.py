@@ -22,18 +22,16 @@ def _quantize(x, values, scales, columns, largest, smallest, WIDTH: tl.constexpr
     tl.store(scales + row, scale)
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, form: torch.dtype, largest: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows (n, k) in e4m3 and their float32 scales (n, 1); bit for bit what `fp8.quantize` computes on a CPU."""
-    from finetune.engine.fp8 import FORMAT, LARGEST, SMALLEST
-
     x = x.contiguous()
     rows, columns = x.shape
-    values = torch.empty(rows, columns, dtype=FORMAT, device=x.device)
+    values = torch.empty(rows, columns, dtype=form, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(columns)
     warps = min(max(width // 1024, 1), 16)
     with torch.cuda.device(x.device):
-        _quantize[(rows,)](x, values, scales, columns, LARGEST, SMALLEST, WIDTH=width, num_warps=warps)
+        _quantize[(rows,)](x, values, scales, columns, largest, smallest, WIDTH=width, num_warps=warps)
     return values, scales
 
 
