@@ -72,7 +72,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     if others:
         raise Refusal("R1", f"{others[0]} is used in addition to SFTTrainer", cells.get(others[0]))
     trains = _train_calls(nodes)
-    if sum(_trainings(statement.node) for statement in notebook.statements) > 1:
+    if sum(trainings(statement.node) for statement in notebook.statements) > 1:
         raise Refusal(
             "R2",
             f"the notebook trains several times (cells {', '.join(map(str, trains))}); split it into one notebook each",
@@ -125,7 +125,7 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def _trainings(node: ast.AST) -> int:
+def trainings(node: ast.AST) -> int:
     """How many `X.train()` calls of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
     those with the most."""
     if isinstance(node, ast.stmt) and is_dead(node):
@@ -139,7 +139,7 @@ def _trainings(node: ast.AST) -> int:
 
 
 def _all(*nodes: ast.AST) -> int:
-    return sum(map(_trainings, nodes))
+    return sum(map(trainings, nodes))
 
 
 # Names that people give to modules of their own repository.

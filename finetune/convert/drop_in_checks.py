@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
+from finetune.convert.classify import trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.emit import Conversion
 from finetune.convert.plan import EXPORTS
@@ -50,7 +51,6 @@ def safe_on_ranks(script: str) -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK)
         for inner in ast.walk(node)
     }
-    trains = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in ("get_ipython", "__shell__"):
             raise NotVerified("V3", f"line {node.lineno}: a shell command or magic remains")
@@ -59,7 +59,6 @@ def safe_on_ranks(script: str) -> None:
         if not isinstance(node, ast.Call):
             continue
         name, last = ast.unparse(node.func), code.method(node)
-        trains += last == "train" and "model" not in name.lower()
         if last.startswith("push_to_hub"):
             raise NotVerified("V3", f"line {node.lineno}: {last} is called")
         if code.saves(node) and node not in guarded and last not in code.ON_EVERY_RANK and _is_save(node):
@@ -68,7 +67,7 @@ def safe_on_ranks(script: str) -> None:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
         if last == "wait_for_everyone" and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
-    if trains != 1:
+    if (trains := trainings(tree)) != 1:
         raise NotVerified("V3", f"train() is called {trains} times")
 
 
@@ -156,6 +155,8 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
             owner, args, kwargs = item["detail"]
             pairs = sorted((pair for pair in kwargs.get("dict", []) if pair[0] not in _LOADER), key=str)
             detail = [owner, args, pairs]
+        if kind == "adapt":
+            detail = _without_order(detail)
         if kind == "trainer":
             detail = {
                 name: value for name, value in detail.items() if name in ("peft_config", "callbacks", "optimizers")
@@ -164,6 +165,13 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
         if kind == "train":
             break
     return found
+
+
+def _without_order(detail: Any) -> Any:
+    """The same with lists sorted, such as target_modules made from a set, whose order differs between processes."""
+    if isinstance(detail, dict):
+        return {name: _without_order(value) for name, value in detail.items() if name not in ("sym", "form")}
+    return sorted(map(_without_order, detail), key=str) if isinstance(detail, list) else detail
 
 
 def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

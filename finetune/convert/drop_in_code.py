@@ -101,6 +101,11 @@ class Rewriter(ast.NodeTransformer):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: publish the finished folder with `hf upload`")
             self.reasons.append("nothing is published by a script")
             return True
+        if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
+            return True  # its calls become environment variables
+        if isinstance(node, ast.Assign) and "CUDA_VISIBLE_DEVICES" in ast.unparse(node.targets[0]):
+            self.reasons.append("each rank has its own device")
+            return True
         flag = isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS
         device = call is not None and self.program.dotted(call.func).endswith("cuda.set_device")
         if flag or device:
@@ -175,6 +180,10 @@ class Rewriter(ast.NodeTransformer):
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         return node
+
+
+def _names(node: ast.ImportFrom) -> list[str]:
+    return [alias.asname or alias.name for alias in node.names]
 
 
 def _secret(program: Program, node: ast.Call) -> ast.expr | None:

@@ -7,6 +7,7 @@ notebook's order, unless it is known to do nothing for the training: display, in
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import importlib.util
 import re
@@ -477,6 +478,13 @@ def _after(form: Form) -> None:
         if _is_export(form, place) or made & live or (e.changes & live and _droppable(form, place) is None):
             kept.add(place)
             live |= code.reads(node)
+    end = min((place for place in kept if _undefined(program, place)), default=len(program.statements))
+    if end < len(program.statements):
+        cell, names = program.statements[end].cell, ", ".join(sorted(_undefined(program, end)))
+        form.notes.append(
+            f"cell {cell} and what follows are left out: no cell defines {names}, so the notebook ends there"
+        )
+    kept = {place for place in kept if place < end}
     _keep_earlier(form, live)
     for place in places:
         statement = program.statements[place]
@@ -491,6 +499,15 @@ def _after(form: Form) -> None:
             why = "nothing that is saved needs it"
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         form.decisions[place] = Decision(outcome="dropped", reason=why)
+
+
+def _undefined(program: Program, place: int) -> set[str]:
+    """Names that a statement needs and that nothing defines."""
+    defined = {name for effect in program.effects for name in effect.binds | effect.may_bind}
+    return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
+
+
+_GIVEN = frozenset(dir(builtins)) | {"display", "get_ipython", "__shell__", "__file__"}  # by Python or the notebook
 
 
 def _is_export(form: Form, place: int) -> bool:

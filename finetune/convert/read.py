@@ -97,6 +97,7 @@ def read(path: Path) -> Notebook:
             notebook.headings[index] = heading
             notebook.text += source + "\n"
             _read_cell(notebook, index, source)
+    _close_flags(notebook)
     return notebook
 
 
@@ -296,6 +297,26 @@ def _constant(test: ast.expr) -> bool | None:
         return bool(ast.literal_eval(test))
     except (ValueError, TypeError, SyntaxError):
         return None
+
+
+def _close_flags(notebook: Notebook) -> None:
+    """`if flag:` without an else is `if False:` where the one assignment of the flag, in a cell before, is False."""
+    stores: dict[str, int] = {}
+    for statement in notebook.statements:
+        for node in ast.walk(statement.node):
+            names = node.names if isinstance(node, ast.Global | ast.Nonlocal) else []
+            names = [node.id] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else names
+            for name in names:
+                stores[name] = stores.get(name, 0) + 1
+    flags: dict[str, bool] = {}
+    for statement in notebook.statements:
+        node = statement.node
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
+            name = node.targets[0].id
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool) and stores[name] == 1:
+                flags[name] = node.value.value
+        elif isinstance(node, ast.If) and not node.orelse and flags.get(ast.unparse(node.test)) is False:
+            node.test = ast.copy_location(ast.Constant(False), node.test)
 
 
 def is_dead(node: ast.stmt) -> bool:

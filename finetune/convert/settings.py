@@ -124,6 +124,8 @@ _LEFT_OUT = {
     "use_cpu": "the launcher chooses the device",
     "remove_unused_columns": "the package drops other columns",
     "infinite_sampling": "",
+    "log_level": "logging.log_level sets it",
+    "log_level_replica": "logging.log_level sets it",
     "packing_strategy": "set by data.packing",
 }
 

@@ -478,7 +478,7 @@ def _load_by_name(given: dict[str, Any]) -> None:
     """The trainer loads the model itself, and the tokenizer if it is not given one."""
     made = given["args"].__dict__.get("_made_by") if isinstance(given.get("args"), Symbol) else None
     arguments = made[2] | given["args"].__dict__.get("_set", {}) if made else {}
-    how = dict(arguments.get("model_init_kwargs") or {})
+    how = dict(given.get("model_init_kwargs") or arguments.get("model_init_kwargs") or {})  # older TRL: the trainer's
     if given.get("quantization_config") is not None:
         how["quantization_config"] = given["quantization_config"]
     how.setdefault("trust_remote_code", arguments.get("trust_remote_code", False))
