@@ -79,7 +79,13 @@ def run_scripts(
     names: Sequence[str], files: Mapping[str, str], form: str, theirs: dict[str, Any], seconds: float = SECONDS
 ) -> dict[str, list[dict[str, Any]]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
-    job = {"files": dict(files), "names": list(names), "form": form, "unsloth": theirs["unsloth"]}
+    job = {
+        "files": dict(files),
+        "names": list(names),
+        "form": form,
+        "unsloth": theirs["unsloth"],
+        "template": theirs["template"],
+    }
     job |= {"columns": [run["columns"] for run in theirs["runs"]], "packages": str(_HERE.parents[1])}
     return _run("witness_script.py", job, seconds)["runs"]
 

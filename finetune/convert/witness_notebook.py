@@ -7,7 +7,6 @@ and writes the trainer's settings, tokenized rows and labels as JSON to stdout.
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -74,9 +73,8 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
     library: Any = trl
     library.DataCollatorForCompletionOnlyLM = CompletionOnly
     library.setup_chat_format = setup_chat_format
-    with contextlib.suppress(ImportError):
-        import unsloth as package
-
+    if unsloth:  # imported by others, it would change what plain TRL trains with
+        package: Any = sys.modules["unsloth"]
         package.unsloth_train = lambda trainer, *_, **__: trainer.train()
 
 
@@ -230,6 +228,10 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
     try:
         exec(compile(ast.Module([node], []), f"<cell {cell}>", "exec"), space)
     except Exception as error:
+        if (variable := missing_variable(error)) is not None:
+            os.environ[variable] = "none"
+            run_statement(node, space, failures, cell)
+            return
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 space[(alias.asname or alias.name).partition(".")[0]] = MagicMock()
@@ -242,6 +244,13 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
         forget(node, space)
 
 
+def missing_variable(error: BaseException) -> str | None:
+    """The environment variable that a statement read and that is not set."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_environment = isinstance(error, KeyError) and frames and frames[-1].filename == os.__file__
+    return str(error.args[0]) if of_environment else None
+
+
 def missing(error: BaseException) -> str | None:
     """The column that a statement missed."""
     found: BaseException | None = error
@@ -250,6 +259,8 @@ def missing(error: BaseException) -> str | None:
         if isinstance(found, KeyError) and found.args and isinstance(found.args[0], str):
             if re.fullmatch(r"[\w .\-/]{1,60}", found.args[0]):
                 return found.args[0]
+        if match := re.match(r"'(?:DataFrame|Series)' object has no attribute '(\w+)'", text):
+            return match[1]
         if re.search(
             r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index",
             text,
@@ -366,7 +377,8 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     sys.meta_path.insert(0, stand_ins.Blocker("finetune", "patches"))
     cells = read_cells(job["notebook"], job["name"])
     unsloth = any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
-    stand_ins.prepare(unsloth)
+    # TRL refused to set a chat format where the tokenizer has a template.
+    stand_ins.prepare(unsloth, template="setup_chat_format(" not in job["notebook"])
     stand_ins.replace_configs(unsloth, RENAMED)
     replace_trainer(unsloth, stand_ins)
     trainer, field = find_columns(cells, stand_ins, {})
@@ -376,7 +388,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
             trainer, _ = find_columns(cells, stand_ins, dict(start))
         found.append(result(trainer, stand_ins))
         trainer = None
-    return {"unsloth": unsloth, "runs": found}
+    return {"unsloth": unsloth, "template": "setup_chat_format(" not in job["notebook"], "runs": found}
 
 
 def load(job: dict[str, Any]) -> Any:

@@ -119,7 +119,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.Blocker("finetune.convert"),
         stand_ins.From(job["packages"], "finetune", "patches"),
     ]
-    stand_ins.prepare(job["unsloth"])
+    stand_ins.prepare(job["unsloth"], template=job["template"])
     if job["form"] == "drop-in":
         stand_ins.replace_configs(job["unsloth"])
     for name, text in job["files"].items():

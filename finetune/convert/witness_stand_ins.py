@@ -60,8 +60,11 @@ class From(importlib.abc.MetaPathFinder):
         )
 
 
-def prepare(unsloth: bool) -> None:
-    """Import the libraries, Unsloth first if the program uses it, and replace what loads."""
+def prepare(unsloth: bool, *, template: bool = True) -> None:
+    """Import the libraries, Unsloth first if the program uses it, and replace what loads.
+
+    `template`: whether the tokenizer has a chat template.
+    """
     here = os.getcwd()
     os.environ.update(
         CUDA_VISIBLE_DEVICES="", UNSLOTH_DISABLE_STATISTICS="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled",
@@ -72,7 +75,7 @@ def prepare(unsloth: bool) -> None:
         importlib.import_module("unsloth")
     import datasets
 
-    _save_tiny(os.path.join(here, "tiny"))
+    _save_tiny(os.path.join(here, "tiny"), template)
     _replace_models(os.path.join(here, "tiny"))
     if unsloth:
         _replace_unsloth()
@@ -84,7 +87,7 @@ def prepare(unsloth: bool) -> None:
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
 
 
-def _save_tiny(folder: str) -> None:
+def _save_tiny(folder: str, has_template: bool) -> None:
     """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama.
 
     The template marks the assistant's turns. For one without marks, TRL would take its own variant, whose marks differ
@@ -104,8 +107,9 @@ def _save_tiny(folder: str) -> None:
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
     )
     template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_training.jinja")
-    with open(template, encoding="utf-8") as stream:
-        tokenizer.chat_template = stream.read()
+    if has_template:
+        with open(template, encoding="utf-8") as stream:
+            tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
     settings: dict[str, Any] = dict(
         vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -166,12 +170,27 @@ def _replace_models(folder: str) -> None:
 
     base.from_pretrained = classmethod(any_class)
     _no_gpu()
+    _no_accounts()
+
+
+def _no_accounts() -> None:
+    """Logins do nothing."""
+    import huggingface_hub
+
+    library: Any = huggingface_hub
+    for name in ("login", "notebook_login", "interpreter_login", "whoami"):
+        setattr(library, name, lambda *_, **__: {"name": "none"})
 
 
 def _no_gpu() -> None:
-    """Moves to a GPU do nothing."""
+    """Moves to a GPU do nothing; its properties are an A100's."""
     import torch
     import transformers
+
+    torch.cuda.get_device_capability = lambda *_: (8, 0)
+    torch.cuda.get_device_name = lambda *_: "NVIDIA A100-SXM4-40GB"
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.is_bf16_supported = lambda *_: True
 
     move = torch.nn.Module.to
 
