@@ -171,6 +171,8 @@ class Arguments:
         keywords, moved = [], []
         for item in call.keywords:
             name = str(item.arg)
+            if self._is_former_default(place, name, item.value):
+                continue
             if name in _MOVED:
                 moved.append(item)
             elif self._is_left_out(place, name, item.value):
@@ -204,7 +206,7 @@ class Arguments:
         keywords = []
         for item in call.keywords:
             name = str(item.arg)
-            if self._is_left_out(place, name, item.value):
+            if self._is_left_out(place, name, item.value) or self._is_former_default(place, name, item.value):
                 continue
             if name == "warmup_ratio" and any(one.arg == "warmup_steps" for one in call.keywords):
                 continue
@@ -233,6 +235,20 @@ class Arguments:
     def _length_keyword(self, place: int, name: str) -> ast.keyword:
         self._say(place, "Unsloth takes the length from the loader; it is written out")
         return ast.keyword(arg=name, value=copy.deepcopy(self.length))
+
+    def _is_former_default(self, place: int, name: str, value: ast.expr) -> bool:
+        """`max_seq_length=None`, which was the default length; `max_length=None` truncates nothing."""
+        if isinstance(value, ast.Name):
+            bound = [
+                one.node for one, e in zip(self.program.statements, self.program.effects, strict=True)
+                if value.id in e.binds | e.may_bind
+            ]  # fmt: skip
+            if len(bound) == 1 and isinstance(bound[0], ast.Assign) and isinstance(bound[0].targets[0], ast.Name):
+                value = bound[0].value
+        if name != "max_seq_length" or not (isinstance(value, ast.Constant) and value.value is None):
+            return False
+        self._say(place, "`max_seq_length=None` was TRL's default length, as leaving it out is now")
+        return True
 
     def _is_left_out(self, place: int, name: str, value: ast.expr) -> bool:
         empty = isinstance(value, ast.Constant) and value.value in (None, False, 0, "", "nll")

@@ -204,6 +204,7 @@ class Failed(Exception):
 def execute(cells: list[str], stand_ins: Any) -> Any:
     """Run the cells up to `train()`. Returns the trainer; raises KeyError and others for what is missing."""
     stand_ins.record.clear()
+    stand_ins.seed()
     state.clear()
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module

@@ -135,6 +135,7 @@ def _one(job: dict[str, Any], name: str, columns: dict[str, str], stand_ins: Any
 
     os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{'-'.join(columns)}")
     stand_ins.record.clear()
+    stand_ins.seed()
     stand_ins.columns.clear()
     stand_ins.columns.update(columns)
     run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]

@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import MagicMock
 
 ROWS = 120
 SPECIAL = (
@@ -60,6 +61,18 @@ class From(importlib.abc.MetaPathFinder):
         )
 
 
+def seed() -> None:
+    """Both sides draw the same at random: the script sets a seed where the notebook has none."""
+    import random
+
+    import numpy
+    import transformers
+
+    random.seed(0)
+    numpy.random.seed(0)
+    transformers.set_seed = lambda *_, **__: None
+
+
 def prepare(unsloth: bool, *, template: bool = True) -> None:
     """Import the libraries, Unsloth first if the program uses it, and replace what loads.
 
@@ -81,6 +94,7 @@ def prepare(unsloth: bool, *, template: bool = True) -> None:
         _replace_unsloth()
     _replace_adapters()
     _replace_data()
+    seed()
     datasets.disable_progress_bars()
 
 
@@ -178,8 +192,9 @@ def _no_accounts() -> None:
     import huggingface_hub
 
     library: Any = huggingface_hub
-    for name in ("login", "notebook_login", "interpreter_login", "whoami"):
+    for name in ("login", "notebook_login", "interpreter_login", "whoami", "create_repo"):
         setattr(library, name, lambda *_, **__: {"name": "none"})
+    library.HfApi = MagicMock
 
 
 def _no_gpu() -> None:
@@ -242,6 +257,9 @@ def _replace_unsloth() -> None:
         for method in ("for_inference", "for_training"):
             if hasattr(loader, method):
                 setattr(loader, method, staticmethod(lambda model=None, *_, **__: model))
+    package: Any = unsloth
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"):  # of GPUs only; FastLanguageModel chooses
+        setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
 
 
 def _defaults_on_gpu(source: str) -> dict[str, Any]:
@@ -364,17 +382,22 @@ def _replace_data() -> None:
 
 def _tolerate_sizes(dataset: Any) -> None:
     """Selections and splits for larger data sets work on this one; nothing starts processes."""
-    select, split, apply, keep = dataset.select, dataset.train_test_split, dataset.map, dataset.filter
+    select, split, shuffle = dataset.select, dataset.train_test_split, dataset.shuffle
+    apply, keep = dataset.map, dataset.filter
 
     def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
         return select(self, [i for i in indices if -len(self) <= i < len(self)], *given, **named)
 
     def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
+        named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
         sizes = {"test_size": test_size, "train_size": train_size}
         clamped = {key: 0.1 if isinstance(size, int) and size > 1 else size for key, size in sizes.items()}
         if all(isinstance(size, int) and size > 1 for size in sizes.values()):
             clamped["train_size"] = None
         return split(self, **clamped, **named)
+
+    def shuffled(self: Any, seed: Any = None, *given: Any, **named: Any) -> Any:
+        return shuffle(self, seed or 0, *given, **named)
 
     def alone(method: Any) -> Any:
         def called(self: Any, *given: Any, **named: Any) -> Any:
@@ -382,7 +405,7 @@ def _tolerate_sizes(dataset: Any) -> None:
 
         return called
 
-    dataset.select, dataset.train_test_split = selected, divided
+    dataset.select, dataset.train_test_split, dataset.shuffle = selected, divided, shuffled
     dataset.map, dataset.filter = alone(apply), alone(keep)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.config.schema import DEFAULTS
-from finetune.data import formats, store
+from finetune.data import formats, store, tokenizer_state
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
@@ -127,8 +127,9 @@ def prepare_splits(
 
     def build(folder: Path) -> dict[str, Any]:
         built.append(folder)
-        before = inputs() if inputs else None
+        before, untouched = inputs() if inputs else None, tokenizer_state.state(tokenizer)
         about = _build(folder, config, readers, splits)
+        about["tokenizer"] = tokenizer_state.changes(untouched, tokenizer)
         return about | ({"inputs": [before, inputs()]} if inputs else {})
 
     def is_current(about: dict[str, Any]) -> bool:
@@ -137,6 +138,7 @@ def prepare_splits(
 
     # One rank per machine verifies the checksums; the others check only file sizes.
     folder, about = store.entry(cache, key, build, verify=distributed.ranks().is_local_main, is_current=is_current)
+    tokenizer_state.restore(tokenizer, about.get("tokenizer", {}))
     # The same script may return different rows (a shuffle, a file on the network), so their contents are hashed.
     content = store.fingerprint({"rows": store.content(folder)}) if inputs else None
     return Data(

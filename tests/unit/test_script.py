@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -92,6 +93,29 @@ def test_rows_are_made_once_and_again_when_the_script_changes(tmp_path: Path, to
     path.write_text("VERSION = 2\n")
     assert not prepare(settings(tmp_path), tokenizer, hooks).cached and len(calls) == 2
     assert not prepare(settings(tmp_path, "--data.max_length", "8"), tokenizer, hooks).cached and len(calls) == 3
+
+
+def test_what_the_function_does_to_the_tokenizer_does_not_depend_on_the_cache(tmp_path: Path, tokenizer: Any) -> None:
+    """As Unsloth's apply_chat_template does, whose template a user later saves and exports."""
+    (tmp_path / "mine.py").write_text("")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    calls = []
+
+    def build_dataset(own: Any) -> Any:
+        calls.append(own)
+        own.chat_template, own._ollama_modelfile, own.truncation_side = template, "FROM {__FILE__}", "left"
+        own.eos_token = "<|im_start|>"
+        return ROWS
+
+    hooks = Hooks(script=tmp_path / "mine.py", dataset=build_dataset)
+    found = []
+    for cached in (False, True):
+        own = copy.deepcopy(tokenizer)
+        own._ollama_modelfile = None
+        data = prepare(settings(tmp_path), own, hooks)
+        assert data.cached == cached and len(calls) == 1
+        found.append((own.chat_template, own._ollama_modelfile, own.truncation_side, own.eos_token, own.pad_token))
+    assert found[0] == found[1] and found[0][0] == template and found[0][3] == "<|im_start|>"
 
 
 def test_a_data_file_that_the_script_names_counts(tmp_path: Path, tokenizer: Any) -> None:
