@@ -196,6 +196,7 @@ class Described:
     config: dict[str, Any]
     config_name: str
     responses: dict[str, Any] | None
+    former_text_field: bool  # dataset_text_field is the trainer's own argument, as in TRL before 0.13
     checkpoints: bool  # activation recomputation is enabled on the model, independent of the trainer's arguments
     train: dict[str, Any]
 
@@ -246,6 +247,7 @@ def described(trace: Trace) -> Described:
         config=config,
         config_name=config_name,
         responses=known(responses["detail"]) if responses else None,
+        former_text_field="dataset_text_field" in given_to_trainer,
         checkpoints=_checkpoints(trace),
         train=given,
     )
@@ -649,7 +651,7 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
         return
     if tokenizes:
         settings.notes.append("the notebook tokenizes its rows itself: token ids and labels are taken as they are")
-    elif _has_completions(plan, columns):
+    elif _has_completions(plan, columns) and not what.former_text_field:
         settings.set("data.format", "prompt_completion")
     elif what.api == "unsloth" and _unsloth_reads_text(what, columns, text_field):
         settings.set("data.format", "text")
@@ -658,6 +660,11 @@ def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) ->
         sources = [plan.program.statements[place].source for place in plan.hooks["dataset"] + plan.hooks["module"]]
         if not re.search(r"eos_token|EOS|apply_chat_template", "\n".join(sources)):
             settings.notes.append("a text that does not end with EOS gets one, as in TRL; Unsloth's trainer adds none")
+        return
+    if what.former_text_field and not tokenizes:  # which took this column and no other
+        settings.set("data.format", "text")
+        if text_field not in (None, "text"):
+            settings.set("data.columns", {"text": text_field})
         return
     if text_field not in (None, "text"):
         settings.set("data.dataset_text_field", text_field)

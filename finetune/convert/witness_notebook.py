@@ -125,6 +125,11 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{k: v for k, v in args.to_dict().items() if k not in stand_ins.ELSEWHERE})
     fields = {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    field = given.get("dataset_text_field")
+    if isinstance(field, str):  # the trainer's own argument, as in TRL before 0.13, which took this column and no other
+        for name in ("train_dataset", "eval_dataset"):
+            if field in (getattr(given.get(name), "column_names", None) or ()):
+                given[name] = given[name].select_columns([field])
     accepted = {"model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks",
                 "compute_metrics", "compute_loss_func", "optimizers", "peft_config", "formatting_func",
                 "preprocess_logits_for_metrics", "optimizer_cls_and_kwargs", "quantization_config"}  # fmt: skip
@@ -248,7 +253,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
 def missing_variable(error: BaseException) -> str | None:
     """The environment variable that a statement read and that is not set."""
     frames = traceback.extract_tb(error.__traceback__)
-    of_environment = isinstance(error, KeyError) and frames and frames[-1].filename == os.__file__
+    of_environment = isinstance(error, KeyError) and frames and frames[-1].filename in (os.__file__, "<frozen os>")
     return str(error.args[0]) if of_environment else None
 
 

@@ -172,7 +172,10 @@ def _replace_models(folder: str) -> None:
     transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer)
     transformers.AutoProcessor.from_pretrained = staticmethod(tokenizer)
     transformers.AutoConfig.from_pretrained = staticmethod(config)
-    auto_factory._BaseAutoModelClass.from_pretrained = staticmethod(model)
+    modeling = importlib.import_module("transformers.models.auto.modeling_auto")
+    for kind in [auto_factory._BaseAutoModelClass, *vars(modeling).values()]:
+        if isinstance(kind, type) and issubclass(kind, auto_factory._BaseAutoModelClass):
+            kind.from_pretrained = staticmethod(model)
     transformers.PreTrainedModel.from_pretrained = staticmethod(model)
     base = transformers.PreTrainedTokenizerBase
     original = base.from_pretrained.__func__
@@ -459,7 +462,8 @@ def unsloth_defaults() -> dict[str, Any]:
 
 def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, str] | None) -> None:
     build = kind.__init__
-    parameters = set(inspect.signature(build).parameters)
+    names = list(inspect.signature(build).parameters)[1:]
+    parameters = set(names)
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
         if renamed is not None:
@@ -468,12 +472,9 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
                 given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
             given = {key: value for key, value in given.items() if key in parameters}
         values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
-        if positional:
-            values.pop("output_dir", None)
-        elif not values.get("output_dir"):
-            values["output_dir"] = "trainer_output"
+        values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
-        build(self, *positional, **values, use_cpu=True, report_to="none")
+        build(self, **dict(zip(names, positional, strict=False)) | values, use_cpu=True, report_to="none")
 
     kind.__init__ = init
 
