@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: "text": (to_text)(rows)
+# has: "text": to_text(rows)
 # cause: the formatting function is chosen under a constant; each choice takes a batch
 # %%
 from datasets import load_dataset

@@ -1,6 +1,5 @@
 # expect: converted
-# form: drop-in
-# has: unsloth_save_model(model, tokenizer, "packed")
+# kept or named: unsloth_save_model
 # cause: Unsloth's function that saves, called by its name
 # %%
 from unsloth import FastLanguageModel, unsloth_save_model
