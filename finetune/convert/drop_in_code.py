@@ -106,6 +106,10 @@ class Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.Assign) and "CUDA_VISIBLE_DEVICES" in ast.unparse(node.targets[0]):
             self.reasons.append("each rank has its own device")
             return True
+        if isinstance(node, ast.Assign) and (variable := _secret(self.program, node.value)) is not None:
+            if ast.unparse(node.targets[0]) == ast.unparse(variable).replace(".get(", "[").replace(")", "]"):
+                self.reasons.append("secrets come from environment variables")
+                return True
         flag = isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS
         device = call is not None and self.program.dotted(call.func).endswith("cuda.set_device")
         if flag or device:
@@ -186,9 +190,11 @@ def _names(node: ast.ImportFrom) -> list[str]:
     return [alias.asname or alias.name for alias in node.names]
 
 
-def _secret(program: Program, node: ast.Call) -> ast.expr | None:
+def _secret(program: Program, node: ast.expr) -> ast.expr | None:
     """The environment variable that replaces the secret of a hosted service."""
-    if not (_SECRETS.match(program.dotted(node.func) or ast.unparse(node.func)) and node.args):
+    if not isinstance(node, ast.Call) or not (
+        _SECRETS.match(program.dotted(node.func) or ast.unparse(node.func)) and node.args
+    ):
         return None
     return ast.parse(f"os.environ.get({ast.unparse(node.args[0])})", mode="eval").body
 
@@ -230,11 +236,17 @@ def is_push(program: Program, call: ast.Call) -> bool:
 def saves(node: ast.AST) -> bool:
     """Whether it saves or exports a model, a tokenizer or a trainer's state."""
     return any(
-        method(call) in {*EXPORTS, *ORDINARY_SAVES}
+        (method(call) or getattr(call.func, "id", "")) in {*EXPORTS, *ORDINARY_SAVES}
         and not method(call).startswith("push_to_hub")
         or ast.unparse(call.func) == "torch.save"
         for call in calls(node)
     )
+
+
+def only_merges(node: ast.AST) -> bool:
+    """Whether it merges an adapter under a name and saves nothing: `merged = model.merge_and_unload()`."""
+    merge = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not saves(node.value.func)
+    return merge and method(node.value) == "merge_and_unload"  # type: ignore[attr-defined]
 
 
 def runs_together(node: ast.AST) -> bool:

@@ -253,7 +253,7 @@ def refuse_outside(form: Form) -> None:
     for place, one in form.decisions.items():
         form.plan.dispositions[place] = rules.Disposition(what=one.outcome)
     rules.refuse_shells(form.plan, form.notebook)
-    rules.note_hosted_paths(form.plan, before)
+    rules.note_hosted_paths(form.plan, before, "change it in the script")
 
 
 def _loaders(form: Form) -> set[int]:
@@ -517,7 +517,8 @@ def _is_export(form: Form, place: int) -> bool:
     called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
     definitions = [form.program.definition(name) for name in called]
     pushes = any(code.is_push(form.program, call) for call in code.calls(node))
-    return (code.saves(node) and not (pushes and isinstance(node, ast.Expr))) or any(
+    saves = code.saves(node) and not code.only_merges(node)
+    return (saves and not (pushes and isinstance(node, ast.Expr))) or any(
         one is not None and code.saves(one) and not _trains(one) for one in definitions
     )
 

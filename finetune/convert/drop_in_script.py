@@ -68,18 +68,32 @@ def _format_rows(form: Form) -> None:
             called = ast.unparse(function.value)
             for name in ("train_dataset", "eval_dataset"):
                 if name in given and not isinstance(given[name].value, ast.Constant):
-                    rows = ast.unparse(given[name].value)
-                    text = (
-                        f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True,'
-                        f" remove_columns=({rows}).column_names)"
-                    )
-                    given[name].value = ast.parse(text, mode="eval").body
+                    given[name].value = _mapped(form, ast.unparse(given[name].value), called)
             call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
             form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
 
 
+def _mapped(form: Form, rows: str, called: str) -> ast.expr:
+    """The rows with the function's texts. TRL ignores the function if the rows are token ids already."""
+    text = f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True'
+    text += f", remove_columns=({rows}).column_names)"
+    tokenizers = "|".join(map(re.escape, dict.fromkeys([*form.plan.tokenizers, "tokenizer"])))
+    source = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    if re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source):
+        text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
+    return ast.parse(text, mode="eval").body
+
+
 def _returns_list(form: Form, value: ast.expr) -> bool:
     definition = form.program.definition(value.id) if isinstance(value, ast.Name) else None
+    if definition is None and isinstance(value, ast.Name):
+        chosen = [
+            node.value
+            for statement in form.program.statements
+            for node in ast.walk(statement.node)
+            if isinstance(node, ast.Assign) and value.id in target_names(node.targets[0])
+        ]
+        return bool(chosen) and all(_returns_list(form, one) for one in chosen if ast.dump(one) != ast.dump(value))
     if not isinstance(definition, ast.FunctionDef):
         return isinstance(value, ast.Lambda) and isinstance(value.body, ast.List | ast.ListComp)
     lists = {

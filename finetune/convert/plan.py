@@ -619,7 +619,9 @@ def refuse_tokenizer_changed_after_data(plan: Plan) -> None:
         )
 
 
-def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
+def _note_hosted_paths(
+    plan: Plan, places: set[int], what_to_do: str = "change it in build_dataset, or pass --data.train_file"
+) -> None:
     for place in sorted(places):
         for node in ast.walk(plan.program.statements[place].node):
             if (
@@ -628,9 +630,7 @@ def _note_hosted_paths(plan: Plan, places: set[int]) -> None:
                 and node.value.startswith(("/content/", "/kaggle/", "../input/"))
             ):
                 path = f"cell {plan.program.statements[place].cell}: {node.value}"
-                plan.notes.append(
-                    f"{path} is a path on a hosted service; change it in build_dataset, or pass --data.train_file"
-                )
+                plan.notes.append(f"{path} is a path on a hosted service; {what_to_do}")
 
 
 def _note_unseeded(plan: Plan, places: set[int]) -> None:
@@ -932,6 +932,9 @@ _PLACEHOLDER = re.compile(
 
 
 def _method(call: ast.Call) -> str:
+    """The method called, or Unsloth's function that saves."""
+    if isinstance(call.func, ast.Name) and call.func.id == "unsloth_save_model":
+        return call.func.id
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 

@@ -1,0 +1,15 @@
+# expect: converted
+# kept or named: unsloth_save_model
+# cause: Unsloth's function that saves, called by its name
+# %%
+from unsloth import FastLanguageModel, unsloth_save_model
+from datasets import load_dataset
+from huggingface_hub import HfApi
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("acme/m", max_seq_length=512)
+model = FastLanguageModel.get_peft_model(model, r=8)
+rows = load_dataset("acme/notes", split="train").map(lambda row: tokenizer(row["note"]))
+trainer = SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(output_dir="o", max_length=512))
+trainer.train()
+# %%
+unsloth_save_model(model, tokenizer, "packed", push_to_hub=False, token=None)

@@ -1,0 +1,16 @@
+# expect: converted
+# form: drop-in
+# says: /content/tickets.csv is a path on a hosted service; change it in the script
+# cause: a path of Colab in the drop-in form, which has no settings for it
+# %%
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer, setup_chat_format
+model = AutoModelForCausalLM.from_pretrained("acme/m")
+tok = AutoTokenizer.from_pretrained("acme/m")
+model, tok = setup_chat_format(model, tok)
+rows = load_dataset("csv", data_files="/content/tickets.csv", split="train")
+trainer = SFTTrainer(model=model, train_dataset=rows, peft_config=LoraConfig(r=4), processing_class=tok,
+                     args=SFTConfig(output_dir="o"))
+trainer.train()
