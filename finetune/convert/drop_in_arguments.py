@@ -100,6 +100,7 @@ class Arguments:
         configs = [(place, call) for place, call in self._calls(*CONFIGS)]
         for place, call in [*configs, *trainers]:
             call.keywords = self._spread(place, call)
+        self.evaluates = any(len(call.args) > 4 or _given(call, "eval_dataset") for _, call in trainers)
         cut = any(item.arg in ("max_seq_length", "max_length") for _, call in trainers for item in call.keywords)
         for place, call in trainers:
             self._trainer(place, call, configs)
@@ -208,6 +209,9 @@ class Arguments:
             name = str(item.arg)
             if self._is_left_out(place, name, item.value) or self._is_former_default(place, name, item.value):
                 continue
+            if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not _is_no(item.value):
+                self._say(place, f"`{name}` is left out: the trainer has no eval_dataset")
+                continue
             if name == "warmup_ratio" and any(one.arg == "warmup_steps" for one in call.keywords):
                 continue
             item.arg = self._renamed(place, name)
@@ -273,3 +277,12 @@ class Arguments:
     def _reports_elsewhere(value: ast.expr) -> bool:
         names = {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
         return not names <= {"none", "tensorboard", None}
+
+
+def _given(call: ast.Call, name: str) -> bool:
+    return any(item.arg == name and not (isinstance(item.value, ast.Constant) and item.value.value is None)
+               for item in call.keywords)  # fmt: skip
+
+
+def _is_no(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value in ("no", None, False)

@@ -37,10 +37,13 @@ _RUNS_TEXT = ("globals", "exec", "eval", "compile", "__import__")
 
 
 class Rewriter(ast.NodeTransformer):
-    """Rewrites one statement after another. `bound` are the names that the statements of main() bind."""
+    """Rewrites one statement after another. `bound` are the names that the statements of main() bind,
+    `secrets` the variables that hold a secret so far (added to)."""
 
-    def __init__(self, program: Program, refuse: Callable[[str], Refusal], *, bound: set[str]) -> None:
-        self.program, self.refuse, self.bound = program, refuse, bound
+    def __init__(
+        self, program: Program, refuse: Callable[[str], Refusal], *, bound: set[str], secrets: set[str]
+    ) -> None:
+        self.program, self.refuse, self.bound, self.secrets = program, refuse, bound, secrets
         self.reasons: list[str] = []
         self.notes: list[str] = []
         self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
@@ -103,6 +106,9 @@ class Rewriter(ast.NodeTransformer):
             return True
         if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
             return True  # its calls become environment variables
+        if self._of_secrets(node):
+            self.reasons.append("secrets come from environment variables")
+            return True
         if isinstance(node, ast.Assign) and "CUDA_VISIBLE_DEVICES" in ast.unparse(node.targets[0]):
             self.reasons.append("each rank has its own device")
             return True
@@ -115,6 +121,18 @@ class Rewriter(ast.NodeTransformer):
         if flag or device:
             self.reasons.append("each rank has its own device")
         return flag or device
+
+    def _of_secrets(self, node: ast.stmt) -> bool:
+        """A client of Kaggle's secrets, or a secret copied from a variable into the environment, where it is anyway."""
+        if not isinstance(node, ast.Assign):
+            return False
+        name = ast.unparse(node.targets[0])
+        if isinstance(node.value, ast.Call) and self.program.dotted(node.value.func).endswith("UserSecretsClient"):
+            return True
+        if _secret(self.program, node.value) is not None:
+            self.secrets.add(name)
+        copied = isinstance(node.value, ast.Name) and node.value.id in self.secrets
+        return copied and name.startswith("os.environ[")
 
     # --- expressions --------------------------------------------------------------------------------------------------
 

@@ -136,9 +136,11 @@ def _rewrite(form: Form, arguments: Arguments) -> None:
     kept = [place for where in (TOP, MAIN, AFTER) for place in form.kept(where)]
     nodes = {place: form.program.statements[place].node for place in kept}
     bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
+    secrets: set[str] = set()
     for place, node in nodes.items():
         statement, decision = form.program.statements[place], form.decisions[place]
-        rewriter = Rewriter(form.program, lambda text, s=statement: Refusal("R4", text, s.cell), bound=bound)
+        refuse = lambda text, s=statement: Refusal("R4", text, s.cell)  # noqa: E731
+        rewriter = Rewriter(form.program, refuse, bound=bound, secrets=secrets)
         on_main = decision.where == AFTER and not code.runs_together(node)
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]

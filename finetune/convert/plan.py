@@ -659,7 +659,9 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
             if isinstance(node, ast.Call):
                 name = plan.program.dotted(node.func)
                 if name == "__shell__":
-                    raise Refusal("R4", f"{what} depend on the output of a shell command", statement.cell)
+                    raise Refusal(
+                        "R4", f"{what} depend on the output of a shell command; write it into the cell", statement.cell
+                    )
                 if name == "multiprocessing.cpu_count":
                     continue  # for num_proc: how many processes map the rows changes no row
                 if name.split(".")[0] in ("subprocess", "multiprocessing") or name in (
@@ -668,7 +670,11 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                     "input",
                     "google.colab.files.upload",
                 ):
-                    raise Refusal("R4", f"{what} depend on {name}()", statement.cell)
+                    raise Refusal(
+                        "R4",
+                        f"{what} depend on {name}(); run it first and write its result into a cell",
+                        statement.cell,
+                    )
                 if _SERVICES.match(name):
                     raise Refusal(
                         "R4",
@@ -676,7 +682,9 @@ def _refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
                         statement.cell,
                     )
                 if _OTHER_MODELS.search(name):
-                    raise Refusal("R4", f"{what} depend on another model ({name})", statement.cell)
+                    raise Refusal(
+                        "R4", f"{what} depend on another model ({name}); save what it makes to a file", statement.cell
+                    )
                 if name.rsplit(".", 1)[-1] in _COMMAND_LINE and not node.args and not node.keywords:
                     raise Refusal(
                         "R4", f"{what} depend on the command line; pass {name}() an empty list", statement.cell

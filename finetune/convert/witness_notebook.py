@@ -128,8 +128,10 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
     field = given.get("dataset_text_field")
     if isinstance(field, str):  # the trainer's own argument, as in TRL before 0.13, which took this column and no other
         for name in ("train_dataset", "eval_dataset"):
-            if field in (getattr(given.get(name), "column_names", None) or ()):
-                given[name] = given[name].select_columns([field])
+            columns = getattr(given.get(name), "column_names", None) or ()
+            if field in columns and "input_ids" not in columns:
+                given[name] = given[name].select_columns([field]).rename_columns({field: "text"})
+                given["dataset_text_field"] = "text"
     accepted = {"model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks",
                 "compute_metrics", "compute_loss_func", "optimizers", "peft_config", "formatting_func",
                 "preprocess_logits_for_metrics", "optimizer_cls_and_kwargs", "quantization_config"}  # fmt: skip
