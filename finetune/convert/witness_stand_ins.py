@@ -191,7 +191,9 @@ def _replace_models(folder: str) -> None:
 
 
 def _no_accounts() -> None:
-    """Logins do nothing."""
+    """Logins do nothing, and the variables of their tokens are set."""
+    for name in ("HF_TOKEN", "HUGGINGFACE_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        os.environ[name] = "none"
     import huggingface_hub
 
     library: Any = huggingface_hub
