@@ -1,15 +1,18 @@
-"""The checks of a drop-in script, before it is written: V1 to V3, and V5 if both sides run under the stubs."""
+"""The checks of a drop-in script, before it is written: V1 to V4, and V5 if both sides run under the stubs."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
 from finetune.convert.classify import trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
+from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.plan import EXPORTS
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
@@ -36,10 +39,63 @@ def verify_drop_in(
     parses(notebook, no_plan, conversion, [])
     names_are_defined(notebook, no_plan, conversion, [])
     safe_on_ranks(conversion.script)
+    has_its_frame(conversion)
     if len(conversion.report["statements"]) != len(notebook.statements):
         raise NotVerified("V3", "a statement of the notebook is not in the report")
+    has_every_statement(notebook, conversion)
     outcome, traces = trains_the_same(original, conversion.script)
-    return {"V1": "passed", "V2": "passed", "V3": "passed", "V5": outcome}, traces
+    return {"V1": "passed", "V2": "passed", "V3": "passed", "V4": "passed", "V5": outcome}, traces
+
+
+def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
+    """V4: every kept statement is in the script, as the notebook has it, and every rewritten one as the report has it.
+    Raises NotVerified."""
+    tree = ast.parse(conversion.script)
+    present = Counter(_text(node) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        source = {"kept": statement.source, "rewritten": entry.get("becomes", "")}.get(entry["outcome"], "")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                continue  # V2 sees which names an import must still bind
+            if not present[_text(node)]:
+                raise NotVerified("V4", f"cell {statement.cell}: `{ast.unparse(node)[:80]}` is not in the script")
+            present[_text(node)] -= 1
+
+
+def _text(node: ast.stmt) -> str:
+    """The statement as text. A variable of the notebook is global there and nonlocal in the script, and docstrings are
+    indented by where they stand."""
+    node = copy.deepcopy(node)
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
+            inner.value = ast.Constant(" ".join(inner.value.value.split()))
+    return re.sub(r"^(\s*)global ", r"\1nonlocal ", ast.unparse(node), flags=re.MULTILINE)
+
+
+def has_its_frame(conversion: Conversion) -> None:
+    """V3: what the script has besides the notebook's statements. Raises NotVerified."""
+    tree = ast.parse(conversion.script)
+    last = tree.body[-1]
+    if ast.unparse(last) != "if __name__ == '__main__':\n    main()":
+        raise NotVerified("V3", "main() is not called at the end")
+    if not re.search(r"^\s*(from|import) unsloth", conversion.script, re.M) and not any(
+        "FINETUNE_BACKEND" in ast.unparse(node) for node in tree.body
+    ):
+        raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
+    for node in tree.body:
+        part = PARTS.get(getattr(node, "name", ""))
+        if part is not None and ast.unparse(node) != ast.unparse(ast.parse(part)):
+            raise NotVerified("V3", f"line {node.lineno}: {getattr(node, 'name', '')} is not the package's")
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    texts = [ast.unparse(node) for node in main.body]
+    guards = sum(text.startswith(f"if {code.LOCAL_MAIN_RANK}:") for text in texts)
+    exports = any(
+        entry.get("in", "").endswith("after training") and entry["outcome"] != "dropped"
+        for entry in conversion.report["statements"]
+        if not entry["statement"].startswith(("import ", "from "))
+    )
+    if texts.count(code.WAIT) < guards + exports:
+        raise NotVerified("V3", "a rank does not wait for files that another writes")
 
 
 def safe_on_ranks(script: str) -> None:

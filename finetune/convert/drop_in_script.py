@@ -18,7 +18,7 @@ from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, deci
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
 from finetune.convert.names import SEEDS, Program, target_names
-from finetune.convert.read import Notebook, Refusal, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.secrets import scrub
 from finetune.errors import RunError
 
@@ -144,6 +144,8 @@ def _rewrite(form: Form, arguments: Arguments) -> None:
         on_main = decision.where == AFTER and not code.runs_together(node)
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
+        if not done.reasons and not _is_own_text(statement, done):
+            done.reasons = ["arguments are changed: see the notes"]
         form.rewritten[place] = done
         form.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
         if not done.nodes:
@@ -390,10 +392,14 @@ def _exports(form: Form) -> list[str]:
 def _text(form: Form, place: int) -> str:
     """The statement's own text if nothing in it changed, else its new code."""
     done, statement = form.rewritten[place], form.program.statements[place]
-    same = ast.parse(statement.source).body
-    if [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]:
+    if _is_own_text(statement, done):
         return statement.source
     return "\n".join(ast.unparse(node) for node in done.nodes)
+
+
+def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:
+    same = ast.parse(statement.source).body
+    return [ast.dump(node) for node in done.nodes] == [ast.dump(node) for node in same]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -409,6 +415,8 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
             entry = {"outcome": one.outcome}
             entry |= {"in": one.where} if one.outcome != "dropped" else {}
             entry |= {"reason": one.reason} if one.outcome != "kept" else {}
+            if one.outcome == "rewritten":
+                entry["becomes"] = scrub("\n".join(map(ast.unparse, form.rewritten[live[statement.id]].nodes)))
         else:
             assert is_dead(statement.node)
         head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from finetune.convert import main
 from finetune.convert.command import convert, drop_in_steps
-from finetune.convert.drop_in_checks import safe_on_ranks, trains_the_same
+from finetune.convert.drop_in_checks import has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.read import Refusal, read
 from finetune.convert.verify import NotVerified
@@ -105,7 +106,7 @@ def test_the_notebooks_code_in_its_order(notebook: Callable[..., Path]) -> None:
     places = [text.index(word) for word in order]
     assert places == sorted(places)
     assert "device_map={'': PartialState().device}" in text
-    passed = dict.fromkeys(("V1", "V2", "V3", "V5", "V6"), "passed")
+    passed = dict.fromkeys(("V1", "V2", "V3", "V4", "V5", "V6"), "passed")
     assert conversion.report["verification"] == passed | {"witness": "off (--no-witness)"}
     assert script.rstrip().endswith('if __name__ == "__main__":\n    main()')
 
@@ -393,3 +394,21 @@ def test_it_is_in_the_script_only_if_it_is_used(notebook: Callable[..., Path]) -
     script = convert(path, form="drop-in").conversion.script
     assert "class DataCollatorForCompletionOnlyLM:" in script and "def setup_chat_format(" in script
     assert "class Data" not in dropped_in(notebook()).script
+
+
+def test_a_statement_that_is_missing_is_seen(notebook: Callable[..., Path]) -> None:
+    """V4 and the frame of V3: each line of the script without which it trains or saves something else."""
+    read_again, conversion = drop_in_steps(notebook(before="tokenizer.padding_side = 'left'"), "")
+    has_every_statement(read_again, conversion)
+    has_its_frame(conversion)
+    for line, check in (
+        ("    tokenizer.padding_side = 'left'\n", lambda other: has_every_statement(read_again, other)),
+        ("    rows = rows.map(to_text)\n", lambda other: has_every_statement(read_again, other)),
+        ("    PartialState().wait_for_everyone()\n", has_its_frame),
+        ('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook\n', has_its_frame),
+        ('if __name__ == "__main__":\n    main()\n', has_its_frame),
+    ):
+        found = [text for text in (line, line.replace("'", '"'), "    " + line) if text in conversion.script]
+        assert found, (line, conversion.script)
+        with pytest.raises(NotVerified):
+            check(replace(conversion, script=conversion.script.replace(found[-1], "")))
