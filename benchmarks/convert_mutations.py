@@ -76,9 +76,7 @@ def converted(path: Path, form: str) -> tuple[Any, dict[str, Callable[[Any], Any
         remove_secrets(original)
         return conversion, {"V1 to V5": lambda mutant: verify_drop_in(notebook, mutant, original)}
     notebook, plan, traces, conversion = steps(path)
-    checks = {
-        name: lambda mutant, check=check: check(notebook, plan, mutant, traces) for name, check in CHECKS.items()
-    }
+    checks = {name: lambda mutant, check=check: check(notebook, plan, mutant, traces) for name, check in CHECKS.items()}
     return conversion, checks
 
 
