@@ -413,6 +413,50 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+# Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+def sharding(config: Config, given: frozenset[str]) -> Found:
+    """What a sharded model cannot be or have."""
+    model, lora, training = config.model, config.lora, config.training
+    if training.strategy != "shard":
+        if not _is_default(config, "training.shard_reduce"):
+            yield (
+                ("training.shard_reduce", "training.strategy"),
+                "shard_reduce is about a sharded model. Set strategy: shard, or remove it.",
+            )
+        return
+    if model.backend == "unsloth":
+        yield (
+            ("training.strategy", "model.backend"),
+            "a sharded model is trained with the transformers backend. Set backend to auto or transformers.",
+        )
+    if model.dtype == "float16":
+        yield (
+            ("training.strategy", "model.dtype"),
+            "float16 needs a loss scale that all shards share, which is not supported. Set dtype to bfloat16.",
+        )
+    for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+        if getattr(model, name):
+            yield (
+                ("training.strategy", f"model.{name}"),
+                f"{name} weights cannot be sharded. Remove it to shard 16-bit weights, or set strategy to ddp.",
+            )
+    if lora.modules_to_save:
+        yield (
+            ("training.strategy", "lora.modules_to_save"),
+            "modules_to_save keeps a second copy of a module beside the sharded one, which is not supported. Remove it,"
+            " or set model.full_finetuning.",
+        )
+    if training.optim not in SHARDED_OPTIMIZERS:
+        yield (
+            ("training.strategy", "training.optim"),
+            f"optim {training.optim} has not been proven on a sharded model. Set one of"
+            f" {', '.join(SHARDED_OPTIMIZERS)}.",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     precision,
     unsloth_only,
@@ -430,4 +474,5 @@ RULES: tuple[Rule, ...] = (
     output_folder,
     learning_rate_scaling,
     batch_size,
+    sharding,
 )

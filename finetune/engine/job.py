@@ -76,7 +76,7 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import adapter_targets, model
+    from finetune.engine import adapter_targets, model, shard
 
     model.check(config, stack)
     adapter_targets.check_by_config(config)
@@ -99,6 +99,9 @@ def open_job(
     with bootstrap.quiet_ranks():
         loaded = hooks.replace("model", loaded, tokenizer)
     check_backend(stack)
+    if shard.wanted(config):
+        with activity.during("sharding the model"):
+            shard.apply(loaded, dtype=model.resolve_dtype(config, stack), device=stack.device)
     if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # tokenizers may have unused ids beyond it
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:

@@ -296,13 +296,20 @@ def prepare_for_packs(model: Any, stack: Stack) -> None:
 
 @torch.no_grad()
 def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    with_other_ranks: bool = False,
 ) -> list[str]:
     """Greedy completions of tokenized prompts, as text without special tokens.
 
     Args:
         prompts: token ids of each prompt, up to the start of the assistant's turn.
         max_new_tokens: per answer; the model's end token ends it earlier.
+        with_other_ranks: go on until every rank has finished, as a sharded model needs it.
     """
     from transformers import GenerationConfig
 
@@ -325,6 +332,7 @@ def generate(
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=settings,
+                synced_gpus=with_other_ranks,
             )
             answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return answers

@@ -33,7 +33,7 @@ def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks 
         save_steps=0,
         eval_steps=0,
         resume_from_checkpoint=False,
-        strategy=None,  # the ranks are already launched
+        strategy="shard" if config.training.strategy == "shard" else None,  # the ranks are already launched
         overwrite_output_dir=False,
         max_grad_norm=0.0,  # clipping would hide a gradient that is wrong by a factor
         warmup_steps=0.0,
