@@ -114,8 +114,10 @@ def set_reduction(model: Any, reduces: bool) -> None:
     _base(model).set_requires_gradient_sync(reduces)
 
 
-def reduces_once(config: Config) -> bool:
-    """Whether the gradients of a step are reduced in its last backward pass only."""
+def reduces_once(config: Config) -> bool | None:
+    """Whether the gradients of a step are reduced in its last backward pass only; None if the model is not sharded."""
+    if not wanted(config):
+        return None
     chosen = config.training.shard_reduce
     return not config.model.full_finetuning if chosen == "auto" else chosen == "once"
 
@@ -149,10 +151,6 @@ class Sharding:
     reduce_dtypes: tuple[str, ...]
     output_dtype: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """For run.json."""
-        return asdict(self)
-
 
 def look(model: Any) -> Sharding:
     """Count what is sharded, on this rank."""
@@ -170,6 +168,12 @@ def look(model: Any) -> Sharding:
         reduce_dtypes=_names(one.reduce_dtype for one in policies),
         output_dtype=next(iter(_names(one.output_dtype for one in policies[:1])), "none"),
     )
+
+
+def record(model: Any) -> dict[str, Any]:
+    """What run.json has about the sharding of a model; `local_elements` per rank. Every rank calls it."""
+    found = look(model)
+    return asdict(found) | {"local_elements": distributed.gather_objects(found.local_elements)}
 
 
 def _names(found: Any) -> tuple[str, ...]:

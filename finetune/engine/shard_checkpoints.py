@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from finetune.engine import shard, tensor_files
 from finetune.errors import RunError
@@ -49,14 +51,43 @@ def _save_config(model: Any, folder: Path) -> None:
 
 def _save_adapter(model: Any, folder: Path) -> None:
     """An adapter is small: rank 0 keeps it whole on its host, one gathered tensor after the other."""
-    kept = {}
+    kept: dict[str, torch.Tensor] = {}
+    own: list[int] = []  # elements other than zero in this rank's part of each tensor
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
+            own.append(int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).count_nonzero()))
             gathered = shard.whole(tensor.detach())
             if distributed.ranks().is_main:
                 kept[name] = gathered.cpu().contiguous()
+    held = distributed.sum_over_ranks(own)
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
+    stored = _nonzero(folder / "adapter_model.safetensors") if distributed.ranks().is_main else None
+    check_adapter(int(sum(held)), distributed.gather_objects(stored)[0])
+
+
+def _nonzero(file: Path) -> int:
+    """Elements other than zero in all tensors of a file."""
+    with safe_open(file, "pt") as stored:
+        return sum(int(stored.get_tensor(key).count_nonzero()) for key in stored.keys())  # noqa: SIM118
+
+
+def check_adapter(held: int, stored: int) -> None:
+    """Check that an adapter was saved whole. A rank that writes its own part as if it were the adapter leaves the rest
+    at zero, in `lora_B` without any error when it is loaded (axolotl issue 3772).
+
+    Args:
+        held: elements other than zero, over all ranks.
+        stored: elements other than zero in the file.
+
+    Raises:
+        RunError: on every rank.
+    """
+    if held != stored:
+        raise RunError(
+            f"the adapter is saved whole: the ranks hold {held:,} elements other than zero, the file {stored:,}. The "
+            "last complete checkpoint is not affected; resume from it with training.strategy: ddp."
+        )
 
 
 def _save_through_transformers(model: Any, folder: Path) -> None:

@@ -26,7 +26,7 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import best, checkpoints, shard, shard_checkpoints, tensor_files, token_statistics
+from finetune.engine import best, checkpoints, invariants, shard, shard_checkpoints, tensor_files, token_statistics
 from finetune.engine.model import resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, interrupt, launcher
@@ -134,13 +134,14 @@ class SFTTrainer(trl.SFTTrainer):
         layout: Layout,
         eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
-        reduces_once: bool = False,
+        reduces_once: bool | None = None,
         **further: Any,
     ) -> None:
         """
         Args:
             args: as `managed` returns them.
-            reduces_once: of a sharded model under accumulation: reduce the gradients in a step's last pass only.
+            reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last
+                pass only. None for other runs.
             eval_layout: the held-out rows, or several sets of them by name.
             further: arguments of TRL's constructor that concern neither data nor loss, such as `peft_config`.
         """
@@ -153,7 +154,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
         self.sharded = shard.is_sharded(model)
-        self._reduces_once = reduces_once
+        self.reduces_once = reduces_once
         super().__init__(
             model=model,
             args=args,
@@ -339,9 +340,11 @@ class SFTTrainer(trl.SFTTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch; the loss stays on the device."""
         if self.sharded:
-            shard.set_reduction(self.model, self.accelerator.sync_gradients or not self._reduces_once)
+            shard.set_reduction(self.model, self.accelerator.sync_gradients or not self.reduces_once)
         self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.sharded:
+            invariants.check_loss(loss)
         self._free_first_buckets(model)
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         if self.accelerator.sync_gradients:
