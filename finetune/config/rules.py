@@ -432,6 +432,11 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
             ("training.strategy", "model.backend"),
             "a sharded model is trained with the transformers backend. Set backend to auto or transformers.",
         )
+    if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
+        yield (
+            ("training.strategy", "training.gradient_checkpointing"),
+            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+        )
     if model.dtype == "float16":
         yield (
             ("training.strategy", "model.dtype"),

@@ -60,7 +60,11 @@ def faulty(kind: str, ranks: int, out: Path, cache: Path, words: list[str]) -> s
     out.mkdir()
     how = {1: "1 rank", 2: "2 ranks"}[ranks]
     return launch.run(
-        how, [str(out), "3", "", *words], cache=cache, script=launch.SPIES / "parity_fault.py", FAULT=kind
+        how,
+        [str(out), "3", "", "ddp", "auto", *words],
+        cache=cache,
+        script=launch.SPIES / "parity_fault.py",
+        FAULT=kind,
     )
 
 
