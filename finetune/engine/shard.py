@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -76,24 +77,37 @@ def units(model: Any) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def apply(model: Any, *, dtype: torch.dtype, device: str, fill: Callable[[nn.Module, str], None] | None = None) -> None:
-    """Shard `model` over all ranks, in place. Every rank calls it with the same model.
+def check(device: str, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        UserError: this device's type for `model.dtype: auto` cannot be trained sharded.
+    """
+    if dtype == torch.float16:
+        raise UserError(
+            f"training.strategy is shard, and model.dtype: auto is float16 on this {device} device, whose loss scale "
+            "all shards would have to share. Set model.dtype to float32, or use GPUs that have bfloat16."
+        )
+
+
+def mesh(device: str) -> DeviceMesh:
+    """All ranks, in one dimension. Every rank calls it."""
+    return init_device_mesh(device, (distributed.ranks().world_size,))
+
+
+def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:
+    """Shard `model` over the ranks of `mesh`, in place. Every rank calls it with the same model; it waits for no other.
 
     Args:
         dtype: in which the parameters compute.
-        device: "cuda" or "cpu"; the parts are kept there.
-        fill: called with each unit and its name before it is sharded, to load weights that are not there yet. The root
-            comes last, and then all other modules have their parts.
+        fill: called with each unit before it is sharded, to load weights that are not there yet. The root comes last:
+            by then only what belongs to no other unit is missing.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh(device, (distributed.ranks().world_size,))
-    for name, module in units(model):
+    for _, module in units(model):
         if fill is not None:
-            fill(module, name)
+            fill(module)
         fully_shard(module, mesh=mesh, mp_policy=policy(dtype, root=False), reshard_after_forward=True)
     if fill is not None:
-        fill(_base(model), "")
+        fill(_base(model))
     fully_shard(_base(model), mesh=mesh, mp_policy=policy(dtype, root=True))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import patches
 from finetune.errors import UserError
@@ -37,6 +38,13 @@ class Stack:
     device: str  # "cuda" or "cpu"
     local_rank: int
     patches: tuple[core.Verdict, ...]
+
+    @property
+    def torch_device(self) -> Any:
+        """This rank's device, as a `torch.device`."""
+        import torch
+
+        return torch.device(self.device, self.local_rank) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def device_map(self) -> dict[str, int | str]:
