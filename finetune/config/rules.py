@@ -446,7 +446,7 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
         if getattr(model, name):
             yield (
                 ("training.strategy", f"model.{name}"),
-                f"{name} weights cannot be sharded. Remove it to shard 16-bit weights, or set strategy to ddp.",
+                f"sharding {name} weights is not supported. Remove it to shard 16-bit weights, or set strategy to ddp.",
             )
     if lora.modules_to_save:
         yield (
@@ -454,6 +454,12 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
             "modules_to_save keeps a second copy of a module beside the sharded one, which is not supported. Remove it,"
             " or set model.full_finetuning.",
         )
+    for name, harmless in (("use_dora", (False,)), ("init_lora_weights", (True, False, "gaussian"))):
+        if lora.adapter_kwargs.get(name, harmless[0]) not in harmless:
+            yield (
+                ("training.strategy", "lora.adapter_kwargs"),
+                f"{name} computes with the whole base weights, which no rank has. Remove it, or set strategy to ddp.",
+            )
     if training.optim not in SHARDED_OPTIMIZERS:
         yield (
             ("training.strategy", "training.optim"),
