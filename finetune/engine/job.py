@@ -122,7 +122,11 @@ def open_job(
 
 
 def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:
-    """The model after the user's function, sharded if the configuration asks for it."""
+    """The model after the user's function, sharded if the configuration asks for it.
+
+    Raises:
+        UserError: it cannot be sharded, or is not found.
+    """
     from finetune.engine import model, shard, shard_loading
 
     def load(hollow: bool) -> Any:
@@ -134,7 +138,7 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
 
     if not shard.wanted(config):
         return load(hollow=False)
-    shard.check(stack.device, dtype := model.resolve_dtype(config, stack))
+    shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
     mesh, device = shard.mesh(stack.device), stack.torch_device
     if (stored := shard_loading.by_unit(config, hooks)) is not None:
         loaded = load(hollow=True)

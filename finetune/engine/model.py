@@ -482,6 +482,7 @@ def _out_of_memory(doing: str) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
-            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
+            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less; "
+            "training.strategy: shard splits 16-bit weights over several GPUs. "
             f"({out_of_memory_details(error)})"
         ) from error

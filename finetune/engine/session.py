@@ -341,6 +341,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
             alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
             alternatives.append("model.load_in_4bit: true")
+        if training.strategy != "shard" and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
+            alternatives.append("training.strategy: shard on several GPUs")
         raise RunError(
             f"CUDA ran out of memory: {job.batch.per_device} rows of up to {longest} tokens per GPU. "
             f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from finetune.config import Config
 from finetune.errors import UserError
 from finetune.runtime import distributed
+from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 
 def wanted(config: Config) -> bool:
@@ -77,11 +78,17 @@ def units(model: Any) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def check(device: str, dtype: torch.dtype) -> None:
-    """
+def check(device: str, dtype: torch.dtype, hooks: Hooks = NO_HOOKS) -> None:
+    """Check what only this device and the user's script decide.
+
     Raises:
-        UserError: this device's type for `model.dtype: auto` cannot be trained sharded.
+        UserError: the type of `model.dtype: auto` cannot be trained sharded, or the script saves the model itself.
     """
+    if hooks.save is not None:
+        raise UserError(
+            "training.strategy is shard, and the script has a `save` function, which would get a model of which rank 0 "
+            "holds only a part. Remove it and use `finetune export` on the output folder afterwards."
+        )
     if dtype == torch.float16:
         raise UserError(
             f"training.strategy is shard, and model.dtype: auto is float16 on this {device} device, whose loss scale "

@@ -95,6 +95,11 @@ def test_float16_that_auto_chose_is_refused() -> None:
     shard.check("cuda", torch.bfloat16)
 
 
+def test_a_script_that_saves_the_model_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="has a `save` function"):
+        shard.check("cpu", torch.float32, Hooks(save=lambda model, tokenizer: None))
+
+
 def test_an_adapter_with_rows_of_zeros_is_not_saved_whole() -> None:
     shard_checkpoints.check_adapter(80, 80)
     with pytest.raises(RunError, match="the ranks hold 80 elements other than zero, the file 10"):
