@@ -442,11 +442,11 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
             ("training.strategy", "model.dtype"),
             "float16 needs a loss scale that all shards share, which is not supported. Set dtype to bfloat16.",
         )
-    for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+    for name in ("load_in_8bit", "load_in_fp8"):
         if getattr(model, name):
             yield (
                 ("training.strategy", f"model.{name}"),
-                f"sharding {name} weights is not supported. Remove it to shard 16-bit weights, or set strategy to ddp.",
+                f"sharding {name} weights is not supported. Remove it, set load_in_4bit, or set strategy to ddp.",
             )
     if lora.modules_to_save:
         yield (

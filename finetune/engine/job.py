@@ -127,7 +127,9 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     Raises:
         UserError: it cannot be sharded, or is not found.
     """
-    from finetune.engine import model, shard, shard_loading
+    import torch
+
+    from finetune.engine import model, shard, shard_loading, shard_quantized
 
     def load(hollow: bool) -> Any:
         loaded = model.load(config, stack, row_length=row_length, hollow=hollow)
@@ -148,7 +150,12 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     turns = max(distributed.gather_objects(me.local_world_size))
     with shard_loading.turn(me.local_rank, turns):  # each keeps its part before the next one loads
         loaded = load(hollow=False)
+        if config.model.load_in_4bit:
+            dtype = torch.float32  # packed bytes must not be cast
+            shard_quantized.prepare(loaded, device)
         shard.apply(loaded, mesh, dtype)
+    shard_quantized.mark(loaded)
+    shard.base_of(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
     return loaded
 
 

@@ -34,10 +34,10 @@ def wanted(config: Config) -> bool:
 
 def is_sharded(model: Any) -> bool:
     """Whether `apply` has sharded this model."""
-    return isinstance(_base(model), FSDPModule)
+    return isinstance(base_of(model), FSDPModule)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """The causal language model, inside an adapter's wrapper if there is one: generation calls it directly."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -60,7 +60,7 @@ def units(model: Any) -> list[tuple[str, nn.Module]]:
     Raises:
         UserError: the model names no layer class, or has no layer of it.
     """
-    base = _base(model)
+    base = base_of(model)
     classes = set(getattr(base, "_no_split_modules", None) or ())
     found: list[tuple[str, nn.Module]] = []
     for name, module in base.named_modules():
@@ -114,8 +114,8 @@ def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.M
             fill(module)
         fully_shard(module, mesh=mesh, mp_policy=policy(dtype, root=False), reshard_after_forward=True)
     if fill is not None:
-        fill(_base(model))
-    fully_shard(_base(model), mesh=mesh, mp_policy=policy(dtype, root=True))
+        fill(base_of(model))
+    fully_shard(base_of(model), mesh=mesh, mp_policy=policy(dtype, root=True))
 
 
 def fsdp_modules(model: Any) -> Iterator[FSDPModule]:
@@ -132,7 +132,7 @@ def reshard(model: Any) -> None:
 
 def set_reduction(model: Any, reduces: bool) -> None:
     """Whether the next backward pass reduces the gradients. If not, each rank keeps its own, unsharded, in float32."""
-    _base(model).set_requires_gradient_sync(reduces)
+    base_of(model).set_requires_gradient_sync(reduces)
 
 
 def reduces_once(config: Config) -> bool | None:
