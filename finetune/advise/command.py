@@ -296,10 +296,9 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
     found = sharding.sizes(folder) if folder is not None else None
     if found is None or machine.memory_gib is None:
         return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
-    here, full = devices_here(machine), config.model.full_finetuning
+    here = devices_here(machine)
     margin = rules.MEMORY_MARGIN * machine.memory_gib * 2**30
-    size = 4 if config.model.dtype == "float32" else 2
-    fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), element_bytes=size, full=full)
+    fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), sharding.storage(config))
     if fits is None:
         return "Sharded over 64 GPUs (training.strategy: shard) it does not fit either.", None
     world, needed = fits

@@ -108,6 +108,14 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
     return model
 
 
+def keep_4bit_layout(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU in the first evaluation (defects.md, A12). Training after
+    it would go through a kernel without a backward pass."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _quantized(config: Config) -> int | None:
     """Bits of the quantized weights; None without quantization."""
     return 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else None

@@ -1,8 +1,8 @@
 """4-bit weights of bitsandbytes in a form that FSDP2 can shard: the same bytes, stored as float32.
 
 bitsandbytes' default is uint8, which accelerate leaves whole on every rank. bfloat16 and float16, which some guides
-recommend, are not exact: on CUDA the all-gather changes bytes that look like NaN (0.3 % and 2.9 % of random bytes,
-torch 2.11 on H200; none of float32). No cast may be asked of these parameters, so `param_dtype` is unset.
+recommend, need not be exact: an all-gather of one 16-bit type copies through kernels that may rewrite bit patterns of
+NaN on CUDA. No cast may be asked of these parameters, so `param_dtype` is unset.
 
 The scales of the blocks, about 3 % of the bytes, stay whole on every rank.
 """
@@ -42,7 +42,6 @@ def prepare(model: nn.Module, device: torch.device) -> int:
         state.to(device)
         module.quant_state = state  # type: ignore[assignment]
         module.quant_storage = torch.float32  # type: ignore[assignment]
-        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # it repacks the weight, in evaluation
         module.weight = nn.Parameter(content.view(torch.float32).view(-1, 1), requires_grad=False)
         found += 1
     for parameter in model.parameters():

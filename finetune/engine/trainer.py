@@ -27,7 +27,7 @@ from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
 from finetune.engine import best, checkpoints, invariants, shard, shard_checkpoints, tensor_files, token_statistics
-from finetune.engine.model import resolve_dtype
+from finetune.engine.model import keep_4bit_layout, resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
@@ -154,6 +154,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
         self.sharded = shard.is_sharded(model)
+        if stack.device == "cpu":
+            keep_4bit_layout(model)
         self.reduces_once = reduces_once
         super().__init__(
             model=model,

@@ -48,26 +48,38 @@ def sizes(folder: Path) -> Sizes | None:
     return Sizes(total=sum(layers.values()) + outside, layer=max(layers.values()), outside=outside)
 
 
-def bytes_per_gpu(found: Sizes, world_size: int, *, element_bytes: int, full: bool) -> int:
-    """Memory of a rank without activations, in bytes.
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a configuration stores weights: bytes of one in a layer and outside of layers, and whether all are trained,
+    with Adam's two states in their own type. An adapter is left out."""
 
-    Args:
-        element_bytes: of one weight, as it is trained.
-        full: all weights are trained, with Adam's two states in their own type. An adapter's are left out.
-    """
-    split = found.total * element_bytes * (4 if full else 1)
-    gathered = (2 * found.layer + found.outside) * element_bytes
-    reduced = 4 * max(found.layer, found.outside) if full else 0
-    return math.ceil(split / world_size) + gathered + reduced
+    layer: float
+    outside: float
+    full: bool
 
 
-def smallest_world(
-    found: Sizes, memory: float, world_sizes: Iterable[int], *, element_bytes: int, full: bool
-) -> tuple[int, int] | None:
+def storage(config: Config) -> Storage:
+    """Of a GPU that has bfloat16. PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the
+    scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314)."""
+    if config.model.load_in_4bit:
+        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False)
+    each = 4 if config.model.dtype == "float32" else 2
+    return Storage(layer=each, outside=each, full=config.model.full_finetuning)
+
+
+def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
+    """Memory of a rank without activations, in bytes."""
+    weights = (found.total - found.outside) * stored.layer + found.outside * stored.outside
+    gathered = 2 * found.layer * stored.layer + found.outside * stored.outside
+    reduced = 4 * max(found.layer, found.outside) if stored.full else 0
+    return math.ceil(weights * (4 if stored.full else 1) / world_size + gathered + reduced)
+
+
+def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stored: Storage) -> tuple[int, int] | None:
     """The first of `world_sizes` at which a rank needs at most `memory` bytes, and what it needs; None if none."""
     for world in world_sizes:
-        needed = bytes_per_gpu(found, world, element_bytes=element_bytes, full=full)
-        if world > 1 and needed <= memory:
+        needed = bytes_per_gpu(found, world, stored)
+        if needed <= memory:
             return world, needed
     return None
 

@@ -452,8 +452,8 @@ def test_a_model_that_fits_no_gpu_may_fit_sharded(
     assert shard["gib_per_gpu"] == pytest.approx(needed / 2**30, rel=1e-4)
     assert shard["gib_per_gpu"] <= 0.8 * 0.00095 and shard["world_size"] > 2
     assert f"it fits on {shard['world_size']} GPUs, of which 2 are here" in said
-    assert advise.main([*words, "--model.load_in_4bit"]) == 1
-    assert "It cannot be sharded (training.strategy: shard): sharding load_in_4bit" in " ".join(
+    assert advise.main([*words, "--model.load_in_8bit"]) == 1
+    assert "It cannot be sharded (training.strategy: shard): sharding load_in_8bit" in " ".join(
         capsys.readouterr().out.split()
     )
 

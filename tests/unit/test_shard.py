@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetune.config import ConfigError, load
-from finetune.engine import shard, shard_checkpoints, shard_loading, tensor_files
+from finetune.engine import shard, shard_checkpoints, shard_loading, shard_quantized, tensor_files
 from finetune.errors import RunError, UserError
 from finetune.runtime.distributed import Ranks
 from finetune.runtime.hooks import Hooks
@@ -30,7 +30,6 @@ def config(*extra: str, model: str = "m"):
     ("extra", "said"),
     [
         (("--model.backend", "unsloth"), "model.backend"),
-        (("--model.load_in_4bit",), "load_in_4bit"),
         (("--model.load_in_8bit",), "load_in_8bit"),
         (("--model.load_in_fp8",), "load_in_fp8"),
         (("--model.dtype", "float16"), "model.dtype"),
@@ -104,6 +103,53 @@ def test_an_adapter_with_rows_of_zeros_is_not_saved_whole() -> None:
     shard_checkpoints.check_adapter(80, 80)
     with pytest.raises(RunError, match="the ranks hold 80 elements other than zero, the file 10"):
         shard_checkpoints.check_adapter(80, 10)
+
+
+# --- 4-bit weights ----------------------------------------------------------------------------------------------------
+
+
+def four_bits(rows: int, columns: int) -> Any:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(columns, rows, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer.weight = Params4bit(torch.randn(rows, columns), requires_grad=False, quant_type="nf4")
+    return layer.to("cpu")
+
+
+def test_4_bit_weights_are_stored_as_float32_with_the_same_bytes() -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    layer, x = four_bits(24, 64), torch.randn(3, 64)
+    expected = x @ dequantize_4bit(layer.weight.data, layer.weight.quant_state).t()
+    content = layer.weight.data.view(torch.uint8).flatten().clone()
+    assert shard_quantized.prepare(nn.ModuleList([layer]), torch.device("cpu")) == 1
+    assert layer.weight.dtype == torch.float32 and layer.weight.shape == (len(content) // 4, 1)
+    assert torch.equal(layer.weight.data.view(torch.uint8).flatten(), content)
+    assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
+def test_4_bit_weights_that_fill_no_whole_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="has 33 bytes"):
+        shard_quantized.prepare(nn.ModuleDict({"a": four_bits(1, 66)}), torch.device("cpu"))
+
+
+def test_a_4_bit_layer_on_a_cpu_has_the_right_gradient_after_an_evaluation() -> None:
+    """On CPUs with AVX512-BF16, bitsandbytes repacks weights in the first evaluation and then computes with a kernel
+    without a backward pass. On others this passes anyway."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    from finetune.engine.model import keep_4bit_layout
+
+    layer, x, gradient = four_bits(64, 64), torch.randn(3, 64, requires_grad=True), torch.randn(3, 64)
+    expected = gradient @ dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    keep_4bit_layout(layer)
+    layer.eval()
+    with torch.no_grad():
+        layer(x)
+    layer.train()
+    layer(x).backward(gradient)
+    assert x.grad is not None and torch.allclose(x.grad, expected, atol=1e-5)
 
 
 # --- files of tensors -------------------------------------------------------------------------------------------------
