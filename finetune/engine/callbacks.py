@@ -96,7 +96,7 @@ class ParityDump(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         gradient = {name: p.grad for name, p in self._trained(kwargs["model"])}
-        self._norms.append(shard.whole(torch.nn.utils.get_total_norm(gradient.values())))
+        self._norms.append(shard.total_norm(gradient.values()))
         if state.global_step == 0:
             self._save("gradient", gradient)
 

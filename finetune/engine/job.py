@@ -142,7 +142,9 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
         return load(hollow=False)
     shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
     mesh, device = shard.mesh(stack.device), stack.torch_device
-    if (stored := shard_loading.by_unit(config, hooks)) is not None:
+    stored = shard_loading.by_unit(config, hooks)
+    everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache
+    if stored is not None and everywhere:
         loaded = load(hollow=True)
         shard.apply(loaded, mesh, dtype, fill=lambda unit: shard_loading.fill(unit, stored, device))
         return loaded

@@ -199,6 +199,11 @@ class SFTTrainer(trl.SFTTrainer):
             name = getattr(args.optim, "value", args.optim)
             raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """As in transformers; the parts of a sharded model are in place."""
+        if not self.sharded:
+            super()._move_model_to_device(model, device)
+
     # --- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
