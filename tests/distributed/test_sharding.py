@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tied")
-    tokenizer = tiny.make_tokenizer(folder)
+    tokenizer: Any = tiny.make_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer) + 1,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +57,9 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
 
 class Model(nn.Module):
     """Two layers, an embedding and a head."""
@@ -67,6 +72,12 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
         if tied:
             self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return 2 * self.head(x)  # FSDP2 warns of outputs that are views
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -105,6 +116,42 @@ def test_an_adapter_with_rows_of_zeros_is_not_saved_whole() -> None:
         shard_checkpoints.check_adapter(80, 10)
 
 
+@pytest.fixture
+def one_rank_group() -> Iterator[None]:
+    """A gloo group of this process alone, which FSDP2 shards over like any other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_gradients_are_kept_until_they_are_reduced() -> None:
+    """And what is sharded is seen; a pass without a backward pass leaves no parameter gathered after `reshard`."""
+    torch.manual_seed(0)
+    plain, ids = Model(tied=True), torch.tensor([[1, 2, 3]])
+    sharded = copy.deepcopy(plain)
+    shard.apply(sharded, shard.mesh("cpu"), torch.float32)
+    found = shard.look(sharded)
+    assert (found.units, found.sharded_fraction, found.whole_matrices) == (3, 1.0, ())
+    assert (found.param_dtypes, found.reduce_dtypes, found.output_dtype) == (("stored",), ("float32",), "float32")
+    weight = dict(sharded.named_parameters())["layers.0.linear.weight"]
+    for reduces in (False, True):
+        shard.set_reduction(sharded, reduces)
+        sharded(ids).square().sum().backward()
+        plain(ids).square().sum().backward()
+        assert (weight.grad is not None) is reduces
+    expected: dict[str, Any] = {name: one.grad for name, one in plain.named_parameters()}
+    gradients: dict[str, Any] = {name: one.grad for name, one in sharded.named_parameters()}
+    assert all(torch.allclose(shard.whole(gradients[name]), one, atol=1e-5) for name, one in expected.items())
+    norm = torch.linalg.vector_norm(torch.cat([one.flatten() for one in expected.values()]))
+    assert torch.allclose(shard.total_norm(gradients.values()), norm)
+    with torch.no_grad():
+        sharded(ids)
+    assert shard.look(sharded).whole_matrices  # the root keeps what it has gathered
+    shard.reshard(sharded)
+    assert not shard.look(sharded).whole_matrices
+
+
 # --- 4-bit weights ----------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +160,8 @@ def four_bits(rows: int, columns: int) -> Any:
 
     torch.manual_seed(0)
     layer = Linear4bit(columns, rows, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-    layer.weight = Params4bit(torch.randn(rows, columns), requires_grad=False, quant_type="nf4")
+    weight: Any = Params4bit
+    layer.weight = weight(torch.randn(rows, columns), requires_grad=False, quant_type="nf4")
     return layer.to("cpu")
 
 
