@@ -309,6 +309,12 @@ def show_example(job: Any) -> None:
 
 def print_report(config: Config, outcome: Outcome, line: str) -> None:
     """Print go or no-go, with the measurements and the launch line of the real run."""
+    if config.training.strategy == "shard":
+        print_line(
+            "warning: training.strategy is shard, and a dry run measures the whole model on one device. A sharded run "
+            "needs less memory per GPU, and gathers weights in each pass, which this does not time.",
+            style="yellow",
+        )
     if outcome.go:
         console().print(table(outcome.measured))
         for note in notes(outcome.measured):

@@ -80,7 +80,7 @@ def run_locked(
 def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
     """Evaluate, train, save and evaluate again. True if a signal ended training early, after a checkpoint."""
     from finetune import review
-    from finetune.engine import best, samples
+    from finetune.engine import best, samples, shard
     from finetune.measure import scoring
     from finetune.review.rules.learning import divergence
 
@@ -96,6 +96,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         total_steps=trainer.total_steps,
         resumed_from=checkpoint,
         invariants=invariants.check(trainer),
+        sharding=shard.record(trainer.model) if trainer.sharded else None,
         loss_normalized_by=invariants.divisor(trainer),
     )
 

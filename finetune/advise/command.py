@@ -263,7 +263,7 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
     flags = " ".join(word for change in taken for word in change.arguments)
     content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
     if result is None or result.measured is None:
-        text = f"More GPUs do not help: with DDP each holds the whole model. Tried, but not enough: {names}."
+        text = f"With DDP more GPUs do not help: each holds the whole model. Tried, but not enough: {names}."
     else:
         peak, device = result.measured.peak_memory_bytes / 2**30, result.measured.memory_bytes
         of = "" if device is None else f" of {device / 2**30:.1f}"
@@ -272,12 +272,42 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
             text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still end the run. "
         text += "Run advise again with these settings for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
+    if machine.device == "cuda":
+        sharded, settings = shards(config, machine)
+        text += f" {sharded}"
+        content["shard"] = settings
     print_line(text)
     if options.json:
         from finetune.runtime.files import write_json
 
         write_json(options.json, content | {"remedies": text})
     return FAILED
+
+
+def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | None]:
+    """Whether the configuration fits if it is sharded, in a sentence and for the report. Computed, not measured."""
+    from finetune.advise.machine import devices_here
+    from finetune.engine import preflight
+    from finetune.measure import sharding
+
+    if (why := sharding.why_not(config)) is not None:
+        return f"It cannot be sharded (training.strategy: shard): {why}", None
+    folder = preflight.base_folder(config)
+    found = sharding.sizes(folder) if folder is not None else None
+    if found is None or machine.memory_gib is None:
+        return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
+    here = devices_here(machine)
+    margin = rules.MEMORY_MARGIN * machine.memory_gib * 2**30
+    fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), sharding.storage(config))
+    if fits is None:
+        return "Sharded over 64 GPUs (training.strategy: shard) it does not fit either.", None
+    world, needed = fits
+    where = "" if world <= here else f", of which {here} {'is' if here == 1 else 'are'} here"
+    text = (
+        f"With training.strategy: shard it fits on {world} GPUs{where}: weights, gradients and optimizer state need "
+        f"{needed / 2**30:.1f} of {machine.memory_gib:.1f} GiB on each (computed; activations are not included)."
+    )
+    return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "flags": ["--training.strategy", "shard"]}
 
 
 def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:

@@ -413,6 +413,61 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+# Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+def sharding(config: Config, given: frozenset[str]) -> Found:
+    """What a sharded model cannot be or have."""
+    model, lora, training = config.model, config.lora, config.training
+    if training.strategy != "shard":
+        if not _is_default(config, "training.shard_reduce"):
+            yield (
+                ("training.shard_reduce", "training.strategy"),
+                "shard_reduce is about a sharded model. Set strategy: shard, or remove it.",
+            )
+        return
+    if model.backend == "unsloth":
+        yield (
+            ("training.strategy", "model.backend"),
+            "a sharded model is trained with the transformers backend. Set backend to auto or transformers.",
+        )
+    if training.gradient_checkpointing == "unsloth" and "training.gradient_checkpointing" in given:
+        yield (
+            ("training.strategy", "training.gradient_checkpointing"),
+            'a sharded model has no "unsloth" checkpointing. Set gradient_checkpointing to true or false.',
+        )
+    if model.dtype == "float16":
+        yield (
+            ("training.strategy", "model.dtype"),
+            "float16 needs a loss scale that all shards share, which is not supported. Set dtype to bfloat16.",
+        )
+    for name in ("load_in_8bit", "load_in_fp8"):
+        if getattr(model, name):
+            yield (
+                ("training.strategy", f"model.{name}"),
+                f"sharding {name} weights is not supported. Remove it, set load_in_4bit, or set strategy to ddp.",
+            )
+    if lora.modules_to_save:
+        yield (
+            ("training.strategy", "lora.modules_to_save"),
+            "modules_to_save keeps a second copy of a module beside the sharded one, which is not supported. Remove it,"
+            " or set model.full_finetuning.",
+        )
+    for name, harmless in (("use_dora", (False,)), ("init_lora_weights", (True, False, "gaussian"))):
+        if lora.adapter_kwargs.get(name, harmless[0]) not in harmless:
+            yield (
+                ("training.strategy", "lora.adapter_kwargs"),
+                f"{name} computes with the whole base weights, which no rank has. Remove it, or set strategy to ddp.",
+            )
+    if training.optim not in SHARDED_OPTIMIZERS:
+        yield (
+            ("training.strategy", "training.optim"),
+            f"optim {training.optim} has not been proven on a sharded model. Set one of"
+            f" {', '.join(SHARDED_OPTIMIZERS)}.",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     precision,
     unsloth_only,
@@ -430,4 +485,5 @@ RULES: tuple[Rule, ...] = (
     output_folder,
     learning_rate_scaling,
     batch_size,
+    sharding,
 )

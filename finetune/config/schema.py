@@ -247,9 +247,13 @@ class TrainingConfig:
         "Seconds that a collective waits for a stuck rank before the run ends. Saving and loading may take longer.",
         AT_LEAST_1,
     )
-    strategy: Literal["auto", "single", "ddp"] | None = _setting(
+    strategy: Literal["auto", "single", "ddp", "shard"] | None = _setting(
         None,
-        "GPUs to use: auto = as many as are worth it, single = one, ddp = all, null = as launched.",
+        "GPUs: auto = as many as pay, single = one, ddp = all, shard = all, with the model split, null = as launched.",
+    )
+    shard_reduce: Literal["auto", "every_pass", "once"] = _setting(
+        "auto",
+        "With shard: reduce gradients every_pass (less memory) or once per step. auto: once for adapters.",
     )
     overwrite_output_dir: bool = _setting(False, "Discard the run in output_dir and start over.")
     # Not a key: the SFTConfig fields that were given under `training:` and are none of the above.

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from finetune.engine import invariants
+from finetune.engine import invariants, shard
 from finetune.errors import RunError
 from finetune.runtime import distributed, interrupt
 
@@ -96,7 +96,7 @@ class ParityDump(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         gradient = {name: p.grad for name, p in self._trained(kwargs["model"])}
-        self._norms.append(torch.nn.utils.get_total_norm(gradient.values()))
+        self._norms.append(shard.total_norm(gradient.values()))
         if state.global_step == 0:
             self._save("gradient", gradient)
 
@@ -109,8 +109,12 @@ class ParityDump(TrainerCallback):
         return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def _save(self, name: str, tensors: dict[str, Any]) -> None:
+        plain = {}
+        for key, tensor in tensors.items():
+            gathered = shard.whole(tensor)  # on every rank, one at a time
+            if distributed.ranks().is_main:
+                plain[key.removeprefix("module.")] = gathered.cpu().contiguous()
         if distributed.ranks().is_main:
-            plain = {key.removeprefix("module."): tensor.contiguous() for key, tensor in tensors.items()}
             file = self._folder / f"{name}.safetensors"
             try:
                 save_file(plain, file)

@@ -306,10 +306,18 @@ def no_space(output_dir: Path, what: str) -> contextlib.AbstractContextManager[N
 
 
 @contextlib.contextmanager
-def final_files(output_dir: Path) -> Iterator[Path]:
+def final_files(output_dir: Path, *, main: bool = True) -> Iterator[Path]:
     """A temporary folder for the final model. If the block succeeds, its files are synced and moved into `output_dir`,
-    weights first, so that a reader who sees the config finds the weights. Otherwise they are removed."""
+    weights first, so that a reader who sees the config finds the weights. Otherwise they are removed.
+
+    Args:
+        main: False on ranks that only add files to the folder.
+    """
     folder = output_dir / ".final.partial"
+    if not main:
+        with activity.during("saving"):
+            yield folder
+        return
     remove(folder)
     folder.mkdir(parents=True)
     try:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.errors import UserError
+from finetune.engine.shard import Sharding, look
+from finetune.errors import RunError, UserError
 from finetune.runtime import distributed
 
 
@@ -34,6 +35,7 @@ class Facts:
     averages_tokens: bool
     batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
     global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
+    sharding: Sharding | None  # what is sharded; None if nothing was asked to be
 
 
 def gather(trainer: Any) -> list[Facts]:
@@ -65,7 +67,13 @@ def own_facts(trainer: Any) -> Facts:
         averages_tokens=trainer.args.average_tokens_across_devices,
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
         global_batch_size=trainer.plan.global_batch_size,
+        sharding=sharding(trainer),
     )
+
+
+def sharding(trainer: Any) -> Sharding | None:
+    """What of the model is sharded; None if the run does not ask for it."""
+    return None if trainer.reduces_once is None else look(trainer.model)
 
 
 def divisor(trainer: Any) -> str:
@@ -187,6 +195,35 @@ def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
     return None
 
 
+def every_matrix_is_sharded(facts: list[Facts], timeout: int) -> str | None:
+    """With `training.strategy: shard`, frozen matrices included. What is not sharded is held whole by each rank, or, if
+    nothing is, not even its gradients are averaged."""
+    for one in facts:
+        found = one.sharding
+        if found is None:
+            continue
+        if found.units == 0:
+            return f"training.strategy is shard and rank {one.rank} has sharded no module; nothing would be averaged"
+        if found.whole_matrices:
+            return (
+                f"training.strategy is shard and rank {one.rank} holds {len(found.whole_matrices)} matrices whole "
+                f"({', '.join(found.whole_matrices[:3])}); was the model changed after it was sharded?"
+            )
+    return None
+
+
+def sharded_gradients_are_reduced_in_float32(facts: list[Facts], timeout: int) -> str | None:
+    """And the outputs, of which the loss is computed, are float32. accelerate's policy for bf16 has both in bf16."""
+    for one in facts:
+        found = one.sharding
+        if found is not None and (found.reduce_dtypes, found.output_dtype) != (("float32",), "float32"):
+            return (
+                f"rank {one.rank} reduces gradients in {', '.join(found.reduce_dtypes)} and returns outputs in "
+                f"{found.output_dtype}; expected float32 for both"
+            )
+    return None
+
+
 Check = Callable[[list[Facts], int], str | None]
 CHECKS: tuple[Check, ...] = (
     as_many_processes_as_launched,
@@ -198,6 +235,8 @@ CHECKS: tuple[Check, ...] = (
     one_writer,
     loss_divided_by_the_label_tokens_of_the_global_batch,
     ranks_hold_the_global_batch,
+    every_matrix_is_sharded,
+    sharded_gradients_are_reduced_in_float32,
 )
 
 
@@ -230,6 +269,21 @@ def same_data_and_versions_on_all_ranks(own: dict[str, Any]) -> None:
                     f"against {everyone[0][what]!r}. All machines need the same files and packages. Nothing "
                     "was trained."
                 )
+
+
+def check_loss(loss: Any) -> None:
+    """Check that the loss of a sharded model is float32. Looks at its type only, without a host-device sync.
+
+    Raises:
+        RunError: it is not.
+    """
+    import torch
+
+    if loss.dtype != torch.float32:
+        raise RunError(
+            f"the loss is computed in float32: it is {str(loss.dtype).removeprefix('torch.')}. A function of the model "
+            "casts its outputs; use training.strategy: ddp."
+        )
 
 
 def check_gradients(model: Any) -> None:

@@ -95,10 +95,7 @@ def open_job(
     splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
-        loaded = model.load(config, stack, row_length=row_length)
-    with bootstrap.quiet_ranks():
-        loaded = hooks.replace("model", loaded, tokenizer)
-    check_backend(stack)
+        loaded = load_model(config, stack, row_length, tokenizer, hooks)
     if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # tokenizers may have unused ids beyond it
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:
@@ -122,6 +119,46 @@ def open_job(
         size=model_size(loaded),
         hooks=hooks,
     )
+
+
+def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:
+    """The model after the user's function, sharded if the configuration asks for it.
+
+    Raises:
+        UserError: it cannot be sharded, or is not found.
+    """
+    import torch
+
+    from finetune.engine import model, shard, shard_loading, shard_quantized
+
+    def load(hollow: bool) -> Any:
+        loaded = model.load(config, stack, row_length=row_length, hollow=hollow)
+        with bootstrap.quiet_ranks():
+            loaded = hooks.replace("model", loaded, tokenizer)
+        check_backend(stack)
+        return loaded
+
+    if not shard.wanted(config):
+        return load(hollow=False)
+    shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
+    mesh, device = shard.mesh(stack.device), stack.torch_device
+    stored = shard_loading.by_unit(config, hooks)
+    everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache
+    if stored is not None and everywhere:
+        loaded = load(hollow=True)
+        shard.apply(loaded, mesh, dtype, fill=lambda unit: shard_loading.fill(unit, stored, device))
+        return loaded
+    me = distributed.ranks()
+    turns = max(distributed.gather_objects(me.local_world_size))
+    with shard_loading.turn(me.local_rank, turns):  # each keeps its part before the next one loads
+        loaded = load(hollow=False)
+        if config.model.load_in_4bit:
+            dtype = torch.float32  # packed bytes must not be cast
+            shard_quantized.prepare(loaded, device)
+        shard.apply(loaded, mesh, dtype)
+    shard_quantized.mark(loaded)
+    shard.base_of(loaded).hf_device_map = stack.device_map  # accelerate compares it with the rank's device
+    return loaded
 
 
 def check_backend(stack: Stack) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.engine import adapted, adapter_targets, fp8, preflight
+from finetune.engine import adapted, adapter_targets, fp8, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
@@ -76,18 +77,20 @@ def check(config: Config, stack: Stack) -> bool:
     return adapter is not None
 
 
-def load(config: Config, stack: Stack, *, row_length: int) -> Any:
-    """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`.
+def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False) -> Any:
+    """The model on this rank's device, ready to train: with an adapter unless `full_finetuning`. One that will be
+    sharded is on the host.
 
     Args:
         row_length: tokens of the longest training row; sizes Unsloth's rotary cache.
+        hollow: leave out the base model's weights, which `shard_loading.fill` loads later.
 
     Raises:
         UserError: the model is not found or cannot be quantized here; also everything that `check` raises.
     """
     name = str(config.model.model_name_or_path)
     continued = check(config, stack)
-    load_with = _load_unsloth if stack.backend == "unsloth" else _load_transformers
+    load_with = _load_unsloth if stack.backend == "unsloth" else functools.partial(_load_transformers, hollow=hollow)
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
@@ -103,6 +106,14 @@ def load(config: Config, stack: Stack, *, row_length: int) -> Any:
         )
     model.config.use_cache = False
     return model
+
+
+def keep_4bit_layout(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU in the first evaluation (defects.md, A12). Training after
+    it would go through a kernel without a backward pass."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _quantized(config: Config) -> int | None:
@@ -153,7 +164,9 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     )
 
 
-def _load_transformers(config: Config, stack: Stack, row_length: int, *, continue_adapter: bool) -> Any:
+def _load_transformers(
+    config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, hollow: bool = False
+) -> Any:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -170,15 +183,18 @@ def _load_transformers(config: Config, stack: Stack, row_length: int, *, continu
     elif config.model.load_in_8bit:
         quantization = BitsAndBytesConfig(load_in_8bit=True)
     base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
-    model = AutoModelForCausalLM.from_pretrained(
-        base,
-        revision=None if continue_adapter else config.model.revision,
-        dtype=dtype,
-        device_map=stack.device_map,
-        quantization_config=quantization,
-        trust_remote_code=config.model.trust_remote_code,
-        **_attention(config),
-    )
+    if hollow:
+        model = shard_loading.hollow(config, dtype, _attention(config))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            base,
+            revision=None if continue_adapter else config.model.revision,
+            dtype=dtype,
+            device_map={"": "cpu"} if shard.wanted(config) else stack.device_map,
+            quantization_config=quantization,
+            trust_remote_code=config.model.trust_remote_code,
+            **_attention(config),
+        )
     if config.model.full_finetuning:
         return model
     checkpointing = bool(config.training.gradient_checkpointing)
@@ -296,13 +312,20 @@ def prepare_for_packs(model: Any, stack: Stack) -> None:
 
 @torch.no_grad()
 def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    with_other_ranks: bool = False,
 ) -> list[str]:
     """Greedy completions of tokenized prompts, as text without special tokens.
 
     Args:
         prompts: token ids of each prompt, up to the start of the assistant's turn.
         max_new_tokens: per answer; the model's end token ends it earlier.
+        with_other_ranks: go on until every rank has finished, as a sharded model needs it.
     """
     from transformers import GenerationConfig
 
@@ -325,6 +348,7 @@ def generate(
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=settings,
+                synced_gpus=with_other_ranks,
             )
             answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return answers
@@ -466,6 +490,7 @@ def _out_of_memory(doing: str) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RunError(
-            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less. "
+            f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less; "
+            "training.strategy: shard splits 16-bit weights over several GPUs. "
             f"({out_of_memory_details(error)})"
         ) from error

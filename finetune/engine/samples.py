@@ -12,6 +12,7 @@ from rich.text import Text
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
+from finetune.engine import shard
 from finetune.engine.model import generate
 from finetune.runtime import activity, distributed
 
@@ -51,9 +52,15 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     me = distributed.ranks()
     longest = max(question.answer_tokens for question in asked)
     own = [question.prompt for question in asked[me.rank :: me.world_size]]
+    sharded = shard.is_sharded(model)
+    if sharded and len(own) < -(-len(asked) // me.world_size):
+        own.append(asked[0].prompt)  # not used: every rank generates as often as the others, which it gathers with
+    most = min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)
     parts = distributed.gather_objects(
-        generate(model, tokenizer, own, max_new_tokens=min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)) if own else []
+        generate(model, tokenizer, own, max_new_tokens=most, with_other_ranks=sharded) if own else []
     )
+    if sharded:
+        shard.reshard(model)
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
 
 

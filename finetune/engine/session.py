@@ -76,7 +76,11 @@ def open_session(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    stack = bootstrap.start(config.model.backend, config.logging.log_level, without)
+    # The transformers backend is the one that is proven on sharded models.
+    backend, setting = config.model.backend, "model.backend"
+    if config.training.strategy == "shard" and backend == "auto":
+        backend, setting = "transformers", "training.strategy: shard"
+    stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
     from finetune.engine.job import open_job
 
     if demo is not None:
@@ -147,7 +151,7 @@ def build_trainer(
         start_step: optimizer steps that a resumed run starts from.
         dashboard: what TensorBoard shows beside the curves.
     """
-    from finetune.engine import best, callbacks
+    from finetune.engine import best, callbacks, shard
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config = job.config
@@ -167,6 +171,7 @@ def build_trainer(
         layout=job.layout,
         eval_layout=job.eval_layout,
         callbacks=[logger, *tracker, stop, callbacks.FirstGradients(), *profile, *dump],
+        reduces_once=shard.reduces_once(config),
     )
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
@@ -336,6 +341,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
             alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
             alternatives.append("model.load_in_4bit: true")
+        if training.strategy != "shard" and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
+            alternatives.append("training.strategy: shard on several GPUs")
         raise RunError(
             f"CUDA ran out of memory: {job.batch.per_device} rows of up to {longest} tokens per GPU. "
             f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
@@ -369,9 +376,16 @@ def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[
 
 
 def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
-    """Save the final adapter or model into `output_dir`, on rank 0; the other ranks wait."""
-    if distributed.ranks().is_main:
-        with checkpoints.no_space(output_dir, "the final model"), checkpoints.final_files(output_dir) as folder:
+    """Save the final adapter or model into `output_dir`: on rank 0, while the other ranks wait; on all ranks if the
+    model is sharded."""
+    main = distributed.ranks().is_main
+    if main or trainer.sharded:
+        with (
+            checkpoints.no_space(output_dir, "the final model"),
+            checkpoints.final_files(output_dir, main=main) as folder,
+        ):
+            if trainer.sharded:
+                distributed.barrier()  # the folder exists
             trainer.save_model(str(folder))
     distributed.barrier()
 

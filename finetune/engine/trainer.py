@@ -26,8 +26,8 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import best, checkpoints, token_statistics
-from finetune.engine.model import resolve_dtype
+from finetune.engine import best, checkpoints, invariants, shard, shard_checkpoints, tensor_files, token_statistics
+from finetune.engine.model import keep_4bit_layout, resolve_dtype
 from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
@@ -134,11 +134,14 @@ class SFTTrainer(trl.SFTTrainer):
         layout: Layout,
         eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
+        reduces_once: bool | None = None,
         **further: Any,
     ) -> None:
         """
         Args:
             args: as `managed` returns them.
+            reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last
+                pass only. None for other runs.
             eval_layout: the held-out rows, or several sets of them by name.
             further: arguments of TRL's constructor that concern neither data nor loss, such as `peft_config`.
         """
@@ -150,6 +153,10 @@ class SFTTrainer(trl.SFTTrainer):
         self.retention = checkpoints.Retention()
         self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
+        self.sharded = shard.is_sharded(model)
+        if stack.device == "cpu":
+            keep_4bit_layout(model)
+        self.reduces_once = reduces_once
         super().__init__(
             model=model,
             args=args,
@@ -163,6 +170,8 @@ class SFTTrainer(trl.SFTTrainer):
         if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
             self.loss_is_scaled_for_ga = True
         self.remove_callback(transformers.PrinterCallback)
+        if self.sharded:  # accelerate would wrap it in DDP: only casts remain for it to do
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         if self.accelerator.ddp_handler is not None and getattr(self.model, "peft_config", None) is None:
             # Full fine-tuning: the gradients are views of DDP's buckets, not a second copy (D9).
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -189,6 +198,11 @@ class SFTTrainer(trl.SFTTrainer):
         except (ImportError, ValueError) as error:
             name = getattr(args.optim, "value", args.optim)
             raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """As in transformers; the parts of a sharded model are in place."""
+        if not self.sharded:
+            super()._move_model_to_device(model, device)
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -332,8 +346,12 @@ class SFTTrainer(trl.SFTTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch; the loss stays on the device."""
+        if self.sharded:
+            shard.set_reduction(self.model, self.accelerator.sync_gradients or not self.reduces_once)
         self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.sharded:
+            invariants.check_loss(loss)
         self._free_first_buckets(model)
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         if self.accelerator.sync_gradients:
@@ -439,6 +457,8 @@ class SFTTrainer(trl.SFTTrainer):
                 documents.append(token_statistics.document_losses(self._eval_tokens, inputs))
                 tokens.append(torch.stack([self._eval_tokens.is_top1.sum(), self._eval_tokens.entropy.sum()]).double())
                 self._eval_tokens = None
+        if self.sharded:
+            self._pass_with_other_ranks(layout, len(losses), one)
         if losses:
             total = float(torch.stack(losses).sum())
         known = len(tokens) == len(losses)  # of all micro-batches, or the means would be of some
@@ -455,7 +475,47 @@ class SFTTrainer(trl.SFTTrainer):
             self.eval_document_losses = [loss for part in distributed.gather_objects(own) for loss in part]
         return metrics
 
+    def _pass_with_other_ranks(self, layout: Layout, done: int, count: torch.Tensor) -> None:
+        """Forward passes on the first row, without a result, until this rank has made as many as every other: each pass
+        gathers the parameters of a sharded model from all ranks."""
+        most = math.ceil(math.ceil(len(layout) / self.args.world_size) / self.args.per_device_eval_batch_size)
+        if done < most:
+            batch = self._collate(layout.__getitems__([0]), pack_length=layout.packs.pack_length)
+            inputs = self._prepare_inputs(batch)
+            for _ in range(most - done):
+                with self.compute_loss_context_manager():
+                    self.compute_loss(self.model, inputs, num_items_in_batch=count)
+            self._eval_tokens = None
+        shard.reshard(self.model)
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers. Every rank calls it if the model is sharded."""
+        if not self.sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        shard_checkpoints.save_model(self.model, folder)
+        if self.args.should_save:
+            self.processing_class.save_pretrained(folder)
+        distributed.barrier()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in transformers; of a sharded model each rank reads its part."""
+        if self.sharded:
+            shard_checkpoints.load_model(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As in transformers; of a sharded model whole tensors, written by all ranks."""
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        tensor_files.write_optimizer(Path(output_dir), self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
     @interrupt.busy()
     @activity.during("saving")
@@ -510,8 +570,16 @@ class SFTTrainer(trl.SFTTrainer):
         """
         if checkpoint is None:
             return
-        optimizer, schedule = (read_state(Path(checkpoint, name)) for name in ("optimizer.pt", "scheduler.pt"))
-        with loading(Path(checkpoint, "optimizer.pt")):
+        folder, schedule = Path(checkpoint), read_state(Path(checkpoint, "scheduler.pt"))
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        if tensor_files.has_optimizer(folder):
+            with loading(folder / "optimizer.json"):
+                self._restore_optimizer_and_schedule(tensor_files.read_optimizer(folder, parameters), schedule)
+            return
+        optimizer = read_state(folder / "optimizer.pt", mapped=self.sharded)
+        with loading(folder / "optimizer.pt"):
+            if self.sharded:
+                optimizer = tensor_files.split_optimizer(optimizer, parameters)
             self._restore_optimizer_and_schedule(optimizer, schedule)
 
     def _restore_optimizer_and_schedule(self, optimizer: dict[str, Any], schedule: dict[str, Any]) -> None:
@@ -611,14 +679,17 @@ def loading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Load a file of tensors and plain values onto the host, without running any code in it.
+
+    Args:
+        mapped: map the file into memory, for a reader that needs only parts of it.
 
     Raises:
         RunError: it holds something else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise RunError(
             f"{path} is not a file of tensors ({str(error).splitlines()[0][:200]}). Resume from another checkpoint."

@@ -30,6 +30,8 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
+    if job.config.training.strategy == "shard" and world > 1:
+        return _unknown("predictions are for DDP, and training.strategy is shard")
     measured, source = measurements.find(measurements.facts(job))
     if measured is None:
         return _unknown(source)

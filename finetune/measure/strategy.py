@@ -51,7 +51,8 @@ def apply(config: Config) -> None:
         if strategy == "auto":
             check_launch(world, decide(config, visible_gpus()))
         return
-    decision = decide(config, visible_gpus()) if strategy == "auto" else all_gpus(config, visible_gpus())
+    gpus = visible_gpus()
+    decision = decide(config, gpus) if strategy == "auto" else all_gpus(config, gpus)
     print_line(f"training.strategy {strategy}: {devices(decision.world_size)}, because {decision.reason}")
     if decision.world_size > 1:
         relaunch(decision)

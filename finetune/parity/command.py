@@ -1,9 +1,10 @@
-"""`finetune parity`: does the world size change the result? Runs the same steps on several world sizes and compares.
+"""`finetune parity`: does the world size change the result, or sharding? Runs the same steps on each and compares.
 
 Runs the first optimizer steps of the user's configuration on each world size, by default one rank (which accumulates
 what two ranks share) and two, in separate processes. Compares the first gradient, the losses, the held-out loss and the
-trained weights. Gradient clipping and the learning-rate schedule are off: clipping would hide a gradient that is wrong
-by a factor.
+trained weights. With `--strategies ddp,shard`, world sizes above one run with each strategy, and all runs with the
+transformers backend, unless the configuration names one. Gradient clipping and the learning-rate schedule are off:
+clipping would hide a gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from finetune.config import load, resolve_batch
+from finetune.config import Config, ConfigError, load, resolve_batch
+from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
 from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line, run_with_options
-from finetune.runtime.options import Options, count, counts
+from finetune.runtime.options import Options, count, counts, names
 
 PURPOSE = (
     "Check that your configuration gives the same result on any number of GPUs: run its first optimizer steps on each"
@@ -38,6 +40,8 @@ def own_options() -> Options:
     found = Options("parity", PURPOSE, notes=NOTES)
     ranks = "world sizes to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
+    strategies = "what world sizes above 1 run with: ddp, shard or both (default: as training.strategy says)"
+    found.add("--strategies", names, "NAME,...", strategies, [])
     found.add("--steps", count, "N", "optimizer steps per run (default: %(default)s)", 4)
     found.add("--without", str, "NAME,...", "patches to skip, or `all`, to see their effect", "")
     return found
@@ -66,9 +70,10 @@ TOLERANCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One world size against the reference."""
+    """One world size and strategy against the reference."""
 
     world_size: int
+    strategy: str = "ddp"
     ratio: float
     cosine: float
     norm: float  # largest relative difference of a step's gradient norm
@@ -85,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Run all world sizes and compare them.
+    """Run all world sizes and strategies and compare them.
 
     Raises:
         UserError: invalid options, configuration or data.
@@ -93,38 +98,71 @@ def run(argv: list[str]) -> int:
     """
     options, rest = own_options().split(argv)
     config = load(rest, command="parity")
-    world_sizes, steps = options.world_sizes, options.steps
-    first = world_sizes[0]
-    if len(world_sizes) < 2:
-        raise UserError(f"--world-sizes: expected two or more to compare, got {first}. Add one, such as 1,{first}.")
-    for world_size in world_sizes:
-        if not config.demo:
-            resolve_batch(config.training, world_size, config.data)
+    cases = cases_of(config, options.world_sizes, options.strategies)
+    first = cases[0]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        folders = {world_size: Path(folder) / str(world_size) for world_size in world_sizes}
-        runs = {size: start(size, out, steps, options.without, rest) for size, out in folders.items()}
-        found = [compare(folders[first], folders[world_size], world_size) for world_size in world_sizes[1:]]
+        folders = {case: Path(folder) / f"{case.world_size}-{case.strategy}" for case in cases}
+        runs = {case: start(case, out, options.steps, options.without, rest) for case, out in folders.items()}
+        found = [compare(folders[first], folders[case], case.world_size, case.strategy) for case in cases[1:]]
     print_comparison(runs[first], found)
     proven = not any(one.failures for one in found)
     if options.json:
         from finetune.runtime.files import write_json
 
         stack = {name: runs[first][name] for name in ("backend", "dtype", "versions", "hardware", "patches")}
-        verdict = {"proven": proven, "reference": first, "steps": steps, "found": [vars(one) for one in found]}
+        verdict = {"proven": proven, "reference": first.world_size, "reference_strategy": first.strategy}
+        verdict |= {"steps": options.steps, "found": [vars(one) for one in found]}
         write_json(options.json, verdict | stack)
     return DONE if proven else FAILED
 
 
-def start(world_size: int, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
-    """Train on one world size and return the content of its run.json.
+class Case(NamedTuple):
+    """What one run differs in from the others."""
+
+    world_size: int
+    strategy: str  # "ddp" or "shard"; "ddp" for one rank
+    backend: str  # the same for all runs
+
+
+def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> list[Case]:
+    """The runs to compare, the reference first. On one rank there is nothing to shard: it runs once.
+
+    Raises:
+        UserError: there are fewer than two, a strategy is unknown, or the configuration cannot be run so.
+    """
+    strategies = strategies or ["shard" if config.training.strategy == "shard" else "ddp"]
+    if unknown := [name for name in strategies if name not in ("ddp", "shard")]:
+        raise UserError(f"--strategies: unknown strategy {unknown[0]!r}. Use ddp, shard, or both.")
+    backend = config.model.backend
+    if "shard" in strategies and backend == "auto":  # which only sharded runs would take to mean transformers
+        backend = "transformers"
+    pairs = [(size, name if size > 1 else "ddp") for size in world_sizes for name in strategies]
+    cases = dict.fromkeys(Case(*pair, backend) for pair in pairs)
+    if len(cases) < 2:
+        first = world_sizes[0]
+        raise UserError(f"--world-sizes: expected two or more to compare, got {first}. Add one, such as 1,{first}.")
+    if "shard" in strategies:
+        sharded = replace(config, training=replace(config.training, strategy="shard"))
+        if problems := [f"{', '.join(keys)}: {text}" for keys, text in sharding(sharded, config.given)]:
+            raise ConfigError(problems)
+    for size in world_sizes:
+        if not config.demo:
+            resolve_batch(config.training, size, config.data)
+    return list(cases)
+
+
+def start(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
+    """Run one case and return the content of its run.json.
 
     Raises:
         UserError, RunError: the error of the run that failed.
     """
     out.mkdir(parents=True)
-    command = [*launch_lines.ranks(world_size), "-m", "finetune.parity.run", str(out), str(steps), without, *arguments]
+    world_size, strategy, backend = case
+    program = ["-m", "finetune.parity.run", str(out), str(steps), without, strategy, backend]
+    command = [*launch_lines.ranks(world_size), *program, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with console().status(f"{steps} steps on {world_size} rank{'s' if world_size > 1 else ''}"):
+    with console().status(f"{steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, {strategy}"):
         done = subprocesses.run(command, env=env)
     if done.returncode:
         message = subprocesses.first_error(done.stderr + done.stdout)
@@ -205,7 +243,7 @@ def products(reference: Path, other: Path) -> dict[str, Products]:
     return found
 
 
-def compare(reference: Path, other: Path, world_size: int) -> Comparison:
+def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp") -> Comparison:
     """Compare two runs by the files in their output folders."""
     import numpy as np
     from safetensors.torch import load_file
@@ -248,6 +286,7 @@ def compare(reference: Path, other: Path, world_size: int) -> Comparison:
         failures.append(f"the trained weights differ by {weights_apart:.1e} (allowed {allowed.weights:g})")
     return Comparison(
         world_size=world_size,
+        strategy=strategy,
         ratio=ratio,
         cosine=cosine,
         norm=norm,
@@ -261,7 +300,8 @@ def compare(reference: Path, other: Path, world_size: int) -> Comparison:
 
 def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
     """Print a table of all comparisons, then every failure with the tensors that differ most."""
-    title = f"Compared with {reference['world_size']} rank(s) after {reference['steps']} steps"
+    sharded = ", sharded," if reference.get("sharding") else ""
+    title = f"Compared with {reference['world_size']} rank(s){sharded} after {reference['steps']} steps"
     # Fits 80 columns with exponents of three digits: rich would cut figures that do not fit.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     columns = ("ranks", "gradient\nratio - 1", "1 - cosine", "norm", "loss", "held-out\nloss", "weights", "result")
@@ -271,11 +311,12 @@ def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None
         held_out = "-" if one.eval_loss is None else f"{one.eval_loss:.1e}"
         verdict = "not equal" if one.failures else "equal"
         gradient = (f"{one.ratio - 1:+.1e}", f"{max(1 - one.cosine, 0.0):.1e}", f"{one.norm:.1e}")
-        table.add_row(str(one.world_size), *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
+        ranks = f"{one.world_size} shard" if one.strategy == "shard" else str(one.world_size)
+        table.add_row(ranks, *gradient, f"{one.loss:.1e}", held_out, f"{one.weights:.1e}", verdict)
     console().print(table)
     for one in found:
         for failure in one.failures:
-            print_line(f"{one.world_size} ranks: {failure}", style="red")
+            print_line(f"{one.world_size} ranks, {one.strategy}: {failure}", style="red")
         if one.failures:
             for name, ratio, cosine in one.tensors[:WORST_SHOWN]:
                 print_line(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}")

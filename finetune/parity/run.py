@@ -16,10 +16,21 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 
 def main(hooks: Hooks = NO_HOOKS) -> int:
-    """`python -m finetune.parity.run OUT STEPS WITHOUT [configuration ...]`; WITHOUT names patches, comma-separated."""
-    out, steps, without, *arguments = sys.argv[1:]
+    """`python -m finetune.parity.run OUT STEPS WITHOUT STRATEGY BACKEND [configuration ...]`
+
+    WITHOUT names patches, comma-separated; STRATEGY is ddp or shard; BACKEND is as model.backend.
+    """
+    out, steps, without, strategy, backend, *arguments = sys.argv[1:]
     left_out = [name for name in without.split(",") if name]
-    return guarded(lambda: run(load(arguments), Path(out), int(steps), left_out, hooks))
+
+    def start() -> int:
+        config = load(arguments)
+        # The ranks are already launched.
+        training = replace(config.training, strategy="shard" if strategy == "shard" else None)
+        config = replace(config, training=training, model=replace(config.model, backend=backend))  # type: ignore[arg-type]
+        return run(config, Path(out), int(steps), left_out, hooks)
+
+    return guarded(start)
 
 
 def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks = NO_HOOKS) -> int:
@@ -33,7 +44,6 @@ def run(config: Config, out: Path, steps: int, without: list[str], hooks: Hooks 
         save_steps=0,
         eval_steps=0,
         resume_from_checkpoint=False,
-        strategy=None,  # the ranks are already launched
         overwrite_output_dir=False,
         max_grad_norm=0.0,  # clipping would hide a gradient that is wrong by a factor
         warmup_steps=0.0,

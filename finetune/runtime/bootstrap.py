@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import patches
 from finetune.errors import UserError
@@ -37,6 +38,13 @@ class Stack:
     device: str  # "cuda" or "cpu"
     local_rank: int
     patches: tuple[core.Verdict, ...]
+
+    @property
+    def torch_device(self) -> Any:
+        """This rank's device, as a `torch.device`."""
+        import torch
+
+        return torch.device(self.device, self.local_rank) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def device_map(self) -> dict[str, int | str]:
@@ -113,14 +121,15 @@ def _check_strategy() -> None:
     """Check that the launcher asks for no other strategy than DDP.
 
     Raises:
-        UserError: its profile shards the model, which this program would not do.
+        UserError: its profile shards the model, which this program would not do; the message has the setting that does.
     """
     others = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "sharding"}
     for name, strategy in others.items():
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise UserError(
-                f"The accelerate profile asks for {strategy}: only DDP is supported, in which each GPU holds the whole "
-                "model. Launch with a profile from accelerate_configs/."
+                f"The accelerate profile asks for {strategy}, which this program does not take from a profile. Launch "
+                "with a profile from accelerate_configs/, such as ddp_2.yaml; for a model larger than one GPU add "
+                "`--training.strategy shard`, which shards it with FSDP2."
             )
 
 

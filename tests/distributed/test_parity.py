@@ -56,11 +56,17 @@ def test_world_sizes_are_equal(tiny_model: Path, tiny_data: Path, tmp_path: Path
             assert one["norm"] < 1e-4 and all(abs(r - 1) < 1e-3 and c > 0.9999 for _, r, c in one["tensors"])
 
 
-def faulty(kind: str, ranks: int, out: Path, cache: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+def faulty(
+    kind: str, ranks: int, out: Path, cache: Path, words: list[str], strategy: str = "ddp", backend: str = "auto"
+) -> subprocess.CompletedProcess[str]:
     out.mkdir()
     how = {1: "1 rank", 2: "2 ranks"}[ranks]
     return launch.run(
-        how, [str(out), "3", "", *words], cache=cache, script=launch.SPIES / "parity_fault.py", FAULT=kind
+        how,
+        [str(out), "3", "", strategy, backend, *words],
+        cache=cache,
+        script=launch.SPIES / "parity_fault.py",
+        FAULT=kind,
     )
 
 

@@ -40,6 +40,19 @@ def main() -> int:
         healthy = invariants.own_facts
         place = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
         invariants.own_facts = lambda trainer: replace(healthy(trainer), **place)
+    if kind == "not sharded":
+        from finetune.engine import shard
+
+        shard.fully_shard = lambda module, **_: module
+    if kind == "embedding left out":
+        from finetune.engine import shard
+
+        healthy_units = shard.fully_shard
+        shard.fully_shard = lambda module, **how: (
+            healthy_units(module, **how, ignored_params=set(module.get_input_embeddings().parameters()))
+            if hasattr(module, "get_input_embeddings")
+            else healthy_units(module, **how)
+        )
     if kind == "early group":
         from accelerate import PartialState
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
 
 from finetune import advise, dryrun
 from finetune.advise import candidates, command, dense, launch, machine, report, verdict
@@ -18,7 +19,7 @@ from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Row
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.measure import measurements
+from finetune.measure import measurements, sharding
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import MIB, Curve, Gradients, Work
 from finetune.parity import command as parity
@@ -428,7 +429,33 @@ def test_a_model_that_fits_no_gpu_gets_no_launch_line(
     assert "(measured: 65.2 of 74.5 GiB)" in (said := " ".join(capsys.readouterr().out.split())) and "above 0.8" in said
     bench.results.clear()
     assert advise.main(configuration(tmp_path)) == 1
-    assert "More GPUs do not help" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "With DDP more GPUs do not help" in said and "training.strategy: shard helps is not known" in said
+
+
+def test_a_model_that_fits_no_gpu_may_fit_sharded(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "Bench", lambda **kw: FakeBench({}))
+    small = {"memory_gib": 0.00095}
+    monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: replace(host(card(0), card(1)), **small))
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "t.jsonl")]
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    found = sharding.sizes(tiny_model)
+    assert found is not None
+    whole = sum(one.numel() for one in load_file(tiny_model / "model.safetensors").values())
+    assert found.total == whole and 2 * found.layer + found.outside == whole  # of two equal layers
+    report = tmp_path / "advice.json"
+    assert advise.main([*words, "--model.full_finetuning", "--json", str(report)]) == 1
+    said, shard = " ".join(capsys.readouterr().out.split()), json.loads(report.read_text())["shard"]
+    needed = 8 * whole / shard["world_size"] + 2 * whole + 4 * max(found.layer, found.outside)
+    assert shard["gib_per_gpu"] == pytest.approx(needed / 2**30, rel=1e-4)
+    assert shard["gib_per_gpu"] <= 0.8 * 0.00095 and shard["world_size"] > 2
+    assert f"it fits on {shard['world_size']} GPUs, of which 2 are here" in said
+    assert advise.main([*words, "--model.load_in_8bit"]) == 1
+    assert "It cannot be sharded (training.strategy: shard): sharding load_in_8bit" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_the_whole_story_on_two_like_gpus(
@@ -535,7 +562,7 @@ def test_secrets_of_the_command_line_stay_out_of_the_launch_line(
     failed = subprocess.CompletedProcess([], 2, stdout="", stderr=f"error: no {token}\n")
     monkeypatch.setattr(parity.subprocesses, "run", lambda *_, **__: failed)
     with pytest.raises(UserError) as said:
-        parity.start(1, tmp_path / "run", 1, "", arguments)
+        parity.start(parity.Case(1, "ddp", "auto"), tmp_path / "run", 1, "", arguments)
     assert token not in str(said.value) and "***" in str(said.value)
 
 

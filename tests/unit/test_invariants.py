@@ -10,6 +10,7 @@ import torch
 
 from finetune.engine import invariants
 from finetune.engine.invariants import CHECKS, Facts
+from finetune.engine.shard import Sharding
 from finetune.errors import UserError
 
 
@@ -35,14 +36,26 @@ def facts(rank: int) -> Facts:
         averages_tokens=True,
         batch=(2, 3),
         global_batch_size=12,
+        sharding=None,
     )
 
 
+SHARDED = Sharding(
+    units=3,
+    sharded_fraction=1.0,
+    local_elements=50,
+    whole_matrices=(),
+    param_dtypes=("bfloat16",),
+    reduce_dtypes=("float32",),
+    output_dtype="float32",
+)
+REDUCED = "sharded_gradients_are_reduced_in_float32"
 SOUND = [facts(0), facts(1)]
 
 
 def test_a_sound_run_passes_all() -> None:
     assert [check(SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
+    assert [check([replace(one, sharding=SHARDED) for one in SOUND], 1800) for check in CHECKS] == [None] * len(CHECKS)
     other_host = replace(facts(1), host="two", current_device="cuda:0", parameter_devices=["cuda:0"])
     assert invariants.one_device_per_rank([facts(0), other_host], 1800) is None
 
@@ -66,6 +79,10 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
         ("one_writer", {"writes": True}, "ranks [0, 1] would write"),
         (DIVISOR, {"divisor": "this program"}, "on rank 1 this program divides the loss, on rank 0 the model"),
         (DIVISOR, {"averages_tokens": False}, "average_tokens_across_devices is off on rank 1"),
+        ("every_matrix_is_sharded", {"sharding": replace(SHARDED, units=0)}, "rank 1 has sharded no module"),
+        ("every_matrix_is_sharded", {"sharding": replace(SHARDED, whole_matrices=("a.weight",))}, "1 matrices whole"),
+        (REDUCED, {"sharding": replace(SHARDED, reduce_dtypes=("bfloat16",))}, "reduces gradients in bfloat16"),
+        (REDUCED, {"sharding": replace(SHARDED, output_dtype="none")}, "returns outputs in none"),
         ("ranks_hold_the_global_batch", {"batch": (2, 1)}, "2 ranks x 2 rows x 1 accumulated is not"),
     ],
 )  # fmt: skip

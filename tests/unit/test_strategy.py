@@ -68,10 +68,11 @@ def test_single_refuses_several_ranks(here: Any) -> None:
     strategy.apply(config("single"))
 
 
-def test_ddp_takes_the_most_gpus_that_hold_the_batch(here: Any) -> None:
+@pytest.mark.parametrize("choice", ["ddp", "shard"])
+def test_ddp_and_shard_take_the_most_gpus_that_hold_the_batch(here: Any, choice: str) -> None:
     here(gpus=6)
     with pytest.raises(Started) as started:
-        strategy.apply(config("ddp"))  # of a global batch of 16
+        strategy.apply(config(choice))  # of a global batch of 16
     command, _ = started.value.args
     assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     assert command[-4:] == ["-m", "finetune.train", "--training.strategy", "auto"]

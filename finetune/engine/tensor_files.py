@@ -1,0 +1,269 @@
+"""Whole tensors in safetensors files, written by all ranks together and read in parts.
+
+A tensor that is sharded is gathered for the file, one at a time, so the files do not depend on the number of ranks: a
+checkpoint of a sharded run is read like any other. Files have the names of transformers: `STEM.safetensors`, or
+`STEM-00001-of-00004.safetensors` and so on with `STEM.safetensors.index.json`. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from finetune.errors import RunError
+from finetune.runtime import distributed, files
+
+FILE_BYTES = 2 * 2**30  # of one file, unless a single tensor is larger: what a rank keeps on its host while it writes
+ONE_FILE_BYTES = 256 * 2**20  # below this, more files than needed would only be clutter
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], *, file_bytes: int | None = None) -> None:
+    """Write `tensors` into `folder`. Every rank calls it with the same names; each writes some of the files, which are
+    flushed to the disk, and waits until all are written.
+
+    Args:
+        stem: the files' name without `.safetensors`.
+        tensors: DTensors are gathered one after the other. A plain tensor is the same on all ranks.
+        file_bytes: of one file at most. By default each rank gets files, unless there is little to write.
+    """
+    me = distributed.ranks()
+    planned = plan(tensors, file_bytes or _file_bytes(tensors, me.world_size))
+    names = _file_names(stem, len(planned))
+    for first in range(0, len(planned), me.world_size):  # one file per rank at a time
+        wave = planned[first : first + me.world_size]
+        kept: dict[str, torch.Tensor] = {}
+        for writer, keys in enumerate(wave):
+            for key in keys:
+                tensor = tensors[key].detach()
+                tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if writer == me.rank:
+                    kept[key] = tensor.to("cpu").contiguous()
+                del tensor
+        if kept:
+            path = folder / names[first + me.rank]
+            _save(kept, path)
+            files.sync_file(path)
+    if me.is_main and len(planned) > 1:
+        total = sum(_bytes(tensor) for tensor in tensors.values())
+        content = {
+            "metadata": {"total_size": total},
+            "weight_map": {key: name for name, keys in zip(names, planned, strict=True) for key in keys},
+        }
+        files.write_json(folder / f"{stem}.safetensors.index.json", content)
+    distributed.barrier()
+
+
+def plan(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> list[list[str]]:
+    """The names in each file, in order; at least one file, and no file above `file_bytes` with more than one tensor."""
+    found: list[list[str]] = [[]]
+    used = 0
+    for key, tensor in tensors.items():
+        if found[-1] and used + _bytes(tensor) > file_bytes:
+            found.append([])
+            used = 0
+        found[-1].append(key)
+        used += _bytes(tensor)
+    return found
+
+
+def _file_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
+    total = sum(_bytes(tensor) for tensor in tensors.values())
+    return FILE_BYTES if total <= ONE_FILE_BYTES else min(FILE_BYTES, math.ceil(total / world_size))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # wraps the operating system's error in a text
+        raise _unwrapped(error, path) from error
+
+
+def _unwrapped(error: SafetensorError, path: Path) -> Exception:
+    """The operating system's error if the disk is full, which the command reports with what to do."""
+    if "os error 28" in str(error) or "No space left" in str(error):
+        return OSError(28, "No space left on device", str(path))
+    return RunError(f"{path} cannot be written: {error}.")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files, read by name, whole or in part."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        """
+        Raises:
+            FileNotFoundError: there are no such files, or one that the index names is missing.
+            ValueError: the index is not valid.
+        """
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        if single.is_file():
+            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
+            return
+        named = files.read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not all(_is_name(name) for name in named.values()):
+            raise ValueError(f"{index} does not name the files of the tensors")
+        self._file_of = named
+        if missing := [name for name in set(named.values()) if not (folder / name).is_file()]:
+            raise FileNotFoundError(f"{folder / missing[0]} is missing")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._file_of
+
+    def keys(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._file_of.keys()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, "pt")
+        return self._open[name]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header alone."""
+        return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor, on the host."""
+        return self._file(self._file_of[key]).get_tensor(key)
+
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor, on the host; nothing else is read."""
+        return self._file(self._file_of[key]).get_slice(key)[start:stop]
+
+    def like(self, key: str, target: torch.Tensor) -> torch.Tensor:
+        """The tensor, or of a sharded `target` this rank's part, on the host."""
+        span = rows_of(target)
+        return self.whole(key) if span is None else self.rows(key, *span)
+
+
+def _is_name(name: Any) -> bool:
+    """Whether a file name from an index stays in its folder."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First row of this rank's part and the row after its last; None for a tensor that is whole.
+
+    Raises:
+        ValueError: it is split in another way than FSDP2 does by default, along the first dimension.
+    """
+    if not isinstance(tensor, DTensor) or all(isinstance(one, Replicate) for one in tensor.placements):
+        return None
+    if tensor.placements != (Shard(0),):
+        raise ValueError(f"expected a tensor split along its first dimension, got {tensor.placements}")
+    each = math.ceil(tensor.shape[0] / tensor.device_mesh.size())  # torch.chunk: equal parts, the last ones smaller
+    start = min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])
+    return start, start + tensor.to_local().shape[0]
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy what `TensorFiles.like` has read into a parameter, without touching its gradient."""
+    with torch.no_grad():
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(source)
+
+
+def part_of(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on the host, split and placed as `like`, in its own type."""
+    span = rows_of(like)
+    return source if span is None else as_part(source[span[0] : span[1]], like)
+
+
+def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a DTensor that is split as `like`; a whole tensor as it is."""
+    if not isinstance(like, DTensor):
+        return local
+    local = local.to(like.to_local().device).contiguous()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+# --- an optimizer's state ---------------------------------------------------------------------------------------------
+
+OPTIMIZER = "optimizer"  # stem of the tensors' files; the rest is in optimizer.json
+
+
+def write_optimizer(folder: Path, optimizer: Any) -> None:
+    """Write the state of an optimizer: tensors with `write`, everything else as JSON. Every rank calls it."""
+    state = optimizer.state_dict()
+    tensors, plain = {}, {}
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                tensors[f"{index}.{name}"] = value
+            else:
+                plain.setdefault(str(index), {})[name] = value
+    write(folder, OPTIMIZER, tensors)
+    if distributed.ranks().is_main:
+        text = json.dumps({"param_groups": state["param_groups"], "state": plain}, allow_nan=False)
+        (folder / f"{OPTIMIZER}.json").write_text(text + "\n", encoding="utf-8")
+    distributed.barrier()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether `write_optimizer` has written into this folder."""
+    return (folder / f"{OPTIMIZER}.json").is_file()
+
+
+def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What `write_optimizer` wrote, as an optimizer of these parameters loads it: parts of sharded ones, whole tensors
+    of others.
+
+    Raises:
+        ValueError: a tensor has another shape than its parameter.
+    """
+    content = files.read_json(folder / f"{OPTIMIZER}.json")
+    stored = TensorFiles(folder, OPTIMIZER)
+    state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in content["state"].items()}
+    for key in stored.keys():
+        number, _, name = key.partition(".")
+        index, shape = int(number), stored.shape(key)
+        if not shape:  # the count of steps
+            value = stored.whole(key)
+        elif shape == tuple(parameters[index].shape):
+            value = as_part(stored.like(key, parameters[index]), parameters[index])
+        else:
+            raise ValueError(f"{key} has shape {list(shape)}, its parameter {list(parameters[index].shape)}")
+        state.setdefault(index, {})[name] = value
+    groups = [
+        {name: tuple(value) if name == "betas" else value for name, value in group.items()}
+        for group in content["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def split_optimizer(state: dict[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """An optimizer's state with whole tensors, as an optimizer of sharded parameters loads it."""
+    split = {
+        index: {
+            name: part_of(value, parameters[index]) if torch.is_tensor(value) and value.dim() else value
+            for name, value in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": split}

@@ -1,0 +1,92 @@
+"""What a sharded model needs on each GPU, computed from the headers of its files. Nothing is loaded.
+
+    weights, gradients and optimizer state / GPUs  +  two layers, gathered  +  what is outside the layers, gathered
+
+Two layers, because the next one is gathered while one computes. In full fine-tuning their gradients are in float32
+while they are reduced. Activations are not included: they depend on rows and checkpointing, as on one GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.config import Config
+from finetune.config.rules import sharding
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Parameters of a model: all, of its largest layer, and outside of layers."""
+
+    total: int
+    layer: int
+    outside: int
+
+
+def sizes(folder: Path) -> Sizes | None:
+    """The sizes of a model in safetensors files; None if there are none, or no layers in them."""
+    from safetensors import safe_open
+
+    layers: dict[str, int] = {}
+    outside = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  # not a mapping
+                count = math.prod(tensors.get_slice(key).get_shape())
+                if (layer := _LAYER.match(key)) is None:
+                    outside += count
+                else:
+                    layers[layer[1]] = layers.get(layer[1], 0) + count
+    if not layers:
+        return None
+    return Sizes(total=sum(layers.values()) + outside, layer=max(layers.values()), outside=outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a configuration stores weights: bytes of one in a layer and outside of layers, and whether all are trained,
+    with Adam's two states in their own type. An adapter is left out."""
+
+    layer: float
+    outside: float
+    full: bool
+
+
+def storage(config: Config) -> Storage:
+    """Of a GPU that has bfloat16. PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the
+    scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314)."""
+    if config.model.load_in_4bit:
+        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False)
+    each = 4 if config.model.dtype == "float32" else 2
+    return Storage(layer=each, outside=each, full=config.model.full_finetuning)
+
+
+def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
+    """Memory of a rank without activations, in bytes."""
+    weights = (found.total - found.outside) * stored.layer + found.outside * stored.outside
+    gathered = 2 * found.layer * stored.layer + found.outside * stored.outside
+    reduced = 4 * max(found.layer, found.outside) if stored.full else 0
+    return math.ceil(weights * (4 if stored.full else 1) / world_size + gathered + reduced)
+
+
+def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stored: Storage) -> tuple[int, int] | None:
+    """The first of `world_sizes` at which a rank needs at most `memory` bytes, and what it needs; None if none."""
+    for world in world_sizes:
+        needed = bytes_per_gpu(found, world, stored)
+        if needed <= memory:
+            return world, needed
+    return None
+
+
+def why_not(config: Config) -> str | None:
+    """Why this configuration cannot be sharded; None if it can."""
+    from dataclasses import replace
+
+    asked = replace(config, training=replace(config.training, strategy="shard"))
+    return next((text for _, text in sharding(asked, config.given)), None)

@@ -1,0 +1,190 @@
+"""`training.strategy: shard` on gloo ranks against one process: results, checkpoints in both directions, invariants."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import launch, tiny
+from tests.distributed.test_parity import arguments, faulty, prove
+
+pytestmark = pytest.mark.process
+
+STEPS = 6
+SHARD = ("--training.strategy", "shard")
+PLAIN = ("--model.backend", "transformers", "--training.gradient_checkpointing", "true")
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose head is its embedding, with sizes that neither 2 nor 4 ranks divide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tied")
+    tokenizer: Any = tiny.make_tokenizer(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1,
+        hidden_size=36,
+        intermediate_size=61,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def settings(model: Path, data: Path, *extra: str) -> list[str]:
+    return [
+        *("--model.model_name_or_path", str(model), "--data.train_file", str(data / "train.jsonl")),
+        *("--data.eval_file", str(data / "eval.jsonl"), "--training.max_steps", str(STEPS)),
+        *("--training.save_steps", "3", "--training.per_device_eval_batch_size", "1", *PLAIN, *extra),
+    ]
+
+
+def worst(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The model's or adapter's tensors, from one file or several."""
+    return {key: value for file in folder.glob("*model*.safetensors") for key, value in load_file(file).items()}
+
+
+def apart(one: Path, other: Path) -> float:
+    """Largest difference of the weights in two folders, which hold the same names and shapes."""
+    first, second = weights(one), weights(other)
+    assert {key: value.shape for key, value in first.items()} == {key: value.shape for key, value in second.items()}
+    return max(float((first[key] - second[key]).abs().max()) for key in first)
+
+
+def resumed(how: str, arguments: list[str], whole: Path, again: Path, cache: Path) -> dict:
+    """The second half of the run in `whole`, in a copy of its folder."""
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoint-6")
+    for file in again.glob("*model*.safetensors*"):
+        file.unlink()
+    return launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=cache)
+
+
+def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
+    tied_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Ragged rows, three accumulated, tied embeddings, uneven parts; eleven rows to evaluate on two ranks; sampled
+    answers; files so small that both ranks write several. Resumed from sharded on one process, and the other way."""
+    full = ("--model.full_finetuning", "--training.learning_rate", "1e-3", "--logging.generate_samples", "3")
+    batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size")
+    words = settings(tied_model, tiny_data, *full, *batch)
+    one, two = tmp_path / "one", tmp_path / "two"
+    single = launch.train("1 rank", [*words, "4"], out=one, cache=tmp_path)
+    small = launch.SPIES / "small_files.py"
+    sharded = launch.train("2 ranks", [*words, "2", *SHARD], out=two, cache=tmp_path, script=small)
+    assert (single["world_size"], sharded["world_size"], sharded["batch"]["accumulation"]) == (1, 2, 3)
+    assert sharded["backend_reason"] == "set by model.backend"
+    assert worst(single["losses"], sharded["losses"]) < 1e-5
+    for name in ("eval_loss_before", "eval_loss_after"):
+        assert sharded[name] == pytest.approx(single[name], rel=1e-6)
+    assert apart(one, two) < 2e-5
+    assert json.loads((two / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    found = sharded["sharding"]
+    assert single["sharding"] is None
+    assert found["units"] == 3 + 1 and found["sharded_fraction"] == 1.0  # the tied embedding is in the root
+    assert found["reduce_dtypes"] == ["float32"] and found["output_dtype"] == "float32"
+    total = sum(value.numel() for value in weights(two).values())
+    assert sum(found["local_elements"]) == total and max(found["local_elements"]) < 0.53 * total
+    assert {"every_matrix_is_sharded", "sharded_gradients_are_reduced_in_float32"} <= set(sharded["invariants"])
+
+    kept = {file.name for file in (two / "checkpoint-3").iterdir()}
+    assert {"model.safetensors.index.json", "optimizer.safetensors.index.json", "optimizer.json"} <= kept
+    assert "optimizer.pt" not in kept and sum(name.startswith("optimizer-0000") for name in kept) > 4
+    back = resumed("1 rank", [*words, "4"], two, tmp_path / "shard to one", tmp_path)
+    forth = resumed("2 ranks", [*words, "2", *SHARD], one, tmp_path / "one to shard", tmp_path)
+    for run, folder in ((back, "shard to one"), (forth, "one to shard")):
+        assert run["resumed_from"].endswith("checkpoint-3")
+        assert worst(single["losses"][3:], run["losses"]) < 1e-5
+        assert apart(one, tmp_path / folder) < 2e-5
+
+
+def test_lora_and_its_checkpoints_do_not_depend_on_sharding(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """With the best model at the end, and gradients reduced in every pass, which an adapter does not do by default."""
+    best = ("--training.eval_steps", "2", "--training.load_best_model_at_end", "true", "--training.greater_is_better")
+    batch = ("--training.global_batch_size", "8", "--training.per_device_train_batch_size", "2")
+    words = settings(tiny_model, tiny_data, "--training.learning_rate", "1e-3", *batch, *best, "true")
+    words += ["--logging.generate_samples", "0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    single = launch.train("1 rank", words, out=one, cache=tmp_path)
+    every = ("--training.shard_reduce", "every_pass")
+    sharded = launch.train("2 ranks", [*words, *SHARD, *every], out=two, cache=tmp_path)
+    assert single["best"]["step"] == sharded["best"]["step"] == 2 and sharded["best"]["loaded"]
+    assert worst(single["losses"], sharded["losses"]) < 1e-5 and apart(one, two) < 1e-6
+    assert sharded["eval_loss_after"] == pytest.approx(sharded["best"]["value"], rel=1e-6)
+    assert sharded["sharding"]["units"] == 2 + 2 and sharded["sharding"]["sharded_fraction"] == 1.0
+    adapter = load_file(two / "checkpoint-6" / "adapter_model.safetensors")
+    assert all(bool(value.abs().sum(-1).all()) for key, value in adapter.items() if "lora_B" in key)
+    again = resumed("2 ranks", [*words, *SHARD], two, tmp_path / "again", tmp_path)
+    assert again["losses"] == sharded["losses"][3:] and apart(two, tmp_path / "again") < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("not sharded", "rank 0 has sharded no module"),
+        pytest.param("embedding left out", "rank 0 holds 1 matrices whole", marks=pytest.mark.campaign),
+    ],
+)
+def test_what_is_not_sharded_is_refused_on_all_ranks(
+    tiny_model: Path, tied_model: Path, tiny_data: Path, tmp_path: Path, kind: str, said: str
+) -> None:
+    model = tied_model if kind == "embedding left out" else tiny_model
+    words = arguments(model, tiny_data, "--training.global_batch_size", "4", *PLAIN)
+    done = faulty(kind, 2, tmp_path / "out", tmp_path, words, "shard", "transformers")
+    assert done.returncode != 0
+    said = f"every matrix is sharded: training.strategy is shard and {said}"
+    assert done.stdout.count("error: ") == 1 and said in " ".join(done.stdout.split()), done.stdout[-4000:]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("accumulated", ["1", "3"])
+@pytest.mark.parametrize("kind", ["full", "LoRA", "QLoRA"])
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_parity_of_strategies(
+    tied_model: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, accumulated: str, kind: str, rows: str
+) -> None:
+    """One, two and four ranks, DDP and sharded: gradients, norms, losses, held-out loss and weights."""
+    report = tmp_path / "parity.json"
+    batch = str(4 * int(accumulated))
+    extra = ["--training.global_batch_size", batch, "--training.per_device_train_batch_size", "1", *PLAIN]
+    extra += {"full": ["--model.full_finetuning"], "LoRA": [], "QLoRA": ["--model.load_in_4bit"]}[kind]
+    model = tiny_model if kind == "QLoRA" else tied_model  # whose 4-bit weights fill whole numbers
+    extra += ["--data.packing", "--data.max_length", "128", "--data.pack_length", "150"] if rows == "packed" else []
+    words = ["--world-sizes", "1,2,4", "--strategies", "ddp,shard", "--steps", "3", "--json", str(report)]
+    done = prove(tmp_path, *words, *arguments(model, tiny_data, *extra))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(report.read_text())["found"]
+    assert [(one["world_size"], one["strategy"]) for one in found] == [
+        (2, "ddp"), (2, "shard"), (4, "ddp"), (4, "shard")
+    ]  # fmt: skip
+    for one in found if kind != "QLoRA" else []:  # whose adapter TRL keeps in bfloat16
+        assert abs(one["ratio"] - 1) < 1e-4 and one["cosine"] > 0.99999 and one["loss"] < 1e-5, one
+
+
+def test_parity_of_strategies_needs_a_configuration_that_both_can_run(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    words = arguments(tiny_model, tiny_data, "--model.load_in_8bit", *PLAIN)
+    done = prove(tmp_path, "--strategies", "ddp,shard", *words)
+    assert done.returncode == 2 and "load_in_8bit" in done.stderr, done.stderr
+    done = prove(tmp_path, "--strategies", "fsdp", *words)
+    assert done.returncode == 2 and "unknown strategy 'fsdp'" in done.stderr, done.stderr
