@@ -1,9 +1,9 @@
-"""Measures the speed of training on a CPU by threads per process, idle and beside busy processes.
+"""Measures the speed of training on a CPU with one thread and with all cores, with sleeping and with spinning threads.
 
-    python -m benchmarks.cpu_threads --out threads.json
+    python -m benchmarks.cpu_threads --seconds 8 --busy 2
 
-Prints tokens/s per process and thread count: median over the runs. `finetune/runtime/cpu_threads.py` has the rule that
-follows from the results.
+Both thread counts take turns every half second in the same process, so that other load on the machine is the same for
+both; `ratio` is the median over these pairs. `finetune/runtime/cpu_threads.py` has the rule that follows.
 """
 
 from __future__ import annotations
@@ -13,89 +13,88 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import time
 from statistics import median
 
-from benchmarks import models
-from finetune.runtime import launch_lines
-
-ROOT = Path(__file__).parent.parent
+# hidden, intermediate, layers, heads, vocabulary; rows and tokens of a micro-batch
+SHAPES = {
+    "1m": ((64, 128, 2, 4, 8192), (16, 64)),
+    "demo": ((128, 256, 4, 4, 400), (64, 48)),
+    "10m": ((256, 768, 6, 8, 8192), (8, 128)),
+    "60m": ((512, 1536, 12, 8, 16384), (4, 128)),
+}
 
 
 def main() -> None:
-    """Measure every combination once per run, in turn."""
+    """Print one line of JSON per shape and policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="demo,llama-1m,llama-190m")
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--ranks", default="1")
-    parser.add_argument("--busy", default="0,2", help="numbers of busy processes beside the run")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--steps", default="40,20,4", help="optimizer steps, per model")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=8, help="per shape and policy")
+    parser.add_argument("--busy", type=int, default=0, help="busy processes beside it")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    names, steps = asked.models.split(","), [int(one) for one in asked.steps.split(",")]
-    found: dict[tuple[str, int, int, int], list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="threads-") as folder:
-        prepared = {name: arguments(name, Path(folder)) for name in names}
-        for run in range(asked.runs):
-            for name, count in zip(names, steps, strict=True):
-                for busy in map(int, asked.busy.split(",")):
-                    for ranks in map(int, asked.ranks.split(",")):
-                        for threads in map(int, asked.threads.split(",")):
-                            with load(busy):
-                                speed = train(prepared[name], count, ranks, threads, Path(folder))
-                            found.setdefault((name, busy, ranks, threads), []).append(speed)
-                            sys.stdout.write(
-                                f"{run} {name} busy={busy} ranks={ranks} threads={threads}: {speed:,.0f}\n"
-                            )
-                            sys.stdout.flush()
-    rows = [
-        dict(zip(("model", "busy", "ranks", "threads"), key, strict=True), tokens_per_second=median(values), all=values)
-        for key, values in found.items()
-    ]
-    for row in rows:
-        sys.stdout.write(f"{row}\n")
-    if asked.out:
-        asked.out.write_text(json.dumps(rows, indent=1))
-
-
-def arguments(name: str, folder: Path) -> list[str]:
-    """Settings that train the model `name`; none for the embedded demo."""
-    if name == "demo":
-        return []
-    rows = folder / "rows.jsonl"
-    lines = [{"prompt": "one two three " * (5 + n % 20), "completion": "four five " * (5 + n % 30)} for n in range(256)]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (folder / name).mkdir()
-    home = models.build(folder / name, name, rows)
-    return ["--model.model_name_or_path", str(home), "--data.train_file", str(rows)]
-
-
-def train(settings: list[str], steps: int, ranks: int, threads: int, folder: Path) -> float:
-    """Tokens per second and process of a run, without its first step."""
-    out = Path(tempfile.mkdtemp(dir=folder))
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    own = ["--training.output_dir", str(out), "--training.max_steps", str(steps), "--logging.generate_samples", "0"]
-    command = [*launch_lines.ranks(ranks), "-m", "finetune.train", *settings, *own, "--training.overwrite_output_dir"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-    return json.loads((out / "run.json").read_text())["tokens_per_second_per_gpu"]
-
-
-@contextmanager
-def load(processes: int) -> Iterator[None]:
-    """Busy processes, for the time of the block."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    if asked.measure:
+        measure(asked.measure, asked.seconds)
+        return
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(asked.busy)]
     try:
-        yield
+        for name in SHAPES:
+            for policy in ("PASSIVE", "ACTIVE"):
+                command = [sys.executable, "-m", "benchmarks.cpu_threads", "--measure", name]
+                env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+                env |= {"OMP_WAIT_POLICY": policy}
+                subprocess.run([*command, "--seconds", str(asked.seconds)], env=env, check=True)
     finally:
-        for process in started:
+        for process in busy:
             process.kill()
             process.wait()
+
+
+def measure(name: str, seconds: float) -> None:
+    """Train one shape for so many seconds, and print tokens/s by threads."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    (hidden, intermediate, layers, heads, vocabulary), (rows, tokens) = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, vocabulary, (rows, tokens))
+    all_cores = torch.get_num_threads()
+    rates: dict[int, list[float]] = {1: [], all_cores: []}
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        for threads, found in rates.items():
+            torch.set_num_threads(threads)
+            step()
+            began, count = time.perf_counter(), 0
+            while time.perf_counter() - began < 0.5:
+                step()
+                count += 1
+            found.append(count * rows * tokens / (time.perf_counter() - began))
+    line = {
+        "shape": name,
+        "policy": os.environ["OMP_WAIT_POLICY"],
+        "tokens_per_second": {threads: round(median(found)) for threads, found in rates.items()},
+        "ratio": round(median(many / one for one, many in zip(rates[1], rates[all_cores], strict=True)), 2),
+        "pairs": len(rates[1]),
+        "load": round(os.getloadavg()[0], 1),
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
