@@ -31,7 +31,7 @@ _RANGES: dict[Range, dict[str, Any]] = {
     AT_LEAST_1: {"minimum": 1},
     ABOVE_0: {"exclusiveMinimum": 0},
     FRACTION: {"minimum": 0, "exclusiveMaximum": 1},
-    STEPS_OR_OFF: {"minimum": -1, "not": {"const": 0}},
+    STEPS_OR_OFF: {"minimum": -1, "not": {"exclusiveMinimum": -1, "exclusiveMaximum": 1}},
     SEED: {"minimum": 0, "maximum": 2**32 - 1},
     NOT_EMPTY: {"minLength": 1, "minItems": 1},
 }
