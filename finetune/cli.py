@@ -10,6 +10,7 @@ from finetune import __version__
 from finetune.runtime.command import BAD_INPUT, DONE
 
 COMMANDS = {
+    "init": "write a commented configuration for your model and data",
     "train": "fine-tune a model; with --dry-run, measure the job on one device",
     "prepare": "tokenize, mask and pack the data ahead of time, without a GPU",
     "parity": "check that your configuration gives the same result on any number of GPUs",
@@ -18,6 +19,7 @@ COMMANDS = {
     "advise": "recommend a number of GPUs for your configuration, from measurements",
     "review": "explain recorded runs: what limits them, what to change, how they compare",
     "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",
+    "completion": "print the completion script of bash, zsh or fish",
     "bench": "measure this machine: communication, compute, training steps, a published study",
 }
 

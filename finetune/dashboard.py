@@ -27,10 +27,11 @@ PINNED = ("loss", "eval_loss", "tokens_per_gpu", "step_seconds")  # what a user 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted. Returns 130 then, 2 for no runs or bad input, 1 if the port is in use."""
-    return run_with_options(_options().format_help(), argv, _run)
+    return run_with_options(own_options().format_help(), argv, _run)
 
 
-def _options() -> Options:
+def own_options() -> Options:
+    """The options of this command."""
     options = Options("dashboard", PURPOSE, configuration=False, usage="[FOLDER] [options]")
     options.add_argument("folder", nargs="?", type=Path, default=Path(FOLDER), metavar="FOLDER", help=argparse.SUPPRESS)
     options.add("--host", str, "HOST", f"address to listen on (default: {LOOPBACK}, this machine only)", LOOPBACK)
@@ -41,7 +42,7 @@ def _options() -> Options:
 def _run(argv: list[str]) -> int:
     from finetune.review.board.discover import find_runs
 
-    options, _ = _options().split(argv)
+    options, _ = own_options().split(argv)
     if not options.folder.is_dir():
         raise UserError(f"no such folder: {options.folder}. Give the folder that holds the runs.")
     runs = find_runs(options.folder)

@@ -1,16 +1,22 @@
 """`--dry-run`: checks whether the real run would work and how fast, by running the same code on one device.
 
-The longest rows come first. Only the measurement is saved, as a small JSON file in the cache: no model, no checkpoint
-and no output folder.
+The longest rows come first. After trial.LIMIT_SECONDS of measuring it reports what it has; if a single step takes
+longer, it ends with a sentence after END_SECONDS. Only the measurement is saved, as a small JSON file in the cache: no
+model, no checkpoint and no output folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from finetune.measure.measurements import Measurement
     from finetune.measure.trial import Attempt, Trial
 
+END_SECONDS = 600.0  # of measuring
 SMOKE_BYTES = 2**20
 SMOKE_SECONDS = 400  # ranks wait 300 s for each other before they report which one is missing
 
@@ -60,8 +67,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
     config, demo = session.with_demo(config)
     world, real = intended_batch(config)
     output_dir = Path(config.training.output_dir)
-    resuming = bool(config.training.resume_from_checkpoint)
-    checkpoints.check_output(output_dir, resuming=resuming, overwrite=config.training.overwrite_output_dir)
+    checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
     collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
     try:
         if collectives is not None and not collectives["ok"]:
@@ -77,7 +83,8 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         show_example(job)
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
-            outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
+            with ended_after(END_SECONDS, config, Path(folder)):
+                outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
     except RunError as error:
         full = is_out_of_memory(error)  # while the model was loading
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
@@ -94,7 +101,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     from finetune.measure import measurements
-    from finetune.measure.trial import holds_its_state
+    from finetune.measure.trial import WORST_STEPS, holds_its_state
 
     trainer, logger = trial.trainer, trial.logger
     full = None
@@ -103,9 +110,11 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
             trial.memory.reset()
             with session.out_of_memory(trial.job):
                 trainer.train()
+            if len(trial.steps) <= WORST_STEPS:
+                raise RunError(_too_slow(trial))
             measured, results = trial.measure(process_start()), logger.results()
             with session.out_of_memory(trial.job):
-                if trial.job.data.eval:
+                if trial.job.data.eval and not trial.budget.over:
                     trainer.evaluate()
     except RunError as error:
         if not is_out_of_memory(error):
@@ -138,6 +147,48 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         "measurement_file": str(saved),
     }
     return Outcome(go=True, reason=None, measured=results)
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, config: Config, folder: Path) -> Iterator[None]:
+    """Context that ends this process with NO-GO if it takes longer: one step of a large model on a CPU can take hours,
+    and nothing else interrupts it.
+
+    Args:
+        folder: temporary files, which are removed.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        if done.wait(seconds):
+            return
+        reason = (
+            f"nothing could be measured within {seconds / 60:.0f} minutes: this device is too slow for these rows. "
+            "Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use a GPU."
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        print_line(f"NO-GO: {reason}", style="red")
+        if config.json:
+            write_json(config.json, {"go": False, "reason": reason})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILED)  # the main thread may be inside a matrix product
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _too_slow(trial: Trial) -> str:
+    from finetune.measure.trial import ENOUGH, LIMIT_SECONDS, WORST_STEPS
+
+    return (
+        f"{LIMIT_SECONDS / 60:.0f} minutes were enough for {len(trial.steps)} of {WORST_STEPS + ENOUGH} steps: too few "
+        "to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use "
+        "a GPU."
+    )
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
@@ -207,7 +258,9 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
         with console().status(f"trying {size} rows per micro-batch"):
             return trials.try_size(trial.trainer, job.layout, size, memory)
 
-    attempts = trials.search(sizes, start or sizes[-1], attempt)
+    attempts = trials.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
+    if not attempts:
+        return {"attempts": [], "reason": f"not searched, because {trials.LIMIT_SECONDS / 60:.0f} minutes were over"}
     best = trials.recommended(attempts)
     fitting = [one.per_device for one in attempts if one.fits]
     return {
@@ -323,6 +376,10 @@ def print_report(config: Config, outcome: Outcome, line: str) -> None:
         print_line(f"  {line}")
     else:
         print_line(f"NO-GO: {outcome.reason}", style="red")
+    if held := checkpoints.existing_run(Path(config.training.output_dir)):
+        training = config.training
+        if outcome.go and not (training.resume_from_checkpoint or training.overwrite_output_dir):
+            print_line(f"warning: {checkpoints.holds_a_run(training.output_dir, held)}", style="yellow")
     if config.json:
         verdict = {"go": outcome.go, "reason": outcome.reason, "launch": line, **outcome.measured}
         write_json(config.json, redact_tree(verdict))

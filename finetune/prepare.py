@@ -28,7 +28,7 @@ def run(config: Config) -> int:
     from finetune.data.layout import lay_out
     from finetune.data.prepare import prepare
     from finetune.data.template import Encoded, preview
-    from finetune.engine import model
+    from finetune.engine import model, session
     from finetune.errors import UserError
     from finetune.runtime import bootstrap
     from finetune.runtime.files import write_json
@@ -37,6 +37,7 @@ def run(config: Config) -> int:
         raise UserError(
             "prepare needs a model and data, but none are configured. Set model.model_name_or_path and data.train_file."
         )
+    session.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     started = time.perf_counter()
     tokenizer = model.load_tokenizer(config)

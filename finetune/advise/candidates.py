@@ -19,7 +19,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
-from finetune.runtime import nccl, subprocesses
+from finetune.runtime import cpu_threads, nccl, subprocesses
 from finetune.runtime.command import console
 from finetune.runtime.hardware import Hardware
 
@@ -57,7 +57,7 @@ class Bench:
             UserError: the given configuration is invalid. With `extra` this is only the reason of the result.
             RunError: the dry run failed for another reason than memory.
         """
-        shared = ranks if self.cpu_cores is not None and "OMP_NUM_THREADS" not in os.environ else 1
+        shared = ranks if self.cpu_cores is not None and cpu_threads.VARIABLE not in os.environ else 1
         key = tuple(extra), shared
         if key not in self._done:
             try:
@@ -71,7 +71,7 @@ class Bench:
     def _dry_run(self, extra: Sequence[str], sharing: int) -> Tried:
         env = dict(os.environ)
         if sharing > 1:
-            env["OMP_NUM_THREADS"] = "1"  # as torchrun sets it for each of several ranks
+            env[cpu_threads.VARIABLE] = str(cpu_threads.by_rule(cpu_threads.cores(), sharing))
         if self.cpu_cores is None:  # the first GPU only
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         with tempfile.TemporaryDirectory(prefix="advise-") as folder:

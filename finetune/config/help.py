@@ -8,19 +8,22 @@ from finetune.config.values import describe, show
 
 WIDTH = 110
 
-# What nearly every user sets.
-COMMON = (
+# What every user sets, and what many set.
+FIRST = (
     "model.model_name_or_path",
-    "model.load_in_4bit",
-    "model.full_finetuning",
-    "lora.r",
     "data.train_file",
-    "data.max_length",
-    "data.packing",
     "training.output_dir",
     "training.global_batch_size",
     "training.learning_rate",
     "training.num_train_epochs",
+)
+COMMON = (
+    *FIRST,
+    "model.load_in_4bit",
+    "model.full_finetuning",
+    "lora.r",
+    "data.max_length",
+    "data.packing",
     "training.max_steps",
     "training.resume_from_checkpoint",
 )
@@ -30,7 +33,9 @@ OPTIONS = """\
   --section.key VALUE   one setting, overriding the file; VALUE is YAML: 2e-4, true, '[q_proj, v_proj]'
 """
 JSON = "  --json PATH           also write the result as JSON\n"
-DRY_RUN = "  --dry-run             measure the job on one device (memory, step time, duration); save nothing else\n"
+DRY_RUN = (
+    "  --dry-run             measure the job on one device (memory, speed, duration) within 10 minutes; save nothing\n"
+)
 EXIT_CODES = "Exit code 0: done, 1: failed, or dry run NO-GO, 2: bad input, 130: interrupted, checkpoint saved."
 HELP = "  -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging\n"
 
@@ -50,8 +55,10 @@ def help_text(script: str | None = None) -> str:
         "",
         (OPTIONS + DRY_RUN + JSON + HELP).rstrip(),
         "",
-        "Common settings:",
-        *(line for name in COMMON for line in _described(name, f"--{name}", width=35)),
+        "Set these six first (`finetune init` writes them, with comments, for your model and data):",
+        *(line for name in FIRST for line in _described(name, f"--{name}", width=35)),
+        "Often set:",
+        *(line for name in COMMON if name not in FIRST for line in _described(name, f"--{name}", width=35)),
         "",
         "All other settings (type, default); descriptions and rare settings: --help SECTION, or docs/configuration.md",
     ]

@@ -530,6 +530,12 @@ def _summary(name: str) -> str:
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
+def dump_setting(key: str, value: Any) -> str:
+    """`key: value` on one line, quoted where YAML needs it."""
+    shown = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    return f"{key}: {shown.strip().removesuffix('...').strip()}"  # PyYAML ends a plain scalar with `...`
+
+
 def dump_yaml(config: Config) -> str:
     """The resolved configuration as a file that `--config` reads back unchanged. Keys that would contradict others are
     left out: the adapter's in full fine-tuning, and num_train_epochs if max_steps is set."""

@@ -71,5 +71,13 @@ def is_as_it_is(name: str, value: Any) -> bool:
     return any(type(value) is type(kept) and value == kept for kept in AS_IT_IS.get(name, ()))
 
 
+def values(name: str) -> list[Any] | None:
+    """The accepted values of a name in `TAKEN`, for an editor; None for any value."""
+    if name == "chat_template_path" or ANY in SAME_AS.get(name, {}):
+        return None
+    found = [*AS_IT_IS.get(name, ()), *SAME_AS.get(name, {}), *EXCLUDES.get(name, {})]
+    return found + ([False] if "no" in found else [])  # YAML 1.1 reads an unquoted no as false
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bool)

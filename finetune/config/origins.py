@@ -71,6 +71,11 @@ def evaluation_origins(data: DataConfig) -> list[Origin]:
     return [Origin(file=file) for file in _listed(data.eval_file)]
 
 
+def entry_types() -> dict[str, Any]:
+    """Key -> annotation of an entry of data.train or data.eval."""
+    return dict(_TYPES)
+
+
 def mistakes(entries: list[dict[str, Any]]) -> Iterator[str]:
     """Everything that is wrong with the entries of data.train or data.eval: what, then what to do."""
     if not entries:

@@ -199,19 +199,29 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
         UserError: one of these is not so.
     """
     parent = _existing(output_dir)
-    existing = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
-    existing += [path.name for path in checkpoints(output_dir)]
+    existing = existing_run(output_dir)
     if existing and not resuming and not overwrite:
-        raise UserError(
-            f"training.output_dir is {output_dir}, which holds another run ({', '.join(existing[:4])}). To resume it, "
-            "set training.resume_from_checkpoint: true; for a new run give another folder, or set "
-            "training.overwrite_output_dir: true to replace it."
-        )
+        raise UserError(holds_a_run(output_dir, existing))
     if not os.access(parent, os.W_OK):
         raise UserError(
             f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."
         )
     check_space(output_dir, SPARE_BYTES, "the run's records")
+
+
+def existing_run(output_dir: Path) -> list[str]:
+    """Names of what a run has left in its output folder; empty if there is none."""
+    found = [name for name in (FILE_NAME, *FINAL_WEIGHTS) if (output_dir / name).exists()]
+    return found + [path.name for path in checkpoints(output_dir)]
+
+
+def holds_a_run(output_dir: Path | str, existing: list[str]) -> str:
+    """What is wrong with an output folder that holds another run, and what to do."""
+    return (
+        f"training.output_dir is {output_dir}, which holds another run ({', '.join(existing[:4])}). To resume it, set "
+        "training.resume_from_checkpoint: true; for a new run give another folder, or set "
+        "training.overwrite_output_dir: true to replace it."
+    )
 
 
 def _existing(output_dir: Path) -> Path:

@@ -404,11 +404,11 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
             if constants.HF_HUB_OFFLINE
             else ""
         )
-        where = (
-            "The folder exists but lacks files that transformers needs. "
-            if Path(str(name)).is_dir()
-            else "There is no such folder, and the hub has no such model. "
-        )
+        where = "There is no such folder, and the hub has no such model. "
+        if Path(str(name)).is_dir():
+            where = "The folder exists but lacks files that transformers needs. "
+        elif "couldn't connect" in text.lower():
+            where = f"The files could not be fetched from {constants.ENDPOINT}. "
         raise UserError(
             f"model.model_name_or_path is {name}: its {what} cannot be loaded. {where}{offline}"
             f"Check the spelling, download it first with `hf download {name}`, or give a folder. "

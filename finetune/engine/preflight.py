@@ -7,12 +7,15 @@ import json
 import os
 import pickle
 import sys
+import threading
+import time
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.origins import evaluation_origins, training_origins
 from finetune.errors import UserError
 
+HUB_SECONDS = 4.0  # to connect to the hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHAPES = ("config.json", ADAPTER)  # one of them describes the other files
@@ -56,8 +59,8 @@ def check_model(config: Config) -> None:
         )
     if not folder.is_dir() and _hub_is_off() and not any(_cached(config, file) for file in SHAPES):
         raise UserError(
-            f"model.model_name_or_path is {name}: there is no such folder and no such model in the cache, and "
-            f"HF_HUB_OFFLINE is set. Check the spelling, download it first with `hf download {name}`, or give a folder."
+            f"HF_HUB_OFFLINE is set, and model.model_name_or_path is {name}: there is no such folder and no such model "
+            f"in the cache. Unset it, or download the model first with `hf download {name}`; check the spelling."
         )
     if not folder.is_dir() and not _hub_is_off():
         if any(_cached(config, file) for file in SHAPES):
@@ -154,49 +157,61 @@ def check_data(config: Config) -> None:
 def use_cache_without_network() -> None:
     """If the hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would request each file several
     times before they use the cached one. Call it before they are imported."""
-    import httpx
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
 
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except httpx.ConnectError:  # no route, unknown host or connection refused
+    if why_unreachable(tries=1) is not None:
         sys.stderr.write(f"warning: {constants.ENDPOINT} cannot be reached; using the files in the cache.\n")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-    except httpx.HTTPError:  # slow, or a response that only the real request can interpret
-        return
 
 
 def check_hub(given: str) -> None:
-    """Check that the hub can be reached. The libraries try ten times before they give up; this tries twice. A slow
-    network passes.
+    """Check that the hub can be reached: the libraries try ten times before they give up.
 
     Args:
-        given: the beginning of the message: the key and its value.
+        given: the key and its value.
 
     Raises:
-        UserError: there is no connection at all.
+        UserError: it cannot.
     """
-    import time
+    from huggingface_hub import constants
 
+    if (why := why_unreachable()) is not None:
+        raise UserError(
+            f"{constants.ENDPOINT} cannot be reached ({why}), and {given}, which is neither a local folder nor in the "
+            "cache. Check the network, HF_ENDPOINT and the proxy variables, then the spelling; or give a folder."
+        )
+
+
+def why_unreachable(tries: int = 2) -> str | None:
+    """Why the hub cannot be reached, known within HUB_SECONDS; None if it can. A slow answer is an answer.
+
+    A thread asks, because nothing else bounds the time that looking up the host's name takes.
+    """
+    found: list[str | None] = []
+    asking = threading.Thread(target=lambda: found.append(_try_to_connect(tries)), daemon=True)
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return found[0] if found else f"no connection within {HUB_SECONDS:.0f} s"
+
+
+def _try_to_connect(tries: int) -> str | None:
+    """The error of connecting to the hub, 1 s apart; None once it is connected."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    for wait in (1.0, None):
+    why = None
+    for left in reversed(range(tries)):
         try:
-            get_session().head(constants.ENDPOINT, timeout=10)
-            return
-        except httpx.ConnectError as error:  # no route, unknown host or connection refused
-            if wait is None:
-                raise UserError(
-                    f"{given}, which is neither a local folder nor in the cache, and {constants.ENDPOINT} cannot be "
-                    f"reached ({error}). Check the network, HF_ENDPOINT and the proxy variables, or give a folder."
-                ) from None
-            time.sleep(wait)
+            get_session().head(constants.ENDPOINT, timeout=httpx.Timeout(HUB_SECONDS - 1, read=1.0))
+            return None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # no route, no such host, refused, or dropped
+            why = str(error) or "the connection timed out"
+            time.sleep(1 if left else 0)
         except httpx.HTTPError:  # slow, or a response that only the real request can interpret
-            return
+            return None
+    return why
 
 
 def _check_folder(folder: Path) -> None:

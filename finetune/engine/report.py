@@ -29,7 +29,7 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line("warning: there is no checkpoint to resume from. The run starts at step 0.", style="yellow")
     print_line(
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
-        f"x {job.hardware.name}: {job.size.trainable_parameters:,} trainable parameters"
+        f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
     rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
     print_line(
@@ -58,6 +58,16 @@ def print_introduction(job: Job, start: Start) -> None:
         console().print(table)
     for note in ledger.notes(job.data.ledgers):
         print_line(note)
+
+
+def _threads(job: Job) -> str:
+    """The threads of each rank of a CPU run."""
+    import torch
+
+    if job.stack.device != "cpu":
+        return ""
+    count = torch.get_num_threads()
+    return f" ({count} thread{'s' if count > 1 else ''} each)"
 
 
 def method(job: Job) -> str:

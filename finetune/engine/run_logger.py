@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune.data.collate import MULTIPLE
@@ -520,28 +521,49 @@ def _whereabouts(hardware: Hardware) -> dict[str, Any]:
 
 
 class ProgressLines:
-    """A progress bar on a terminal, one line per record elsewhere. For rank 0."""
+    """A progress bar on a terminal, one line per record elsewhere; both with the time so far and an estimate of the
+    time left. For rank 0."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console, total: int, start_step: int = 0) -> None:
+        """
+        Args:
+            total: optimizer steps of the whole run.
+            start_step: those that an earlier run has done.
+        """
         self.console = console
         self._bar: Progress | None = None
         self._total = total
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step done here, which compiles, and when it ended
+        self._done = start_step
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[times]}"),
                 console=console,
             )
-            self._task = self._bar.add_task("training", total=total)
+            self._task = self._bar.add_task("training", total=total, completed=start_step, times="")
             self._bar.start()
 
     def step(self, state: TrainerState) -> None:
         """One optimizer step is done."""
+        self._done = state.global_step
+        if self._first is None:
+            self._first = state.global_step, time.monotonic()
         if self._bar:
-            self._bar.update(self._task, completed=state.global_step)
+            self._bar.update(self._task, completed=state.global_step, times=self.times())
+
+    def times(self) -> str:
+        """`elapsed 0:01:10, remaining 0:05:00`: evaluations and checkpoints so far are part of the pace. Without an
+        estimate after the first step, which compiles."""
+        now = time.monotonic()
+        elapsed = f"elapsed {_clock(now - self._began)}"
+        if self._first is None or self._done <= self._first[0]:
+            return elapsed
+        pace = (now - self._first[1]) / (self._done - self._first[0])
+        return f"{elapsed}, remaining {_clock(pace * (self._total - self._done))}"
 
     def log(self, state: TrainerState, loss: float, grad_norm: float | None, per_gpu: float | None) -> None:
         """Show the figures of a record."""
@@ -554,7 +576,7 @@ class ProgressLines:
         if self._bar:
             self._bar.update(self._task, description=text)
         else:
-            self.line(state, text)
+            self.line(state, f"{text}, {self.times()}")
 
     def line(self, state: TrainerState, text: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -573,6 +595,11 @@ class ProgressLines:
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _one_line(text: str, longest: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -33,6 +33,8 @@ WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows of typical lengths
 ENOUGH = 6  # typical steps that are always run and counted; WARM_UP more are skipped if there are as many
 BUDGET_SECONDS = 30.0  # after which the typical steps end early
+LIMIT_SECONDS = 300.0  # for all measuring: after it the dry run reports what it has
+EVALUATED_ROWS = 64  # longest held-out rows: enough to see that evaluation works, and what memory it needs
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------
@@ -88,13 +90,19 @@ def settled(steps: Sequence[Any]) -> Sequence[Any]:
 
 
 class TimeBudget(TrainerCallback):
-    """Ends the training when the budget is used up, but not before the step `at_least`."""
+    """Ends the training when the budget is used up, but not before the step `at_least`; when the limit is reached,
+    after any step."""
 
-    def __init__(self, at_least: int, seconds: float = BUDGET_SECONDS) -> None:
-        self._at_least, self._ends = at_least, time.monotonic() + seconds
+    def __init__(self, at_least: int, seconds: float = BUDGET_SECONDS, limit: float = LIMIT_SECONDS) -> None:
+        self._at_least, self._ends, self._limit = at_least, time.monotonic() + seconds, time.monotonic() + limit
+
+    @property
+    def over(self) -> bool:
+        """Whether the limit is reached."""
+        return time.monotonic() > self._limit
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step >= self._at_least and time.monotonic() > self._ends:
+        if self.over or state.global_step >= self._at_least and time.monotonic() > self._ends:
             control.should_training_stop = control.should_log = True
 
 
@@ -158,12 +166,15 @@ class Attempt:
     tokens_per_second: float | None
 
 
-def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) -> list[Attempt]:
+def search(
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt], over: Callable[[], bool] = lambda: False
+) -> list[Attempt]:
     """Find the largest of `sizes` that fits: double from `start` until one does not fit (or halve until one does), then
     bisect between the last two. Every size is tried at most once.
 
     Args:
         sizes: allowed sizes, including `start`.
+        over: whether the time is up; asked before each attempt.
 
     Returns:
         All attempts, by size.
@@ -179,7 +190,7 @@ def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) 
 
     good, bad = -1, len(ordered)
     place = ordered.index(start)
-    while good < place < bad:
+    while good < place < bad and not over():
         if fits(place):
             good = place
             doubled = [i for i in range(good + 1, bad) if ordered[i] <= 2 * ordered[good]]
@@ -192,7 +203,7 @@ def search(sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt]) 
             place = halved[-1] if halved else bad - 1
             if good >= 0:
                 break
-    while bad - good > 1 and good >= 0:
+    while bad - good > 1 and good >= 0 and not over():
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     return [tried[size] for size in ordered if size in tried]
@@ -292,6 +303,7 @@ class Trial:
     trainer: Any
     logger: Any
     memory: Memory
+    budget: TimeBudget
     tokens: np.ndarray  # per micro-batch, including padding, int64 [steps, accumulation]
 
     @cached_property
@@ -381,6 +393,13 @@ def _parameter_count(job: Job) -> int:
     return job.size.matmul_parameters + (0 if tied else embedding.weight.numel())
 
 
+def _some_rows(layout: Any) -> Any:
+    """The longest held-out rows, of each set."""
+    if layout is None or isinstance(layout, Mapping):
+        return layout and {name: _some_rows(one) for name, one in layout.items()}
+    return layout.take(longest_rows(layout, min(EVALUATED_ROWS, len(layout))))
+
+
 def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
     """Build the real trainer, to run on the longest rows first and then on typical ones."""
     accumulation = min(2, job.batch.accumulation)  # two are enough to hold gradients while the next are computed
@@ -403,12 +422,14 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         config=replace(job.config, training=training, logging=logging),
         batch=Batch(per_device=per_device, accumulation=accumulation, global_batch_size=per_device * accumulation),
         layout=job.layout.take(micro_batches.reshape(-1)),
+        eval_layout=_some_rows(job.eval_layout),
     )
     trial = TrialJob(**fields)
     built = build_trainer(trial, folder)
     trainer = built.trainer
     built.logger.monitor.keep_steps()
-    trainer.add_callback(TimeBudget(at_least=WORST_STEPS + ENOUGH))
+    budget = TimeBudget(at_least=WORST_STEPS + ENOUGH)
+    trainer.add_callback(budget)
     # The plan sorts the micro-batches of a step by size, so their order is read from it.
     order = trainer.plan.deal_epoch(0, world_size=1, per_device=per_device, accumulation=accumulation)
     return Trial(
@@ -416,5 +437,6 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         trainer=trainer,
         logger=built.logger,
         memory=memory or memory_of(job.stack.device),
+        budget=budget,
         tokens=micro_batch_tokens(order[:, :, 0], trial.layout),
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 import patches
 from finetune.errors import UserError
-from finetune.runtime import distributed
+from finetune.runtime import cpu_threads, distributed
 from patches import core
 
 # Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.
@@ -91,6 +91,7 @@ def start(
         device = "cuda"
     else:
         device = "cpu"
+    cpu_threads.use(device)
     too_late = "trl" in sys.modules and "unsloth" not in sys.modules
     if too_late and backend != "transformers" and importlib.util.find_spec("unsloth") is not None:
         raise RuntimeError("trl was imported before Unsloth: in a training script, import trl inside functions.")
@@ -171,10 +172,7 @@ def _set_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Unsloth writes the classes it generates into the working directory by default.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth_compiled"))
-    if not Path("/dev/nvidiactl").exists():
-        # CPU runs: spinning OpenMP threads slow down badly when another process needs a core (20 steps of the demo on
-        # 2 cores next to one busy process: 51 s, or 4.8 s with this setting).
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    cpu_threads.sleep_while_waiting()
     if _has_expandable_segments() and not any(name in os.environ for name in ALLOCATOR):
         # Reduces fragmentation when batch sizes vary. Unsloth sets this on import, but by then set_device has
         # initialized CUDA and torch has already read the variable.

@@ -48,8 +48,9 @@ def guarded(run: Callable[[], int]) -> int:
 
     Only the rank that failed first prints its error; the others exit quietly.
     """
-    from finetune.runtime import disk, distributed, interrupt
+    from finetune.runtime import cpu_threads, disk, distributed, interrupt
 
+    cpu_threads.sleep_while_waiting()
     interrupt.install()
     try:
         return run()

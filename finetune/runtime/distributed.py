@@ -83,7 +83,7 @@ def ranks() -> Ranks:
 
 @functools.cache
 def _launcher_profile() -> dict[str, Any]:
-    """num_processes and use_cpu of the `accelerate launch` that started this process; empty for other launchers.
+    """The settings of the `accelerate launch` that started this process; empty for other launchers.
 
     accelerate does not pass on the requested number of processes, nor, in a distributed launch, the choice of the CPU.
     Both are read from the parent's command line and the profile it names.
@@ -113,7 +113,15 @@ def _launcher_profile() -> dict[str, Any]:
     profile["num_processes"] = int(asked)
     if "--cpu" in own or "--use_cpu" in own:
         profile["use_cpu"] = True
+    if "--num_cpu_threads_per_process" in options:
+        profile["num_cpu_threads_per_process"] = options["--num_cpu_threads_per_process"]
     return profile
+
+
+def launcher_setting(name: str) -> Any:
+    """A setting of the `accelerate launch` that started this process, from its options or its profile; None if it is
+    not set."""
+    return _launcher_profile().get(name)
 
 
 def wants_cpu() -> bool:

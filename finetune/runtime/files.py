@@ -17,9 +17,12 @@ READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path` as JSON, atomically: a reader sees either the old file or the new one.
+    """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
+    write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
 
-    NaN and infinity, which JSON cannot represent, become null.
+
+def write_text(path: Path, content: str) -> None:
+    """Write `content` to `path`, atomically: a reader sees either the old file or the new one.
 
     Raises:
         OSError: the file cannot be written; the error's `filename` is `path`.
@@ -28,7 +31,7 @@ def write_json(path: Path, content: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -21,8 +21,12 @@ PARENT = "FINETUNE_PARENT"  # process id of the `finetune` command that started 
 def find() -> int | None:
     """Process id of the launcher that started this process; None if a shell or a scheduler did."""
     parent = os.getppid()
-    ours = os.environ.get(PARENT) == str(parent)
-    return parent if ours or "TORCHELASTIC_RUN_ID" in os.environ or accelerate_arguments() is not None else None
+    return parent if os.environ.get(PARENT) == str(parent) or is_library() else None
+
+
+def is_library() -> bool:
+    """Whether torch's or accelerate's launcher started this process, rather than a command of this project."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or accelerate_arguments() is not None
 
 
 def accelerate_arguments() -> list[str] | None:
@@ -41,6 +45,16 @@ def accelerate_arguments() -> list[str] | None:
     names = ("launch", "accelerate-launch", "accelerate.commands.launch")  # `accelerate launch` and its other spellings
     start = next((place for place, word in enumerate(argv) if word in names or Path(word).name in names), None)
     return None if start is None else argv[start + 1 :]
+
+
+def environment() -> dict[str, str]:
+    """The environment that the launcher itself was started with; empty if it cannot be read."""
+    import psutil
+
+    try:
+        return psutil.Process(os.getppid()).environ()
+    except psutil.Error:
+        return {}
 
 
 def is_gone(parent: int) -> bool:

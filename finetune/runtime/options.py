@@ -66,6 +66,10 @@ class Options(argparse.ArgumentParser):
         """All options, such as `--json`."""
         return [flag for action in self._actions for flag in action.option_strings]
 
+    def listed(self) -> list[argparse.Action]:
+        """The actions of all options and positional arguments, in order."""
+        return list(self._actions)
+
     def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options of the command, and the arguments that belong to the configuration.
 

@@ -144,6 +144,7 @@ def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does
 ) -> None:
     (out := tmp_path / "out").mkdir()
     (out / "kept").write_text("")
+    (out / "run.json").write_text("{}")  # of a finished run
     dry = arguments(tiny_model, tiny_data, "--training.output_dir", str(out))
     with runlock.held(out):
         before = sorted(out.iterdir())
@@ -156,7 +157,26 @@ def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does
         done = launch.run("python", dry, cache=tmp_path)
         words = " ".join(done.stdout.split())
         assert done.returncode == 0 and "GO. Only the measurement was saved" in words, done.stdout[-4000:]
+        assert "warning: training.output_dir is" in words and "which holds another run (run.json)" in words
         assert sorted(out.iterdir()) == before
+
+
+def test_a_dry_run_whose_time_is_up_reports_what_it_has_or_ends(tiny_model: Path, tmp_path: Path) -> None:
+    tiny.make_rows(tmp_path / "train.jsonl", 60)
+    given = [
+        *arguments(tiny_model, tmp_path),
+        "--training.output_dir",
+        str(tmp_path / "out"),
+        "--data.eval_fraction",
+        "0.3",
+    ]
+    script = launch.SPIES / "little_time.py"
+    done = launch.run("1 rank", given, cache=tmp_path, script=script, STEPS="5")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "loss, first and last of 5" in done.stdout
+    done = launch.run("1 rank", given, cache=tmp_path, script=script, STEPS="3")
+    assert done.returncode == 1
+    assert "NO-GO: 5 minutes were enough for 3 of 9 steps: too few to predict from." in " ".join(done.stdout.split())
 
 
 def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ FLOORS = (
     {"data"},
     {"engine"},
     {"measure"},
-    {"dryrun", "bench", "doctor", "prepare", "convert", "review", "dashboard"},
+    {"dryrun", "bench", "doctor", "prepare", "convert", "review", "dashboard", "init"},
     {"train", "drop_in", "parity", "script"},
     {"advise"},
-    {"cli"},
+    {"cli", "completion"},
 )
 MODULES = {
     ".".join(("finetune", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path

@@ -685,7 +685,7 @@ def test_tables_name_what_exists():
 
 def test_help_of_train_has_the_common_keys_first_and_fits_two_screens():
     text = help_text()
-    common, others = text.split("Common settings:")[1].split("All other settings")
+    common, others = text.split("Set these six first")[1].split("All other settings")
     for name in COMMON:
         assert f"  --{name} " in common
     sections = dict(re.findall(r"^ (\w+): .*\n((?:  .*\n)+)", others, re.MULTILINE))

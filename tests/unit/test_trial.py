@@ -214,6 +214,31 @@ def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPa
     assert stopped == [False, False, False, True, True]
 
 
+def test_the_training_ends_after_any_step_once_the_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now)
+    budget = trial.TimeBudget(at_least=9, limit=300.0)
+    control: Any = types.SimpleNamespace(should_training_stop=False, should_log=False)
+    now = 399.0
+    budget.on_step_end(None, types.SimpleNamespace(global_step=1), control)  # type: ignore[arg-type]
+    assert not budget.over and not control.should_training_stop
+    now = 401.0
+    budget.on_step_end(None, types.SimpleNamespace(global_step=2), control)  # type: ignore[arg-type]
+    assert budget.over and control.should_training_stop
+
+
+def test_the_search_stops_when_the_time_is_up() -> None:
+    tried: list[int] = []
+
+    def attempt(size: int) -> trial.Attempt:
+        tried.append(size)
+        return trial.Attempt(per_device=size, fits=True, peak_bytes=1.0, tokens_per_second=1.0)
+
+    found = trial.search([1, 2, 4, 8, 16], 2, attempt, lambda: len(tried) == 2)
+    assert tried == [2, 4] and [one.per_device for one in found] == [2, 4]
+    assert trial.search([1, 2], 1, attempt, lambda: True) == []
+
+
 # --- shares of ranks, the cache, the score --------------------------------------------------------------------------
 
 

@@ -313,7 +313,7 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
-    with pytest.raises(UserError, match=r"no-such/model.*cannot be reached \(no such host\)"):
+    with pytest.raises(UserError, match=r"^\S+ cannot be reached \(no such host\), and .*no-such/model.*spelling"):
         preflight.check_model(config(model="no-such/model"))
     assert len(asked) == 2
     monkeypatch.setattr(utils, "get_session", head(httpx.ReadTimeout("slow")))
@@ -321,8 +321,33 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(utils, "get_session", head(httpx.ConnectError("no such host")))
     hub_rows = load(["--model.model_name_or_path", "m", "--data.dataset_name", "no-such/rows"])
-    with pytest.raises(UserError, match=r"data.dataset_name is no-such/rows.*cannot be reached"):
+    with pytest.raises(UserError, match=r"cannot be reached.*data.dataset_name is no-such/rows"):
         preflight.check_data(hub_rows)
+
+
+def test_a_network_that_drops_everything_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a connection that times out nor a name server that never answers is waited for."""
+    import threading
+
+    import httpx
+    from huggingface_hub import constants, utils
+
+    answered = threading.Event()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(preflight, "HUB_SECONDS", 0.05)
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=lambda *given, **more: answered.wait(30)))
+    with pytest.raises(UserError, match=r"no connection within .*no-such/model"):
+        preflight.check_model(config(model="no-such/model"))
+    answered.set()
+
+    def drop(*given: object, **more: object) -> None:
+        raise httpx.ConnectTimeout("")
+
+    monkeypatch.setattr(preflight, "HUB_SECONDS", 30.0)
+    monkeypatch.setattr(preflight.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=drop))
+    with pytest.raises(UserError, match=r"cannot be reached \(the connection timed out\)"):
+        preflight.check_model(config(model="no-such/model"))
 
 
 def test_what_is_in_the_cache_needs_no_network(

@@ -1,0 +1,3 @@
+from finetune.init.command import main
+
+raise SystemExit(main())

@@ -1,0 +1,249 @@
+"""The command line of `finetune init`: asks on a terminal what the options leave open, then writes the file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from finetune.config import Config, TrainingConfig, load
+from finetune.config.json_schema import TITLE, json_schema
+from finetune.errors import UserError
+from finetune.runtime import launch_lines
+from finetune.runtime.command import DONE, print_line, run_with_options
+from finetune.runtime.files import read_json, write_json, write_text
+from finetune.runtime.options import Options, path
+
+if TYPE_CHECKING:
+    from finetune.init.look import Model, Rows
+    from finetune.runtime.hardware import Hardware
+
+PURPOSE = (
+    "Write a commented configuration to FILE.yaml (default: my.yaml). On a terminal it asks for what the options leave"
+    " open. Nothing is downloaded."
+)
+NOTES = "Exit code 0: written, 2: bad input, or a file that is there already."
+FILE = Path("my.yaml")
+SCHEMA = "finetune.schema.json"
+METHODS = ("lora", "qlora", "full")
+T = TypeVar("T")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write a configuration. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("init", PURPOSE, notes=NOTES, configuration=False, usage="[FILE.yaml] [options]")
+    found.add_argument("file", nargs="?", type=path, default=FILE, metavar="FILE", help=argparse.SUPPRESS)
+    found.add("--model", str, "NAME", "model: a Hub name or a local folder")
+    found.add("--data", str, "ROWS", "training rows: a file, folder, glob or URL, or a data set on the Hub")
+    found.add("--columns", _columns, "FIELD=COLUMN,...", "your columns, such as instruction=question,output=answer")
+    found.add("--method", _method, "|".join(METHODS), "what to train (default: lora, or qlora if memory is too small)")
+    found.add("--output-dir", str, "DIR", "folder of the run (default: outputs/NAME_OF_THE_FILE)")
+    found.add_switch("--overwrite", "replace FILE and the schema")
+    found.add("--schema", path, "FILE.json", "write only the JSON schema of the configuration, for editors")
+    return found
+
+
+def run(argv: list[str]) -> int:
+    """Ask, look, write.
+
+    Raises:
+        UserError: a file exists, an answer is invalid, or there is nobody to ask.
+    """
+    options, _ = own_options().split(argv)
+    if options.schema is not None:
+        return _write_schema_only(options)
+    _check_target(options.file, overwrite=options.overwrite)
+    from finetune.init import look, page
+    from finetune.runtime.hardware import survey
+
+    machine = survey()
+    print_line(f"Found: {look.machine_in_words(machine)}")
+    model = _answer("--model", "Model (Hub name or local folder)", options.model, look.model)
+    rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub data set)", options.data, _rows(options))
+    print_line(f"  {rows.described}")
+    method = _ask_method(options, model, machine)
+    output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
+    answers = page.Answers(
+        model=model, rows=rows, method=method, output_dir=output_dir, machine=look.machine_in_words(machine)
+    )
+    commands = page.commands(options.file, _launcher(output_dir, machine))
+    schema = options.file.with_name(SCHEMA)
+    text = page.text(answers, schema.name, commands)
+    _check_text(text)
+    write_text(options.file, text)
+    _write_schema(schema, overwrite=options.overwrite)
+    print_line(f"Wrote {options.file} (and {schema.name}, with which editors complete and check it). Next:")
+    for command in commands.values():
+        print_line(f"  {command}")
+    if options.json:
+        found = {"file": str(options.file), "schema": str(schema), "machine": look.facts(machine), "commands": commands}
+        write_json(options.json, found | {"model": vars(model), "rows": _described(rows), "method": method})
+    return DONE
+
+
+def _check_text(text: str) -> None:
+    """Read the configuration as a run does, before it is written: --columns may contradict the rows."""
+    with tempfile.TemporaryDirectory(prefix="init-") as folder:
+        file = Path(folder) / FILE
+        file.write_text(text, encoding="utf-8")
+        load(["--config", str(file)])
+
+
+def _check_target(file: Path, *, overwrite: bool) -> None:
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"the configuration must end in .yaml: {file}. Give a name such as {FILE}.")
+    if file.is_dir():
+        raise UserError(f"{file} is a folder. Give the name of a file.")
+    if file.exists() and not overwrite:
+        raise UserError(f"{file} exists. Give another name, or replace it with --overwrite.")
+    if not os.access(_existing(file.parent), os.W_OK):
+        raise UserError(f"{file} cannot be written by this user. Give a file in another folder.")
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def _answer(option: str, question: str, given: str | None, read: Callable[[str], T], default: str | None = None) -> T:
+    """What `read` makes of the option's value, or of an answer on the terminal: asked again if it is invalid.
+
+    Raises:
+        UserError: the option's value is invalid, or there is neither an option, a default nor a terminal.
+    """
+    if given is not None:
+        return read(given)
+    if not sys.stdin.isatty():
+        if default is None:
+            raise UserError(f"{option} is missing, and there is no terminal to ask. Give {option}.")
+        return read(default)
+    while True:
+        sys.stdout.write(f"{question}{f' [{default}]' if default else ''}: ")
+        sys.stdout.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise UserError(f"no answer: the input ended. Give {option}.")
+        try:
+            return read(line.strip() or default or "")
+        except UserError as error:
+            print_line(f"  {error}")
+
+
+def _rows(options: argparse.Namespace) -> Callable[[str], Rows]:
+    from finetune.init import look
+
+    def read(name: str) -> Rows:
+        try:
+            return look.rows(name, options.columns)
+        except look.NoFormat as error:
+            if options.columns or not sys.stdin.isatty():
+                raise
+            print_line(f"  These columns are no known format: {', '.join(error.columns)}.")
+            asked = {"instruction": "prompt", "output": "answer"}
+            choose = _one_of(error.columns)
+            fields = {
+                field: _answer("--columns", f"  Column with the {what}", None, choose) for field, what in asked.items()
+            }
+            return look.rows(name, fields)
+
+    return read
+
+
+def _one_of(columns: list[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in columns:
+            raise UserError(f"no such column: {text}. The columns are {', '.join(columns)}.")
+        return text
+
+    return read
+
+
+def _ask_method(options: argparse.Namespace, model: Model, machine: Hardware) -> str:
+    from finetune.init import look
+
+    suggested, why = look.method(model, machine)
+    question = f"Train {', '.join(METHODS[:-1])} or {METHODS[-1]} ({suggested}: {why})"
+    return _answer("--method", question, options.method, _known_method, suggested)
+
+
+def _known_method(text: str) -> str:
+    if text not in METHODS:
+        raise UserError(f"unknown method: {text}. Choose {', '.join(METHODS)}.")
+    return text
+
+
+def _method(text: str) -> str:
+    try:
+        return _known_method(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _columns(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(field.strip() and column.strip() for field, _, column in pairs):
+        raise argparse.ArgumentTypeError(f"expected FIELD=COLUMN, such as instruction=question, got {text!r}")
+    return {field.strip(): column.strip() for field, _, column in pairs}
+
+
+def _folder(text: str) -> str:
+    if Path(text).is_file():
+        raise UserError(f"the output folder is a file: {text}. Give another name.")
+    return text
+
+
+def _launcher(output_dir: str, machine: Hardware) -> list[str]:
+    """The launcher of as many ranks as this machine has GPUs, as far as the default batch divides over them."""
+    from finetune.measure import strategy
+
+    world = strategy.largest_world(Config(training=TrainingConfig(output_dir=output_dir)), machine.count)
+    return launch_lines.shown(world, on_cpu=machine.device == "cpu")
+
+
+def _described(rows: Rows) -> dict[str, object]:
+    format = rows.format
+    found = {"key": rows.key, "name": rows.name, "description": rows.described, "format": None, "columns": None}
+    return found | ({"format": format.name, "columns": dict(format.columns)} if format else {})
+
+
+# --- the schema -----------------------------------------------------------------------------------------------------
+
+
+def _write_schema_only(options: argparse.Namespace) -> int:
+    if options.schema.exists() and not options.overwrite and not _is_ours(options.schema):
+        raise UserError(f"{options.schema} exists. Give another name, or replace it with --overwrite.")
+    write_json(options.schema, json_schema())
+    print_line(f"Wrote {options.schema}. Name it in the first line of a YAML file:")
+    print_line(f"  # yaml-language-server: $schema={options.schema.name}")
+    if options.json:
+        write_json(options.json, {"schema": str(options.schema)})
+    return DONE
+
+
+def _write_schema(file: Path, *, overwrite: bool) -> None:
+    """Write the schema next to the configuration. One that this command wrote earlier is brought up to date."""
+    if file.exists() and not overwrite and not _is_ours(file):
+        print_line(f"warning: {file} is not a schema of this program; it was left as it is.", style="yellow")
+        return
+    write_json(file, json_schema())
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("title") == TITLE
