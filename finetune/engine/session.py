@@ -18,7 +18,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher
 from finetune.runtime.command import console
-from finetune.runtime.files import write_json
+from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
@@ -368,12 +368,17 @@ def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[
     return {"eval_loss": loss, "exact_match": matches}, answers
 
 
-def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
-    """Save the final adapter or model into `output_dir`, on rank 0; the other ranks wait."""
+def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:
+    """Save the final adapter or model into `output_dir`, on rank 0; the other ranks wait. Returns the checksum of each
+    file by name, on rank 0."""
+    sums: dict[str, str] = {}
     if distributed.ranks().is_main:
         with checkpoints.no_space(output_dir, "the final model"), checkpoints.final_files(output_dir) as folder:
             trainer.save_model(str(folder))
+            written = sorted(path for path in folder.iterdir() if path.is_file())
+            sums = dict(zip((path.name for path in written), checksums(written), strict=True))
     distributed.barrier()
+    return sums
 
 
 def export(job: Job, record: RunRecord) -> None:
