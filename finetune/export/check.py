@@ -5,7 +5,7 @@ process of its own, and imports nothing of this project, so that a mistake of th
 
 The reference is the base model with the adapter unmerged, or the fully trained model. Compared are
 
-1. every tensor: merged by PEFT in float32, one layer at a time, it must equal the exported one up to one rounding to the
+The reference is the base model with the adapter unmerged, or the fully trained one. Compared are
    exported dtype: |exported - reference| <= u |reference| + 2^-20 max|reference|, with u = 2^-p for p significant bits
    (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2; the second term is float32's sums).
    A tensor that the adapter does not change must be equal in every bit;
@@ -38,13 +38,17 @@ def main() -> int:
     """Run the job of the file named on the command line."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     started = time.perf_counter()
-    found = check(job)
+    try:
+        found = check(job)
+    except Exception as error:  # libraries may print after the traceback
+        sys.stdout.write("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}) + "\n")
+        raise
     found["seconds"] = time.perf_counter() - started
     found["imported_finetune"] = any(name.partition(".")[0] == "finetune" for name in sys.modules)
     found["peak_host_gib"] = _peak_host()
     if torch.cuda.is_available():
         found["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
     return 0
 
 
@@ -95,7 +99,7 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     model = _exported(job, exported, dtype, device)
     own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    _add_roundings(model, changed, exported, dtype)
+    _add_roundings(model, changed, _stored_dtype(exported) if changed else dtype, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
 
     bound = FACTOR * _largest(own, noisy)
@@ -330,23 +334,23 @@ def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
-def _add_roundings(model: Any, changed: set[str], exported: Path, dtype: torch.dtype) -> None:
-    """Disturb the model as roundings do: see the top of this file."""
+def _add_roundings(model: Any, changed: set[str], stored: torch.dtype, computed: torch.dtype) -> None:
+    """Disturb the model as roundings of the weights named in `changed` to `stored`, and of each layer's output to
+    `computed`, do: see the top of this file."""
     generator = torch.Generator(device=model.device).manual_seed(1)
-    unit = 2.0 ** -SIGNIFICANT_BITS[_stored_dtype(exported)] if (exported / "config.json").is_file() else 0.0
+    of_weights, of_outputs = (2.0 ** -SIGNIFICANT_BITS[one] for one in (stored, computed))
 
     def random(like: torch.Tensor) -> torch.Tensor:
         return torch.rand(like.shape, generator=generator, device=like.device).mul_(2).sub_(1).to(like.dtype)
 
     for name, parameter in model.named_parameters():
         if name in changed:
-            parameter.mul_(1 + unit * random(parameter))
-    computed = 2.0 ** -SIGNIFICANT_BITS[dtype]
+            parameter.mul_(1 + of_weights * random(parameter))
 
     def hook(layer: Any, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
             return output
-        size = max(computed, 2.0**-24 * math.sqrt(inputs[0].shape[-1]))
+        size = max(of_outputs, 2.0**-24 * math.sqrt(inputs[0].shape[-1]))
         return output + size * output.float().square().mean().sqrt().to(output.dtype) * random(output)
 
     for layer in model.modules():
@@ -385,7 +389,8 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
     model = _exported(job, folder, dtype, device)
     answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    _add_roundings(model, {name for name, p in model.named_parameters() if p.dim() > 1}, folder, torch.float16)
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    _add_roundings(model, matrices, torch.float16, torch.float16)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     one, two = ([torch.log_softmax(x, -1) for x in logits] for logits in (wanted, noisy))
     bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))
@@ -418,15 +423,16 @@ def _llama(
     parameters.n_parallel, parameters.warmup = 1, False
     server = xllamacpp.Server(parameters)
     largest, outcomes, why = 0.0, [], ""
+    ends = _ends(Path(job["exported"]), tokenizer)
     for text, ids, answer, logprobs in zip(job["prompts"], prompts, answers, wanted, strict=True):
         request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
-        request["ignore_eos"] = True
         by_ids = server.handle_completions(request | {"prompt": ids})
         by_text = server.handle_completions(request | {"prompt": text, "n_predict": 1})
-        if by_text["tokens_evaluated"] != len(ids):
-            why = why or f"llama.cpp reads a prompt as {by_text['tokens_evaluated']} tokens instead of {len(ids)}"
+        read = by_text["usage"]["prompt_tokens"]
+        if read != len(ids):
+            why = why or f"llama.cpp reads a prompt as {read} tokens instead of {len(ids)}"
         own: list[int] = []
-        for place, one in enumerate(by_ids["completion_probabilities"]):
+        for place, one in enumerate(by_ids["choices"][0]["logprobs"]["content"]):
             row = logprobs[len(ids) + place - 1]
             for top in one["top_logprobs"]:
                 if top["logprob"] is not None and math.isfinite(top["logprob"]):
@@ -434,8 +440,9 @@ def _llama(
             own.append(one["id"])
             if place >= len(answer) or one["id"] != answer[place]:
                 break
-        same = answer[: len(own)] if len(own) < len(answer) and own == answer[: len(own)] else answer
-        outcomes.append(_compare_answers(same, own, logprobs, len(ids), 2 * bound, tokenizer))
+        if len(own) < len(answer) and ends & {*own[-1:], answer[len(own)]}:
+            answer = answer[: len(own)]  # llama.cpp stops at an end token, with or without it
+        outcomes.append(_compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
     if not why and not largest <= bound:
         why = f"log-probabilities differ by {largest:.3g}, and rounding explains {bound:.3g}"
     if not why and any(one["outcome"] == "differs" for one in outcomes):
@@ -447,6 +454,13 @@ def _llama(
         "answers": outcomes,
         "library": f"xllamacpp {getattr(xllamacpp, '__version__', '')}".strip(),
     }
+
+
+def _ends(folder: Path, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])} - {None}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -196,7 +196,7 @@ def write_adapter(found: Source, folder: Path) -> None:
 
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
-    """generation_config.json of the base, with the tokenizer's end token, which the run was trained to end turns with."""
+    """generation_config.json of the base, with the tokenizer's end token as well."""
     file = found.base / "generation_config.json"
     content = files.read_json(file) if file.is_file() else {}
     config = files.read_json(found.base / "config.json")

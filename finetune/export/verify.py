@@ -31,16 +31,27 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         path.write_text(json.dumps(job), encoding="utf-8")
         env = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocesses.run([sys.executable, "-P", str(PROGRAM), str(path)], env=env)
-    try:
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        assert isinstance(found, dict) and isinstance(found["passed"], bool)
-    except (ValueError, LookupError, AssertionError):
+    found = _answer(done.stdout)
+    if "passed" not in found:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RunError(
-            f"The export could not be verified: the check ended early ({lines[-1][:300]}). Nothing was written. Run it "
-            "again, on a machine with more memory if it was killed, or skip the check with --no-verify."
-        ) from None
+            f"The export could not be verified: the check ended early ({found.get('error') or lines[-1][:300]}). Nothing "
+            "was written. Run it again, on a machine with more memory if it was killed, or skip the check with "
+            "--no-verify."
+        )
     return found
+
+
+def _answer(output: str) -> dict[str, Any]:
+    """The last line that is a JSON object; empty if there is none."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 def prompts(tokenizer: Any) -> list[str]:
