@@ -190,8 +190,8 @@ def find_name(path: str, part: str, names: Iterable[str]) -> str | None:
     if name in known:
         return name
     parts = name.split(".")
-    first_number = next((place for place, one in enumerate(parts) if one.isdigit()), len(parts) - 2)
-    for start in range(1, max(first_number, 1)):
+    first_number = next((place for place, one in enumerate(parts) if one.isdigit()), len(parts) - 1)
+    for start in range(1, first_number):
         tail = ".".join(parts[start:])
         found = [one for one in known if one == tail or one.endswith(f".{tail}")]
         if found:

@@ -191,8 +191,7 @@ def _with_adapter(job: dict[str, Any], adapter: Path, dtype: torch.dtype, device
 
     base = _load(Path(job["base"]), job, dtype)
     if getattr(base, "is_quantized", False):
-        base = base.dequantize().to(dtype)
-        base._was_quantized = True
+        base = base.dequantize(dtype=dtype).to(dtype)
     for key in (file := safe_open(adapter / "adapter_model.safetensors", framework="pt")).keys():
         if key.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "lm_head.weight")):
             rows = file.get_slice(key).get_shape()[0]
@@ -237,15 +236,10 @@ def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], se
         own = where[name].get_tensor(name)
         if merged:
             changed.add(name)
-        if why := _difference(own, tensor.detach().cpu().float(), exact=not merged and not _was_quantized(reference)):
+        if why := _difference(own, tensor.detach().cpu().float(), exact=not merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": len(changed), "not_compared": unknown, "wrong": wrong}, changed
-
-
-def _was_quantized(model: Any) -> bool:
-    plain = model.base_model.model if hasattr(model, "peft_config") else model
-    return bool(getattr(plain, "_was_quantized", False))
 
 
 def _merged(model: Any) -> Any:

@@ -35,8 +35,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if "passed" not in found:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RunError(
-            f"The export could not be verified: the check ended early ({found.get('error') or lines[-1][:300]}). Nothing "
-            "was written. Run it again, on a machine with more memory if it was killed, or skip the check with "
+            f"The export could not be verified: the check ended early ({found.get('error') or lines[-1][:300]}). "
+            "Nothing was written. Run it again, on a machine with more memory if it was killed, or skip the check with "
             "--no-verify."
         )
     return found

@@ -72,7 +72,7 @@ class Weights:
         return bool(self._states)
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU. A 4-bit weight is dequantized in float32."""
+        """A tensor, on the CPU. A 4-bit weight is dequantized to the dtype that training saw."""
         found = self._read(name)
         if name not in self._states:
             return found
@@ -80,7 +80,6 @@ class Weights:
 
         parts = {part[len(name) + 1 :]: self._read(part) for part in self._where if part.startswith(f"{name}.")}
         state = QuantState.from_dict(parts, device=torch.device("cpu"))
-        state.dtype = torch.float32
         return dequantize_4bit(found, state).reshape(self.entries[name].shape)
 
     def bytes_of_largest(self) -> int:
