@@ -3,15 +3,17 @@ process of its own, and imports nothing of this project, so that a mistake of th
 
     python -P check.py JOB.json      # writes its finding as one line of JSON, the last one of its output
 
-The reference is the base model with the adapter unmerged, or the fully trained model. Compared are
-
 The reference is the base model with the adapter unmerged, or the fully trained one. Compared are
-   exported dtype: |exported - reference| <= u |reference| + 2^-20 max|reference|, with u = 2^-p for p significant bits
-   (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2; the second term is float32's sums).
-   A tensor that the adapter does not change must be equal in every bit;
+
+1. every tensor: merged by PEFT in float32, layer by layer, it must equal the exported one up to one rounding to the
+   exported dtype: |exported - reference| <= ulp(reference) / 2 + 2^-20 max|reference|. The first term is rounding to
+   nearest (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.1), the second float32's sums,
+   which PEFT may add up in another order. A tensor that the adapter does not change must be equal in every bit;
 2. the logits of a few prompts and their answers: they may differ by at most FACTOR times what random roundings of the
    same size do to the same model, which this measures: each changed weight times (1 + u t), and each linear layer's
-   output plus c t times its root mean square, with t uniform in [-1, 1] and c the rounding of the computation;
+   output plus c t times its root mean square, with t uniform in [-1, 1], u = 2^-p for the p significant bits of the
+   weights (Higham, theorem 2.2), and c likewise for the computation, at least 2^-24 sqrt(n) for sums of n products
+   (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019);
 3. the greedy answers: equal, unless the two best tokens are closer than twice that bound.
 """
 
@@ -281,8 +283,8 @@ def _difference(own: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> s
         return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
     if exact:
         return None if torch.equal(own, reference.to(own.dtype)) else "is not equal to the original"
-    unit = 2.0 ** -SIGNIFICANT_BITS.get(own.dtype, 24)
-    allowed = unit * reference.abs() + SLACK * reference.abs().max()
+    half = torch.ldexp(torch.ones_like(reference), reference.frexp().exponent - 1 - SIGNIFICANT_BITS[own.dtype])
+    allowed = half + SLACK * reference.abs().max()
     far = ~((own.float() - reference).abs() <= allowed)
     if not far.any():
         return None

@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     for note in found.notes:
         print_line(f"note: {note}", style="yellow")
     result = reused(options, found, form) or export(options, found, form)
-    result |= {"seconds": time.perf_counter() - started}
+    result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
     if options.to == "hub":
         result |= publish(options)
     if options.json:
@@ -136,11 +136,14 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
         if merge is None:
-            write_adapter(found, model)
+            write_adapter(found, model, public=options.to == "hub")
         else:
             print_line(f"Writing {merge.bytes / 1e9:,.2f} GB, {merge.changed} of {len(merge.steps)} tensors merged")
             merge.write(model, options.shard_size or 5_000_000_000)
             write_generation_config(found, model, tokenizer)
+            if options.trust_remote_code:
+                for file in found.base.glob("*.py"):
+                    shutil.copyfile(file, model / file.name)
         if not options.no_verify:
             finding = verified(options, found, model, tokenizer)
         result: dict[str, Any] = {"verification": finding}
@@ -187,12 +190,17 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
         ) from None
 
 
-def write_adapter(found: Source, folder: Path) -> None:
-    """Copy the adapter as it is."""
+def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
+    """Copy the adapter as it is; for the Hub, with the name of the base model's folder instead of its path."""
     shutil.copyfile(found.folder / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    files.write_json(
-        folder / "adapter_config.json", {**(found.adapter or {}), "base_model_name_or_path": str(found.name)}
-    )
+    name = card.shortened(found.name) if public else found.name
+    if name != found.name:
+        print_line(
+            "note: the base model is a local folder, so others cannot load this adapter. Set base_model_name_or_path "
+            "in adapter_config.json to its name on the Hub, or use --form merged.",
+            style="yellow",
+        )
+    files.write_json(folder / "adapter_config.json", (found.adapter or {}) | {"base_model_name_or_path": name})
 
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
@@ -298,8 +306,9 @@ def reused(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     paths = {one["name"]: options.out / one["name"] for one in hub.files(options.out)}
     now = dict(zip(paths, files.checksums(paths.values()), strict=True))
     edited = [name for name in recorded.keys() | now.keys() if now.get(name) != recorded.get(name)]
-    if [name for name in edited if name != "README.md"]:  # the user fills in the card
-        raise UserError(f"--out {options.out} has changed since its export: {sorted(edited)[0]}. Export it again.")
+    free = {"README.md", "adapter_config.json"}  # the user fills in the card, and may name the base on the Hub
+    if edited := sorted(set(edited) - free):
+        raise UserError(f"--out {options.out} has changed since its export: {edited[0]}. Export it again.")
     print_line(f"Using the earlier export in {options.out}")
     return earlier | {"out": str(options.out)}
 
@@ -319,6 +328,15 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
     else:
         print_line(f"Uploaded: {address}")
     return {"repo": options.repo, "upload": listed, "uploaded": address}
+
+
+def peak_host() -> float | None:
+    """Peak resident memory of this process in GiB, without the check's; None where it is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 # --- small things -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from finetune.engine import preflight
 from finetune.errors import UserError
@@ -52,16 +51,9 @@ class Weights:
 
     def __init__(self, folder: Path, what: str = "base model") -> None:
         self.folder, self.what = folder, what
-        self._files: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
+        self._where: dict[str, tuple[Path, dict[str, Any], int]] = {}  # file, the header's entry, offset of the data
         for name in self._file_names():
-            path = folder / name
-            if not path.is_file():
-                raise self._wrong(f"{name} is missing")
-            if why := preflight.why_damaged(path):
-                raise self._wrong(f"{name} is damaged ({why})")
-            self._files[name] = safe_open(path, framework="pt")
-            self._where |= dict.fromkeys(self._files[name].keys(), name)
+            self._open(folder / name)
         self._states = {name.partition(_STATE)[0]: name for name in self._where if _STATE in name}
         parts = {name for name in self._where for part in _PARTS if part in name and self._owner(name, part)}
         self.entries = {name: self._entry(name) for name in self._where if name not in parts}
@@ -82,12 +74,40 @@ class Weights:
         state = QuantState.from_dict(parts, device=torch.device("cpu"))
         return dequantize_4bit(found, state).reshape(self.entries[name].shape)
 
-    def bytes_of_largest(self) -> int:
-        """Size of the largest tensor."""
-        return max(entry.bytes for entry in self.entries.values())
+    def _open(self, path: Path) -> None:
+        if not path.is_file():
+            raise self._wrong(f"{path.name} is missing")
+        if why := preflight.why_damaged(path):
+            raise self._wrong(f"{path.name} is damaged ({why})")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        self._where |= {name: (path, one, 8 + length) for name, one in header.items()}
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._files[self._where[name]].get_tensor(name)
+        """A stored tensor. It is read, not mapped, so that no other part of the file stays in memory."""
+        path, stored, start = self._where[name]
+        entry, (begin, end) = self._stored(name), stored["data_offsets"]
+        content = torch.empty(entry.bytes, dtype=torch.uint8)
+        view = memoryview(content.numpy())
+        with path.open("rb", buffering=0) as file:
+            file.seek(start + begin)
+            while len(view) and (count := file.readinto(view)):
+                view = view[count:]
+        if len(view) or end - begin != entry.bytes:
+            raise self._wrong(f"{path.name} does not hold {name}")
+        return content.view(entry.dtype).reshape(entry.shape)
+
+    def _stored(self, name: str) -> Entry:
+        stored = self._where[name][1]
+        try:
+            found = Entry(name, DTYPES[stored["dtype"]], tuple(stored["shape"]))
+            if all(type(size) is int and size >= 0 for size in found.shape):
+                return found
+        except (LookupError, TypeError):
+            pass
+        raise self._wrong(f"{name} is stored as {stored.get('dtype')}, which cannot be merged")
 
     def _owner(self, name: str, part: str) -> bool:
         return name.partition(part)[0] in self._states
@@ -96,11 +116,7 @@ class Weights:
         if name in self._states:
             state = json.loads(bytes(self._read(self._states[name]).tolist()))
             return Entry(name, getattr(torch, state["dtype"]), tuple(state["shape"]))
-        found = self._files[self._where[name]].get_slice(name)
-        dtype = DTYPES.get(found.get_dtype())
-        if dtype is None:
-            raise self._wrong(f"{name} is stored as {found.get_dtype()}, which cannot be merged")
-        return Entry(name, dtype, tuple(found.get_shape()))
+        return self._stored(name)
 
     def _file_names(self) -> list[str]:
         index = self.folder / INDEX
