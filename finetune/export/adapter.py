@@ -121,7 +121,7 @@ class Adapter:
         from peft.utils.other import get_pattern_key
 
         alphas = self.config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(alphas.keys(), path), self.config["lora_alpha"])
+        alpha = alphas.get(get_pattern_key(list(alphas), path), self.config["lora_alpha"])
         rank = self.shape(a)[0]
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 

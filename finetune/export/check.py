@@ -134,7 +134,7 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def _place(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
     """Where to compute and in what dtype: float32 if a copy of the model fits, on the GPU if there is one."""
-    folder = Path(job.get("exported") if "adapter" not in job else job["base"])
+    folder = Path(job["base"] if "adapter" in job else job["exported"])
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     dtype = _stored_dtype(folder)
     quantized = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -251,17 +251,19 @@ def _merged(model: Any) -> Any:
 
     plain = model.base_model.model if hasattr(model, "peft_config") else model
     done: set[str] = set()
-    for path, module in plain.named_modules(remove_duplicate=False):
+    modules: list[tuple[str, Any]] = list(plain.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        kind = type(module)
         if any(path.startswith(f"{one}.") for one in done):
             continue
-        if isinstance(module, BaseTunerLayer):
+        if issubclass(kind, BaseTunerLayer):
             module.float()
             module.merge()
             done.add(path)
             for name, tensor in module.get_base_layer().state_dict().items():
                 yield f"{path}.{name}", tensor, True
             module.to("meta")
-        elif isinstance(module, AuxiliaryTrainingWrapper):
+        elif issubclass(kind, AuxiliaryTrainingWrapper):
             done.add(path)
             active = module.active_adapters[0]
             if hasattr(module, "modules_to_save"):
@@ -411,7 +413,7 @@ def _llama(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Generate with llama.cpp and compare tokens and log-probabilities, position by position."""
-    import xllamacpp
+    import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
 
     parameters = xllamacpp.CommonParams()
     parameters.model.path = job["gguf"]

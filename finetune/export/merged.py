@@ -227,7 +227,7 @@ def _skeleton(folder: Path) -> Any:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(folder)
             if hasattr(config, "quantization_config"):
-                del config.quantization_config
+                delattr(config, "quantization_config")
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, ImportError, OSError, AttributeError, TypeError):
         return torch.nn.Module()

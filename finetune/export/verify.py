@@ -64,7 +64,9 @@ def prompts(tokenizer: Any) -> list[str]:
     template = load_template(tokenizer)
     if template is None:
         return list(QUESTIONS)
-    special = {name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)}
+    special: dict[str, Any] = {
+        name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)
+    }
     try:
         return [
             render(template, [{"role": "user", "content": one}], add_generation_prompt=True, **special)[0]

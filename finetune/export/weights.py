@@ -90,7 +90,7 @@ class Weights:
         path, stored, start = self._where[name]
         entry, (begin, end) = self._stored(name), stored["data_offsets"]
         content = torch.empty(entry.bytes, dtype=torch.uint8)
-        view = memoryview(content.numpy())
+        view = content.numpy().data
         with path.open("rb", buffering=0) as file:
             file.seek(start + begin)
             while len(view) and (count := file.readinto(view)):
@@ -182,4 +182,4 @@ def _write_file(path: Path, entries: Sequence[Entry], get: Callable[[str], torch
             tensor = get(entry.name)
             if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
                 raise AssertionError(f"{entry}: got {tensor.dtype} {tuple(tensor.shape)}")
-            file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
