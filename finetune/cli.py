@@ -16,6 +16,7 @@ COMMANDS = {
     "parity": "check that your configuration gives the same result on any number of GPUs",
     "convert": "convert an Unsloth or TRL notebook into a script for any number of GPUs",
     "doctor": "report hardware, versions and anything that would stop a run; for bug reports",
+    "export": "export a run as an adapter, a merged model, a GGUF file or to the Hub, and verify it",
     "advise": "recommend a number of GPUs for your configuration, from measurements",
     "review": "explain recorded runs: what limits them, what to change, how they compare",
     "dashboard": "start TensorBoard on all runs below a folder, with a review of what limits each",

@@ -128,12 +128,12 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
         logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), trainer.state.global_step)
         with interrupt.finishing():
-            session.save_final(trainer, output_dir)
+            sums = session.save_final(trainer, output_dir)
         after, answers_after = session.evaluate(job, trainer, questions)
         logger.show_samples(samples.texts(job.tokenizer, questions, answers_after), trainer.state.global_step)
 
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
-    record.update(status="done", **scores)
+    record.update(status="done", final_files=sums, **scores)
     if questions:
         console().print(samples.table(job.tokenizer, questions, answers_before, answers_after))
     report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))

@@ -220,7 +220,7 @@ def _check_folder(folder: Path) -> None:
         if (folder / name).is_file():
             _read_object(folder / name)
     for file in sorted(folder.glob("*.safetensors")):
-        if why := _why_damaged(file):
+        if why := why_damaged(file):
             raise UserError(
                 f"model.model_name_or_path is {folder}: its {file.name} is damaged ({why}). Copy or download it again."
             )
@@ -238,7 +238,7 @@ def _read_object(file: Path) -> dict:
     return found
 
 
-def _why_damaged(file: Path) -> str | None:
+def why_damaged(file: Path) -> str | None:
     """What is wrong with a safetensors file, judged by its header: 8 bytes of length, JSON with offsets, data."""
     try:
         size = file.stat().st_size
@@ -273,6 +273,11 @@ def base_folder(config: Config) -> Path | None:
     name, revision = str(config.model.model_name_or_path), config.model.revision
     if (adapter := _found(config)) is not None:
         name, revision = str(adapter.get("base_model_name_or_path")), None
+    return folder_of(name, revision)
+
+
+def folder_of(name: str, revision: str | None = None) -> Path | None:
+    """Folder of a model: local, or a snapshot in the hub's cache. None if it is not on this machine."""
     if Path(name).is_dir():
         return Path(name)
     file = _cached_file(name, SHAPES[0], revision)

@@ -120,18 +120,27 @@ def base_model(config: Config) -> dict[str, Any]:
     Full fine-tuning has no base weights: all weights are in the checkpoint.
     """
     folder = preflight.base_folder(config)
+    if folder is None:
+        found: dict[str, Any] = {"model config": None, "base weights": None}
+    else:
+        found = base_files(folder, weights=not config.model.full_finetuning)
+    return {"model config": found["model config"]} if config.model.full_finetuning else found
+
+
+def base_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
+    """{"model config": its config.json, "base weights": their digest} of a model folder; None for what cannot be read,
+    or is not asked for."""
     try:
-        shape = files.read_json(folder / "config.json") if folder is not None else None
+        shape = files.read_json(folder / "config.json")
     except (OSError, ValueError):
         shape = None
     if isinstance(shape, dict):
         shape = {name: value for name, value in shape.items() if name not in _NOT_SHAPE}
     found: dict[str, Any] = {"model config": files.plain(shape)}
-    if not config.model.full_finetuning:
-        try:
-            found["base weights"] = weights_digest(folder) if folder is not None else None
-        except (OSError, ValueError, LookupError, TypeError, struct.error):
-            found["base weights"] = None  # unreadable: loading the model reports it better
+    try:
+        found["base weights"] = weights_digest(folder) if weights else None
+    except (OSError, ValueError, LookupError, TypeError, struct.error):
+        found["base weights"] = None  # unreadable: loading the model reports it better
     return found
 
 

@@ -18,7 +18,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher
 from finetune.runtime.command import console
-from finetune.runtime.files import write_json
+from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
@@ -375,9 +375,10 @@ def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[
     return {"eval_loss": loss, "exact_match": matches}, answers
 
 
-def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
+def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:
     """Save the final adapter or model into `output_dir`: on rank 0, while the other ranks wait; on all ranks if the
-    model is sharded."""
+    model is sharded. Returns the checksum of each file by name, on rank 0."""
+    sums: dict[str, str] = {}
     main = distributed.ranks().is_main
     if main or trainer.sharded:
         with (
@@ -387,7 +388,11 @@ def save_final(trainer: SFTTrainer, output_dir: Path) -> None:
             if trainer.sharded:
                 distributed.barrier()  # the folder exists
             trainer.save_model(str(folder))
+            if main:  # every rank's files are written when save_model returns
+                written = sorted(path for path in folder.iterdir() if path.is_file())
+                sums = dict(zip((path.name for path in written), checksums(written), strict=True))
     distributed.barrier()
+    return sums
 
 
 def export(job: Job, record: RunRecord) -> None:

@@ -1,0 +1,3 @@
+from finetune.export.command import main
+
+raise SystemExit(main())

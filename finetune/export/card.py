@@ -1,0 +1,166 @@
+"""The model card, README.md, from a run's record: no rows of the data, and names in place of local paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import Any
+
+import yaml
+
+from finetune.config.schema import DEFAULTS, KEYS
+from finetune.export.source import Source
+from finetune.redact import redact, redact_tree
+from finetune.runtime import launch_lines
+
+# Settings that say nothing about the model: where files were, and what was logged.
+_LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cache_dir", "data.num_proc", "logging.")
+_TEXT = ("data.system_prompt",)  # the user's own words, which may be private
+_VERSIONS = ("finetune", "torch", "transformers", "peft", "trl", "accelerate", "unsloth", "bitsandbytes")
+
+
+def write(folder: Path, source: Source, form: str, verified: str | None) -> None:
+    """Write README.md.
+
+    Args:
+        form: adapter, merged or gguf.
+        verified: what the check found, in a sentence; None if it was skipped.
+    """
+    (folder / "README.md").write_text(redact(text(source, form, verified)), encoding="utf-8")
+
+
+def text(source: Source, form: str, verified: str | None) -> str:
+    """The card."""
+    base, record = shortened(source.name), redact_tree(source.record)
+    lines = ["---", *_metadata(source, form), "---", "", f"# {_title(source)}", "", _summary(source, base, form), ""]
+    lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
+    lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
+    if data := list(_data(record)):
+        lines += ["## Data", "", *data, "", "License of the data: _to be filled in by you._", ""]
+    if metrics := list(_metrics(record, source.step)):
+        lines += ["## Results", "", "| | |", "|---|---|", *metrics, ""]
+    if settings := _settings(record):
+        command = _command(record)
+        lines += ["## Training", "", "```bash", command, "```", "", "Settings other than the defaults:", ""]
+        lines += ["```yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(), "```", ""]
+    versions = record.get("versions")
+    if isinstance(versions, dict):
+        known = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
+        lines += ["## Versions", "", ", ".join(known), ""]
+    lines += ["## Export", "", f"Verified: {verified}." if verified else "Not verified.", ""]
+    return "\n".join(lines)
+
+
+def shortened(value: Any) -> Any:
+    """`value` with local paths reduced to their last part. Names on the Hub (USER/NAME) are kept."""
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    if not isinstance(value, str) or "\n" in value:
+        return value
+    if re.match(r"\w{2,}://", value):
+        return value
+    local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or Path(value).exists()
+    deep = len(PurePath(value).parts) > 2
+    return PureWindowsPath(value).name if (local or deep) and value.strip("./\\~") else value
+
+
+def _metadata(source: Source, form: str) -> Iterator[str]:
+    name = shortened(source.name)
+    if "/" in name:  # the Hub looks the name up
+        yield f"base_model: {name}"
+    yield "pipeline_tag: text-generation"
+    yield f"library_name: {'peft' if form == 'adapter' and source.adapter else 'transformers'}"
+    yield "# license: of your choice, compatible with the base model's"
+    yield "tags:"
+    yield from (
+        f"- {tag}" for tag in (["lora"] if source.adapter else []) + ["sft"] + (["gguf"] if form == "gguf" else [])
+    )
+
+
+def _title(source: Source) -> str:
+    return (
+        source.given.resolve().name
+        if not source.given.name.startswith("checkpoint-")
+        else (f"{source.given.resolve().parent.name}, {source.given.name}")
+    )
+
+
+def _summary(source: Source, base: str, form: str) -> str:
+    steps = f" for {source.step} steps" if source.step else ""
+    how = "all weights trained" if source.adapter is None else f"a LoRA adapter of rank {source.adapter.get('r')}"
+    shape = {"adapter": "", "merged": ", merged into the model", "gguf": ", merged and converted to GGUF"}[form]
+    return f"{base}, fine-tuned by supervised fine-tuning{steps}: {how}{shape if source.adapter else ''}."
+
+
+def _usage(base: str, form: str) -> list[str]:
+    if form == "gguf":
+        return ["# llama-cli -m model.gguf, or any program that reads GGUF files"]
+    if form == "adapter":
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("PATH OR NAME")  # loads {base} too',
+        ]
+    return ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "PATH OR NAME")']
+
+
+def _data(record: dict[str, Any]) -> Iterator[str]:
+    section = record.get("config", {}).get("data", {})
+    for key in ("train_file", "dataset_name", "train", "eval_file"):
+        if section.get(key):
+            named = shortened(section[key])
+            names = [one.get("file") or one.get("name") if isinstance(one, dict) else one for one in _list(named)]
+            yield f"- {'held out' if key == 'eval_file' else 'trained on'}: {', '.join(map(str, names))}"
+    for split, counts in (record.get("ledger") or {}).items():
+        if isinstance(counts, dict) and "rows_kept" in counts:
+            tokens = counts.get("tokens")
+            yield f"- {split}: {counts['rows_kept']:,} rows" + (
+                f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+            )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _metrics(record: dict[str, Any], step: int | None) -> Iterator[str]:
+    if step is not None:
+        yield f"| optimizer steps | {step:,} |"
+    if step == record.get("steps"):  # of the final model
+        names = {"eval_loss": "loss on held-out rows", "exact_match": "exact match on held-out rows"}
+        for name, what in names.items():
+            for when in ("before", "after"):
+                if isinstance(value := record.get(f"{name}_{when}"), int | float):
+                    yield f"| {what} {when} training | {value:.4f} |"
+        losses = record.get("losses")
+        if isinstance(losses, list) and losses and isinstance(losses[-1], int | float):
+            yield f"| last training loss | {losses[-1]:.4f} |"
+
+
+def _settings(record: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the defaults, by section."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in KEYS:
+        section, _, key = name.partition(".")
+        values = record.get("config", {}).get(section, {})
+        left_out = name.startswith(_LEFT_OUT) or name in _TEXT
+        if not left_out and isinstance(values, dict) and key in values and values[key] != DEFAULTS[name]:
+            found.setdefault(section, {})[key] = shortened(values[key])
+    extra = record.get("config", {}).get("training", {}).get("extra")
+    if isinstance(extra, dict) and extra:
+        found.setdefault("training", {}).update(shortened(extra))
+    return found
+
+
+def _command(record: dict[str, Any]) -> str:
+    """The launch command, with the configuration's file name; --section.key options are among the settings."""
+    size = record.get("world_size")
+    on_cpu = (record.get("hardware") or {}).get("device") == "cpu"
+    words = launch_lines.shown(size if isinstance(size, int) else 1, on_cpu=on_cpu)
+    script, file = record.get("script"), record.get("config", {}).get("config_file")
+    words += [shortened(str(script))] if script else ["-m", "finetune.train"]
+    words += ["--config", PurePath(str(file)).name] if file and not script else []
+    return " ".join(words)

@@ -1,0 +1,477 @@
+"""Checks an exported model against what it was made from, with plain transformers and PEFT. Runs by its path, in a
+process of its own, and imports nothing of this project, so that a mistake of the project cannot hide itself.
+
+    python -P check.py JOB.json      # writes its finding as one line of JSON, the last one of its output
+
+The reference is the base model with the adapter unmerged, or the fully trained one. Compared are
+
+1. every tensor: merged by PEFT in float32, layer by layer, it must equal the exported one up to one rounding to the
+   exported dtype: |exported - reference| <= ulp(reference) / 2 + 2^-20 max|reference|. The first term is rounding to
+   nearest (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.1), the second float32's sums,
+   which PEFT may add up in another order. A tensor that the adapter does not change must be equal in every bit;
+2. the logits of a few prompts and their answers: they may differ by at most FACTOR times what random roundings of the
+   same size do to the same model, which this measures: each changed weight times (1 + u t), and each linear layer's
+   output plus c t times its root mean square, with t uniform in [-1, 1], u = 2^-p for the p significant bits of the
+   weights (Higham, theorem 2.2), and c likewise for the computation, at least 2^-24 sqrt(n) for sums of n products
+   (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019);
+3. the greedy answers: equal, unless the two best tokens are closer than twice that bound.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FACTOR = 4.0
+SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+SLACK = 2.0**-20  # of a tensor's largest value
+RESERVE = 2**30  # bytes for activations
+GGUF_TOP = 20  # log-probabilities that llama.cpp is asked for, at each position
+
+
+def main() -> int:
+    """Run the job of the file named on the command line."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    started = time.perf_counter()
+    try:
+        found = check(job)
+    except Exception as error:  # libraries may print after the traceback
+        sys.stdout.write("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}) + "\n")
+        raise
+    found["seconds"] = time.perf_counter() - started
+    found["imported_finetune"] = any(name.partition(".")[0] == "finetune" for name in sys.modules)
+    found["peak_host_gib"] = _peak_host()
+    if torch.cuda.is_available():
+        found["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    return 0
+
+
+def check(job: dict[str, Any]) -> dict[str, Any]:
+    """The finding of a job: {passed, why, ...}.
+
+    The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `exported` (a folder) or `gguf` (a
+    file); `tokenizer` (a folder), `prompts` (texts), `max_new_tokens`, `trust_remote_code`.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return _check_gguf(job) if "gguf" in job else _check_folder(job)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    exported = Path(job["exported"])
+    trusted = bool(job.get("trust_remote_code"))
+    before, tokenizer = (
+        AutoTokenizer.from_pretrained(f, trust_remote_code=trusted) for f in (job["tokenizer"], exported)
+    )
+    prompts = [_ids(before, text) for text in job["prompts"]]
+    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
+    if prompts != [_ids(tokenizer, text) for text in job["prompts"]]:
+        return found | {"why": "the exported tokenizer gives other tokens"}
+    if before.chat_template != tokenizer.chat_template and not job.get("new_template"):
+        return found | {"why": "the exported tokenizer has another chat template"}
+    device, dtype = _place(job)
+    found |= {"device": str(device), "dtype": _name(dtype)}
+
+    reference = _reference(job, dtype, device, len(tokenizer), exported)
+    answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
+    wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    if (exported / "adapter_config.json").is_file():
+        found["tensors"], changed = _compare_files(Path(job["adapter"]), exported), set()
+    else:
+        found["tensors"], changed = _compare_tensors(reference, exported)
+    del reference
+    gc.collect()
+
+    model = _exported(job, exported, dtype, device)
+    own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    _add_roundings(model, changed, _stored_dtype(exported) if changed else dtype, dtype)
+    noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+    bound = FACTOR * _largest(own, noisy)
+    found["logits"] = {
+        "difference": _largest(wanted, own),
+        "bound": bound,
+        "largest": max(float(x.abs().max()) for x in wanted),
+    }
+    lengths = [len(ids) for ids in prompts]
+    found["answers"] = [
+        _compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
+    ]
+    found["why"] = _verdict(found)
+    found["passed"] = not found["why"]
+    return found
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """What is wrong, or ""."""
+    wrong, logits = found["tensors"]["wrong"], found["logits"]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"the tensor {wrong[0]}{more}"
+    if not logits["difference"] <= logits["bound"]:  # also if one is not a number
+        return f"logits differ by {logits['difference']:.3g}, and rounding explains {logits['bound']:.3g}"
+    if any(one["outcome"] == "differs" for one in found["answers"]):
+        return "an answer differs"
+    return ""
+
+
+def _place(job: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+    """Where to compute and in what dtype: float32 if a copy of the model fits, on the GPU if there is one."""
+    folder = Path(job["base"] if "adapter" in job else job["exported"])
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    dtype = _stored_dtype(folder)
+    quantized = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parameters = stored * 2 if quantized else stored // dtype.itemsize
+    free = []
+    if torch.cuda.is_available():
+        free.append((torch.device("cuda"), torch.cuda.mem_get_info()[0]))
+    import psutil
+
+    free.append((torch.device("cpu"), psutil.virtual_memory().available))
+    for device, room in free:
+        if 4 * parameters * 1.1 + RESERVE < room:
+            return device, torch.float32
+    return (free[0][0] if 2.2 * parameters + RESERVE < free[0][1] else torch.device("cpu")), dtype
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config") or {}):
+        name = section.get("dtype") or section.get("torch_dtype")
+        if isinstance(name, str) and getattr(torch, name, None) in SIGNIFICANT_BITS:
+            return getattr(torch, name)
+    return torch.float32
+
+
+def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=bool(job.get("trust_remote_code")),
+    )
+    model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
+    return model
+
+
+def _reference(job: dict[str, Any], dtype: torch.dtype, device: torch.device, tokens: int, exported: Path) -> Any:
+    """The model before the export: base and adapter side by side, or the fully trained model."""
+    if "adapter" not in job:
+        return _load(Path(job["model"]), job, dtype).to(device).eval()
+    return _with_adapter(job, Path(job["adapter"]), dtype, device, exported)
+
+
+def _exported(job: dict[str, Any], exported: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    if (exported / "adapter_config.json").is_file():
+        return _with_adapter(job, exported, dtype, device, exported)
+    return _load(exported, job, dtype).to(device).eval()
+
+
+def _with_adapter(job: dict[str, Any], adapter: Path, dtype: torch.dtype, device: torch.device, exported: Path) -> Any:
+    from peft import PeftModel
+    from safetensors import safe_open
+
+    base = _load(Path(job["base"]), job, dtype)
+    if getattr(base, "is_quantized", False):
+        base = base.dequantize(dtype=dtype).to(dtype)
+    for key in (file := safe_open(adapter / "adapter_model.safetensors", framework="pt")).keys():
+        if key.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "lm_head.weight")):
+            rows = file.get_slice(key).get_shape()[0]
+            if rows != base.get_input_embeddings().weight.shape[0]:
+                base.resize_token_embeddings(rows, mean_resizing=False)
+    head = base.get_output_embeddings()
+    config = exported / "config.json"
+    if head is not None and head.weight is base.get_input_embeddings().weight and config.is_file():
+        if not _is_tied(json.loads(config.read_text(encoding="utf-8"))):  # PEFT would merge into the shared weight
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return PeftModel.from_pretrained(base, adapter, local_files_only=True).to(device).eval()
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    text = config.get("text_config") or {}
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], set[str]]:
+    """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
+    the names of the tensors that the adapter changes."""
+    from safetensors import safe_open
+
+    where = {}
+    for path in sorted(exported.glob("*.safetensors")):
+        file = safe_open(path, framework="pt")
+        where |= {name: file for name in file.keys()}
+    wrong: list[str] = []
+    changed: set[str] = set()
+    seen: set[str] = set()
+    shared: set[int] = set()
+    for name, tensor, merged in _merged(reference):
+        if name not in where:
+            if tensor.data_ptr() not in shared:
+                wrong.append(f"{name} is missing")
+            continue
+        shared.add(tensor.data_ptr())
+        seen.add(name)
+        own = where[name].get_tensor(name)
+        if merged:
+            changed.add(name)
+        if why := _difference(own, tensor.detach().cpu().float(), exact=not merged):
+            wrong.append(f"{name} {why}")
+    unknown = sorted(set(where) - seen)
+    return {"compared": len(seen), "changed": len(changed), "not_compared": unknown, "wrong": wrong}, changed
+
+
+def _merged(model: Any) -> Any:
+    """(name in the plain model, tensor, whether the adapter changed it) of each parameter and saved buffer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    plain = model.base_model.model if hasattr(model, "peft_config") else model
+    done: set[str] = set()
+    modules: list[tuple[str, Any]] = list(plain.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        kind = type(module)
+        if any(path.startswith(f"{one}.") for one in done):
+            continue
+        if issubclass(kind, BaseTunerLayer):
+            module.float()
+            module.merge()
+            done.add(path)
+            for name, tensor in module.get_base_layer().state_dict().items():
+                yield f"{path}.{name}", tensor, True
+            module.to("meta")
+        elif issubclass(kind, AuxiliaryTrainingWrapper):
+            done.add(path)
+            active = module.active_adapters[0]
+            if hasattr(module, "modules_to_save"):
+                yield from (
+                    (f"{path}.{name}", one, True) for name, one in module.modules_to_save[active].state_dict().items()
+                )
+            else:
+                module.merge()
+                yield from ((f"{path}.{n}", t, True) for n, t in module.original_module.state_dict().items())
+    saved = set(plain.state_dict())
+    for name, tensor in [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]:
+        if name in saved and not any(name.startswith(f"{one}.") for one in done):
+            yield name, tensor, False
+
+
+def _difference(own: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str | None:
+    """What differs, or None."""
+    if own.shape != reference.shape:
+        return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
+    if exact:
+        return None if torch.equal(own, reference.to(own.dtype)) else "is not equal to the original"
+    half = torch.ldexp(torch.ones_like(reference), reference.frexp().exponent - 1 - SIGNIFICANT_BITS[own.dtype])
+    allowed = half + SLACK * reference.abs().max()
+    far = ~((own.float() - reference).abs() <= allowed)
+    if not far.any():
+        return None
+    return f"is off by more than a rounding in {int(far.sum())} of {far.numel()} values"
+
+
+def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
+    """Compare the tensors of two adapter files bit by bit."""
+    from safetensors.torch import load_file
+
+    one, two = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, exported))
+    wrong = [f"{name} is missing" for name in sorted(one.keys() ^ two.keys())]
+    wrong += [
+        f"{name} is not equal to the original" for name in one if name in two and not torch.equal(one[name], two[name])
+    ]
+    return {"compared": len(one.keys() & two.keys()), "changed": 0, "not_compared": [], "wrong": wrong}
+
+
+# --- logits and answers -----------------------------------------------------------------------------------------------
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, which has its special tokens as text if it was made by a chat template."""
+    bos = tokenizer.bos_token
+    return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
+
+
+def _answer(model: Any, ids: list[int], count: int) -> list[int]:
+    given = torch.tensor([ids], device=model.device)
+    found = model.generate(
+        input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count, pad_token_id=0
+    )
+    return found[0, len(ids) :].tolist()
+
+
+def _logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """(tokens, vocabulary), float32 on the CPU."""
+    given = torch.tensor([ids], device=model.device)
+    return model(input_ids=given, attention_mask=torch.ones_like(given), use_cache=False).logits[0].float().cpu()
+
+
+def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
+
+
+def _add_roundings(model: Any, changed: set[str], stored: torch.dtype, computed: torch.dtype) -> None:
+    """Disturb the model as roundings of the weights named in `changed` to `stored`, and of each layer's output to
+    `computed`, do: see the top of this file."""
+    generator = torch.Generator(device=model.device).manual_seed(1)
+    of_weights, of_outputs = (2.0 ** -SIGNIFICANT_BITS[one] for one in (stored, computed))
+
+    def random(like: torch.Tensor) -> torch.Tensor:
+        return torch.rand(like.shape, generator=generator, device=like.device).mul_(2).sub_(1).to(like.dtype)
+
+    for name, parameter in model.named_parameters():
+        if name in changed:
+            parameter.mul_(1 + of_weights * random(parameter))
+
+    def hook(layer: Any, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        size = max(of_outputs, 2.0**-24 * math.sqrt(inputs[0].shape[-1]))
+        return output + size * output.float().square().mean().sqrt().to(output.dtype) * random(output)
+
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(hook)
+
+
+def _compare_answers(
+    wanted: list[int], own: list[int], logits: torch.Tensor, prompt: int, near: float, tokenizer: Any
+) -> dict[str, Any]:
+    """The two answers to a prompt, and whether they are equal, differ, or differ from a tie on."""
+    texts = {"expected": tokenizer.decode(wanted), "found": tokenizer.decode(own), "tokens": len(wanted)}
+    place = next((n for n, pair in enumerate(zip(wanted, own, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return texts | {"outcome": "equal" if len(wanted) == len(own) else "differs"}
+    row = logits[prompt + place - 1]
+    margin = float(row[wanted[place]] - row[own[place]])
+    return texts | {"outcome": "tie" if margin <= near else "differs", "margin": margin}
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
+    """Compare llama.cpp on the GGUF file with transformers on the folder it was converted from.
+
+    llama.cpp multiplies with activations and a key-value cache in 16 bits, so the roundings are those of float16.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(job["exported"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [_ids(tokenizer, text) for text in job["prompts"]]
+    found: dict[str, Any] = {"passed": False, "why": "", "factor": FACTOR}
+    device, dtype = _place(job)
+    model = _exported(job, folder, dtype, device)
+    answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
+    wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    _add_roundings(model, matrices, torch.float16, torch.float16)
+    noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    one, two = ([torch.log_softmax(x, -1) for x in logits] for logits in (wanted, noisy))
+    bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))
+    del model
+    gc.collect()
+    found |= {"device": str(device), "dtype": _name(dtype)}
+    return found | _llama(job, prompts, answers, one, bound, tokenizer)
+
+
+def _top_difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Largest difference of log-probabilities among the most likely tokens of each position."""
+    top = one.topk(min(GGUF_TOP, one.shape[-1])).indices
+    return float((one.gather(-1, top) - two.gather(-1, top)).abs().max())
+
+
+def _llama(
+    job: dict[str, Any],
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    wanted: list[torch.Tensor],
+    bound: float,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Generate with llama.cpp and compare tokens and log-probabilities, position by position."""
+    import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = job["gguf"]
+    parameters.n_ctx = 2 * max(len(ids) + len(answer) for ids, answer in zip(prompts, answers, strict=True)) + 64
+    parameters.n_parallel, parameters.warmup = 1, False
+    server = xllamacpp.Server(parameters)
+    largest, outcomes, why = 0.0, [], ""
+    ends = _ends(Path(job["exported"]), tokenizer)
+    for text, ids, answer, logprobs in zip(job["prompts"], prompts, answers, wanted, strict=True):
+        request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
+        by_ids = server.handle_completions(request | {"prompt": ids})
+        by_text = server.handle_completions(request | {"prompt": text, "n_predict": 1})
+        read = by_text["usage"]["prompt_tokens"]
+        if read != len(ids):
+            why = why or f"llama.cpp reads a prompt as {read} tokens instead of {len(ids)}"
+        own: list[int] = []
+        for place, one in enumerate(by_ids["choices"][0]["logprobs"]["content"]):
+            row = logprobs[len(ids) + place - 1]
+            for top in one["top_logprobs"]:
+                if top["logprob"] is not None and math.isfinite(top["logprob"]):
+                    largest = max(largest, abs(float(row[top["id"]]) - top["logprob"]))
+            own.append(one["id"])
+            if place >= len(answer) or one["id"] != answer[place]:
+                break
+        if len(own) < len(answer) and ends & {*own[-1:], answer[len(own)]}:
+            answer = answer[: len(own)]  # llama.cpp stops at an end token, with or without it
+        outcomes.append(_compare_answers(answer, own, logprobs, len(ids), 2 * bound, tokenizer))
+    if not why and not largest <= bound:
+        why = f"log-probabilities differ by {largest:.3g}, and rounding explains {bound:.3g}"
+    if not why and any(one["outcome"] == "differs" for one in outcomes):
+        why = "an answer differs"
+    return {
+        "passed": not why,
+        "why": why,
+        "logits": {"difference": largest, "bound": bound},
+        "answers": outcomes,
+        "library": f"xllamacpp {getattr(xllamacpp, '__version__', '')}".strip(),
+    }
+
+
+def _ends(folder: Path, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])} - {None}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _peak_host() -> float | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,385 @@
+"""The command line of `finetune export`: the story of an export, top to bottom."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunError, UserError
+from finetune.export import card, gguf, hub, verify
+from finetune.export import source as sources
+from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
+from finetune.export.source import Source
+from finetune.redact import redact_tree
+from finetune.runtime import bootstrap, files
+from finetune.runtime.command import DONE, print_line, run_with_options
+from finetune.runtime.options import Options, path
+
+PURPOSE = (
+    "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model, a GGUF file, or to the Hub."
+    " Every export is loaded again by plain transformers and compared with the run before it gets its name."
+)
+NOTES = "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then."
+FORMS = ("adapter", "merged", "gguf")
+MANIFEST = "export.json"  # what the folder holds, and of which run
+SPARE_BYTES = 64 * 2**20  # for the tokenizer and the card
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Export a run. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("export", PURPOSE, notes=NOTES, configuration=False, usage="RUN|CHECKPOINT --to FORM --out DIR")
+    found.add_argument("source", type=path, metavar="RUN|CHECKPOINT", help="output folder of a run, or a checkpoint")
+    found.add("--to", _one_of(*FORMS, "hub"), "FORM", "adapter, merged, gguf or hub")
+    found.add("--out", path, "DIR", "new folder for the export; with --to hub also an earlier export of the same run")
+    found.add("--base", str, "DIR", "the base model's folder or name, if it is not where the run found it")
+    found.add("--shard-size", _gigabytes, "GB", "largest file of a merged model, in GB (default 5)")
+    found.add("--gguf-type", str.lower, "TYPE", "f16 (default), bf16, f32, or a type of llama-quantize such as q4_k_m")
+    found.add("--llama-cpp", path, "DIR", "folder with llama.cpp's convert_hf_to_gguf.py")
+    found.add("--form", _one_of(*FORMS), "FORM", "with --to hub: what goes up (default: adapter, or the full model)")
+    found.add("--repo", str, "USER/NAME", "with --to hub: the repository")
+    found.add_switch("--upload", "with --to hub: really upload; without it the files are listed")
+    found.add_switch("--public", "with --to hub: create a public repository instead of a private one")
+    found.add_switch("--overwrite", "replace an earlier export in --out")
+    found.add_switch("--no-verify", "do not load and compare the export")
+    found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run in the check")
+    return found
+
+
+def run(argv: list[str]) -> int:
+    """Find, check, write, verify, and upload if asked for.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do; nothing is left in --out.
+    """
+    started = time.perf_counter()
+    options, _ = own_options().split(argv)
+    check_options(options)
+    if options.to == "hub":
+        hub.check_name(options.repo)
+        if options.upload:
+            hub.check_access(options.repo)
+    bootstrap.quiet_libraries("error")
+    found = sources.find(options.source, options.base)
+    form = _form(options, found)
+    for note in found.notes:
+        print_line(f"note: {note}", style="yellow")
+    result = reused(options, found, form) or export(options, found, form)
+    result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
+    if options.to == "hub":
+        result |= publish(options)
+    if options.json:
+        files.write_json(options.json, redact_tree(result))
+    return DONE
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check what can be checked before anything is read.
+
+    Raises:
+        UserError: an option is missing, does not fit the others, or --out exists.
+    """
+    for flag in ("to", "out"):
+        if getattr(options, flag) is None:
+            raise UserError(f"export needs --{flag}. See finetune export --help.")
+    on_hub = options.to == "hub"
+    for flag, given in (("repo", options.repo), ("form", options.form), ("upload", options.upload)):
+        if given and not on_hub:
+            raise UserError(f"--{flag} is for --to hub: got --to {options.to}. Remove one of them.")
+    if options.public and not on_hub:
+        raise UserError(f"--public is for --to hub: got --to {options.to}. Remove one of them.")
+    form = options.form if on_hub else options.to
+    for flag, given in (("gguf-type", options.gguf_type), ("llama-cpp", options.llama_cpp)):
+        if given and form != "gguf":
+            raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
+    if options.out.is_symlink() or options.out.exists():
+        earlier = (options.out / MANIFEST).is_file()
+        empty = options.out.is_dir() and not any(options.out.iterdir())
+        if not (earlier and (on_hub or options.overwrite)) and not empty:
+            remedy = "Give --overwrite to replace it" if earlier else "Give a new folder"
+            raise UserError(f"--out {options.out} exists already. {remedy}.")
+
+
+def _form(options: argparse.Namespace, found: Source) -> str:
+    form = options.form or ("adapter" if found.adapter else "merged") if options.to == "hub" else options.to
+    if form == "adapter" and found.adapter is None:
+        raise UserError(f"{found.given} has no adapter: all weights were trained. Use --to merged.")
+    return form
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, Any]:
+    """Write and verify one export; returns its result. --out appears only when both succeeded."""
+    out = Path(options.out)
+    kind = options.gguf_type or "f16"
+    tools = gguf.find(options.llama_cpp, kind, f"{out}-merged") if form == "gguf" else None
+    if tools is not None and not options.no_verify:
+        gguf.check_verifier()
+    merge = None if form == "adapter" else _merge(found)
+    needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
+    check_space(out, needed * (1 if tools is None else 3) + SPARE_BYTES)
+    finding: dict[str, Any] | None = None
+    from finetune.engine import checkpoints
+
+    with checkpoints.no_space(_existing(out), "the export"), files.staging(out) as folder:
+        model = folder if tools is None else folder / ".merged"
+        model.mkdir(exist_ok=True)
+        tokenizer = write_tokenizer(found, model)
+        if merge is None:
+            write_adapter(found, model, public=options.to == "hub")
+        else:
+            print_line(f"Writing {merge.bytes / 1e9:,.2f} GB, {merge.changed} of {len(merge.steps)} tensors merged")
+            merge.write(model, options.shard_size or 5_000_000_000)
+            write_generation_config(found, model, tokenizer)
+            if options.trust_remote_code:
+                for file in found.base.glob("*.py"):
+                    shutil.copyfile(file, model / file.name)
+        if not options.no_verify:
+            finding = verified(options, found, model, tokenizer)
+        result: dict[str, Any] = {"verification": finding}
+        if tools is not None:
+            result |= write_gguf(options, folder, model, tools, tokenizer, kind)
+            finding = result.get("gguf_verification") or finding
+        card.write(folder, found, form, verify.sentence(finding) if finding else None)
+        result = describe(found, form, folder) | result
+        files.write_json(folder / MANIFEST, redact_tree(card.shortened(result)))
+    print_line(f"Verified: {verify.sentence(finding)}" if finding else "Not verified: --no-verify was given.")
+    print_line(f"Exported {found.given} to {out}")
+    return result | {"out": str(out)}
+
+
+def _merge(found: Source) -> Any:
+    from finetune.export.adapter import Adapter
+    from finetune.export.merged import Merge
+
+    adapter = Adapter(found.folder, found.adapter) if found.adapter is not None else None
+    return Merge(found.base, adapter)
+
+
+def write_tokenizer(found: Source, folder: Path) -> Any:
+    """Copy the tokenizer, with the chat template that the run was trained with, and load it.
+
+    Raises:
+        UserError: it cannot be loaded, or the template is missing.
+    """
+    from transformers import AutoTokenizer
+
+    from finetune.data.template import load_template
+    from finetune.export.merged import copy_tokenizer
+
+    copy_tokenizer(found.folder, folder)
+    name = found.model.get("chat_template")
+    if name not in (None, "none"):
+        (folder / "chat_template.jinja").write_text(str(load_template(None, str(name))), encoding="utf-8")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer in {found.folder} cannot be loaded: {str(error).splitlines()[0][:200]}. Export another "
+            "checkpoint."
+        ) from None
+
+
+def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
+    """Copy the adapter as it is; for the Hub, with the name of the base model's folder instead of its path."""
+    shutil.copyfile(found.folder / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
+    name = card.shortened(found.name) if public else found.name
+    if name != found.name:
+        print_line(
+            "note: the base model is a local folder, so others cannot load this adapter. Set base_model_name_or_path "
+            "in adapter_config.json to its name on the Hub, or use --form merged.",
+            style="yellow",
+        )
+    files.write_json(folder / "adapter_config.json", (found.adapter or {}) | {"base_model_name_or_path": name})
+
+
+def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
+    """generation_config.json of the base, with the tokenizer's end token as well."""
+    file = found.base / "generation_config.json"
+    content = files.read_json(file) if file.is_file() else {}
+    config = files.read_json(found.base / "config.json")
+    for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        content.setdefault(name, config.get(name))
+    ends = content["eos_token_id"] if isinstance(content["eos_token_id"], list) else [content["eos_token_id"]]
+    known = [one for one in dict.fromkeys([*ends, tokenizer.eos_token_id]) if one is not None]
+    content["eos_token_id"] = known[0] if len(known) == 1 else known or None
+    files.write_json(folder / "generation_config.json", {k: v for k, v in content.items() if v is not None})
+
+
+def write_gguf(
+    options: argparse.Namespace, folder: Path, model: Path, tools: gguf.Tools, tokenizer: Any, kind: str
+) -> dict[str, Any]:
+    """Convert the merged model, compare the file with it, quantize if asked for, and remove the merged model."""
+    finding = None
+    exact = folder / f"model-{gguf.exact(kind)}.gguf"
+    gguf.convert(tools, model, exact, kind)
+    if not options.no_verify:
+        finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer)})
+        refuse(finding, options)
+    if kind not in gguf.EXACT:
+        gguf.quantize(tools, exact, folder / f"model-{kind}.gguf", kind)
+        files.remove(exact)
+    files.remove(model)
+    return {"gguf_type": kind, "gguf_verification": finding}
+
+
+def verified(options: argparse.Namespace, found: Source, folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """The finding of the check.
+
+    Raises:
+        RunError: the export does not match the run.
+    """
+    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": verify.prompts(tokenizer)}
+    job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
+    job |= {"trust_remote_code": options.trust_remote_code}
+    job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
+    finding = verify.run(job)
+    refuse(finding, options)
+    return finding
+
+
+def refuse(finding: dict[str, Any], options: argparse.Namespace) -> None:
+    """Raise RunError if the check failed, after writing the finding to --json."""
+    if finding["passed"]:
+        return
+    if options.json:
+        files.write_json(options.json, {"verification": finding})
+    raise RunError(
+        f"The export does not match the run: {finding['why']}. Nothing was written to {options.out}. Export again; if "
+        "it fails again, report it with --json's file."
+    )
+
+
+def describe(found: Source, form: str, folder: Path) -> dict[str, Any]:
+    """What an export holds, and of which run: for export.json and --json."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = files.checksums(paths)
+    return {
+        "form": form,
+        "source": str(found.given),
+        "step": found.step,
+        "base": found.name,
+        "source_digest": digest(found),
+        "files": [
+            {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "xxh3_128": one}
+            for path, one in zip(paths, sums, strict=True)
+        ],
+        "notes": found.notes,
+    }
+
+
+def digest(found: Source) -> str:
+    """Identifies the weights that were exported."""
+    paths = sorted(found.folder.glob("*model*.safetensors"))
+    return files.checksum_of_json([files.checksums(paths), json.dumps(found.adapter, sort_keys=True)])
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+def reused(options: argparse.Namespace, found: Source, form: str) -> dict[str, Any] | None:
+    """The result of an earlier export in --out, with --to hub; None if there is none.
+
+    Raises:
+        UserError: it is of another run or form, or its files have changed.
+    """
+    if options.to != "hub" or not (options.out / MANIFEST).is_file() or options.overwrite:
+        return None
+    try:
+        earlier = files.read_json(options.out / MANIFEST)
+        same = earlier["form"] == form and earlier["source_digest"] == digest(found)
+        recorded = {one["name"]: one["xxh3_128"] for one in earlier["files"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        same, earlier, recorded = False, {}, {}
+    if not same:
+        raise UserError(f"--out {options.out} holds another export. Give a new folder, or --overwrite to replace it.")
+    paths = {one["name"]: options.out / one["name"] for one in hub.files(options.out)}
+    now = dict(zip(paths, files.checksums(paths.values()), strict=True))
+    edited = [name for name in recorded.keys() | now.keys() if now.get(name) != recorded.get(name)]
+    free = {"README.md", "adapter_config.json"}  # the user fills in the card, and may name the base on the Hub
+    if edited := sorted(set(edited) - free):
+        raise UserError(f"--out {options.out} has changed since its export: {edited[0]}. Export it again.")
+    print_line(f"Using the earlier export in {options.out}")
+    return earlier | {"out": str(options.out)}
+
+
+def publish(options: argparse.Namespace) -> dict[str, Any]:
+    """List what goes to the Hub and, with --upload, upload it."""
+    listed = hub.files(options.out)
+    total = sum(one["bytes"] for one in listed)
+    visibility = "public" if options.public else "private"
+    print_line(f"{'Uploading' if options.upload else 'Would upload'} to {options.repo} ({visibility}):")
+    for one in listed:
+        print_line(f"  {one['bytes']:>15,}  {one['name']}")
+    print_line(f"  {total:>15,}  bytes in {len(listed)} files")
+    address = hub.upload(options.out, options.repo, private=not options.public) if options.upload else None
+    if address is None:
+        print_line("Nothing was uploaded. Fill in README.md, then add --upload.")
+    else:
+        print_line(f"Uploaded: {address}")
+    return {"repo": options.repo, "upload": listed, "uploaded": address}
+
+
+def peak_host() -> float | None:
+    """Peak resident memory of this process in GiB, without the check's; None where it is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raise UserError if the disk of `out` has fewer than `needed` bytes free."""
+    free = shutil.disk_usage(_existing(out)).free
+    if free < needed:
+        raise UserError(
+            f"--out {out} needs {needed / 2**20:,.0f} MiB, and its disk has {free / 2**20:,.0f} MiB free. Free some "
+            "space or give a folder on another disk."
+        )
+
+
+def _existing(out: Path) -> Path:
+    """The nearest folder above `out` that exists.
+
+    Raises:
+        UserError: a file is in the way.
+    """
+    for one in out.absolute().parents:
+        if one.is_dir():
+            return one
+        if one.exists():
+            raise UserError(f"--out {out} is below {one}, which is a file. Give another folder.")
+    return Path(out.absolute().anchor)
+
+
+def _one_of(*allowed: str) -> Any:
+    def kind(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"expected {', '.join(allowed[:-1])} or {allowed[-1]}, got {text!r}")
+        return text
+
+    return kind
+
+
+def _gigabytes(text: str) -> int:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1e-6 <= number <= 1000:
+        raise argparse.ArgumentTypeError(f"expected a size in GB, got {text!r}")
+    return int(number * 1e9)

@@ -1,0 +1,118 @@
+"""Converts a merged model to GGUF with llama.cpp's own converter, if the user has one. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import RunError, UserError
+from finetune.runtime import subprocesses
+
+CONVERTER = "convert_hf_to_gguf.py"
+QUANTIZER = "llama-quantize"
+CHECKER = "xllamacpp"
+EXACT = ("f16", "bf16", "f32")  # types that the converter writes and the check can bound
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Programs of llama.cpp: the converter, and the quantizer if it is asked for."""
+
+    converter: Path
+    quantizer: Path | None = None
+
+    def command(self, model: Path, file: Path, kind: str) -> list[str]:
+        """The converter's command line."""
+        return [sys.executable, str(self.converter), str(model), "--outfile", str(file), "--outtype", kind]
+
+
+def find(given: Path | None, kind: str, model: str) -> Tools:
+    """llama.cpp's converter: in --llama-cpp, then in LLAMA_CPP, Unsloth's folder and on PATH.
+
+    Args:
+        kind: f16, bf16, f32, or a type of llama-quantize such as q4_k_m.
+        model: the merged model's folder, for the command in the error.
+
+    Raises:
+        UserError: there is none. The message has what to install and the command that would run.
+    """
+    folders = [given] if given is not None else _folders()
+    converter = next((folder / CONVERTER for folder in folders if (folder / CONVERTER).is_file()), None)
+    if converter is None and given is None and (on_path := shutil.which(CONVERTER)) is not None:
+        converter = Path(on_path)
+    if converter is None:
+        where = f"in {given}" if given is not None else "in LLAMA_CPP, ~/.unsloth/llama.cpp or on PATH"
+        command = Tools(Path("llama.cpp", CONVERTER)).command(Path(model), Path("model.gguf"), exact(kind))
+        raise UserError(
+            f"GGUF needs llama.cpp's {CONVERTER}, which is not {where}. Run `git clone "
+            "https://github.com/ggml-org/llama.cpp` and `pip install gguf sentencepiece`, then give the folder with "
+            f"--llama-cpp. Or export --to merged and run: {shlex.join(['python', *command[1:]])}"
+        )
+    if kind in EXACT:
+        return Tools(converter)
+    places = [converter.parent, converter.parent / "build" / "bin"]
+    quantizer = next((place / QUANTIZER for place in places if (place / QUANTIZER).is_file()), None)
+    on_path = shutil.which(QUANTIZER)
+    if quantizer is None and on_path is None:
+        raise UserError(
+            f"--gguf-type {kind} needs llama.cpp's {QUANTIZER}, which is neither in {places[0]} nor on PATH. Build it "
+            f"(cmake --build build --target {QUANTIZER}), or use one of {', '.join(EXACT)}."
+        )
+    return Tools(converter, quantizer or Path(str(on_path)))
+
+
+def check_verifier() -> None:
+    """Check that the library that verifies GGUF files is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec(CHECKER) is None:
+        raise UserError(
+            f"A GGUF file is verified with {CHECKER}, which is not installed. Run `pip install 'finetune[gguf]'`, or "
+            "skip the check with --no-verify."
+        )
+
+
+def exact(kind: str) -> str:
+    """The type that the converter writes: `kind`, or float16 for types that are quantized from it."""
+    return kind if kind in EXACT else "f16"
+
+
+def convert(tools: Tools, model: Path, file: Path, kind: str) -> None:
+    """Write `file` from the merged model.
+
+    Raises:
+        RunError: the converter failed.
+    """
+    _run(tools.command(model, file, exact(kind)), file, env=dict(os.environ) | {"HF_HUB_OFFLINE": "1"})
+
+
+def quantize(tools: Tools, source: Path, file: Path, kind: str) -> None:
+    """Write `file` from the exact GGUF file `source`.
+
+    Raises:
+        RunError: llama-quantize failed.
+    """
+    _run([str(tools.quantizer), str(source), str(file), kind], file, env=dict(os.environ))
+
+
+def _run(command: list[str], file: Path, env: dict[str, str]) -> None:
+    done = subprocesses.run(command, env=env)
+    if done.returncode != 0 or not file.is_file():
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RunError(
+            f"llama.cpp's {Path(command[1] if command[0] == sys.executable else command[0]).name} failed: "
+            f"{lines[-1][:300]}. Update llama.cpp if it does not know this model. The command was: "
+            f"{shlex.join(command)}"
+        )
+
+
+def _folders() -> list[Path]:
+    named = [os.environ.get(name) for name in ("LLAMA_CPP", "UNSLOTH_LLAMA_CPP_PATH")]
+    return [*(Path(name) for name in named if name), Path.home() / ".unsloth" / "llama.cpp"]

@@ -1,0 +1,255 @@
+"""Writes base and adapter as one model, tensor by tensor, or copies a fully trained model.
+
+Memory holds one tensor in float32 at a time. A merged weight is computed in float32 from the base's original weight and
+rounded once, to the base's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import UserError
+from finetune.export.adapter import Adapter, Change, find_name
+from finetune.export.weights import Entry, Weights, write
+from finetune.runtime import files
+
+SHARD_BYTES = 5_000_000_000  # as transformers' save_pretrained has it since 5.0: 5 GB files are what hubs handle well
+_TOKENIZER = re.compile(
+    r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
+    r"processor)[\w.-]*\.(json|txt|model|jinja)"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a tensor of the merged model is made: from `base`, changed by the adapter at `path`."""
+
+    entry: Entry
+    base: str | None
+    path: str | None = None
+    part: str = "weight"
+    transposed: bool = False
+
+
+class Merge:
+    """A model and an adapter, before anything is written.
+
+    Args:
+        base: the folder of the model: the adapter's base, or a fully trained one.
+        adapter: None for a fully trained model.
+
+    Raises:
+        UserError: the adapter does not fit the model, or cannot be merged.
+    """
+
+    def __init__(self, base: Path, adapter: Adapter | None) -> None:
+        self.weights = Weights(base, "base model" if adapter else "model")
+        self.adapter = adapter
+        self.config = files.read_json(base / "config.json")
+        _check_quantization(base, self.config)
+        self.model = _skeleton(base)
+        self.untied = False
+        self.steps = {name: Step(entry, name) for name, entry in self.weights.entries.items()}
+        if adapter is not None:
+            shared = self._shared()
+            for path, change in adapter.changes.items():
+                self._change(path, change)
+            if shared is not None:
+                self._untie(*shared)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the merged model's tensors."""
+        return sum(step.entry.bytes for step in self.steps.values())
+
+    @property
+    def changed(self) -> int:
+        """Number of tensors that the adapter changes."""
+        return sum(step.path is not None for step in self.steps.values())
+
+    def write(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write the weights and config.json."""
+        write(folder, [step.entry for step in self.steps.values()], self.tensor, shard_bytes)
+        files.write_json(folder / "config.json", self.new_config())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the merged model, in its dtype."""
+        step = self.steps[name]
+        if step.path is None or self.adapter is None:
+            assert step.base is not None
+            return self.weights.get(step.base).to(step.entry.dtype)
+        change = self.adapter.changes[step.path]
+        replaced = getattr(change, step.part) is not None
+        base = torch.empty(0) if replaced else self.weights.get(str(step.base))
+        if step.part == "bias":
+            return self.adapter.bias(base, step.path).to(step.entry.dtype)
+        return self.adapter.weight(base, step.path, transposed=step.transposed).to(step.entry.dtype)
+
+    def new_config(self) -> dict[str, Any]:
+        """config.json of the merged model."""
+        found = {name: value for name, value in self.config.items() if name != "_name_or_path"}
+        found.pop("quantization_config", None)
+        text = found.get("text_config")
+        rows = self._vocabulary()
+        for section in (found, text) if isinstance(text, dict) else (found,):
+            if self.untied and (section is found or "tie_word_embeddings" in section):
+                section["tie_word_embeddings"] = False
+            if rows is not None and "vocab_size" in section:
+                section["vocab_size"] = rows
+        return found
+
+    def _vocabulary(self) -> int | None:
+        """Rows of the merged embedding, if they are others than the base's."""
+        name = self._names()[0]
+        if name is None:
+            return None
+        rows = self.steps[name].entry.shape[0]
+        return rows if rows != self.weights.entries[name].shape[0] else None
+
+    # --- the adapter's changes --------------------------------------------------------------------------------------
+
+    def _change(self, path: str, change: Change) -> None:
+        assert self.adapter is not None
+        transposed = self._is_transposed(path)
+        for part, touched in (("weight", True), ("bias", change.bias or change.b_bias)):
+            only_bias = part == "weight" and not (change.weight or change.a or change.rows)
+            if not touched or only_bias:
+                continue
+            base = find_name(path, part, self.weights.entries)
+            replacement = change.weight if part == "weight" else change.bias
+            name = base
+            if base is None and self._is_tied_head(path):  # the files hold it under the embedding's name
+                base, name = self._names()[0], f"{path}.{part}"
+            if base is None or name is None:
+                raise self._misfit(f"the base has no tensor `{path}.{part}`")
+            old = self.weights.entries[base]
+            shape = old.shape if replacement is None else self.adapter.shape(replacement)
+            if shape[1:] != old.shape[1:]:
+                raise self._misfit(f"`{path}.{part}` is {list(old.shape)} in the base and {list(shape)} here")
+            entry = Entry(name, old.dtype, shape)
+            if part == "weight" and change.a and change.b:
+                self._check_factors(path, change, entry.shape, transposed=transposed)
+            self.steps[entry.name] = Step(entry, base, path, part, transposed)
+
+    def _check_factors(self, path: str, change: Change, shape: tuple[int, ...], *, transposed: bool) -> None:
+        assert self.adapter is not None
+        a, b = self.adapter.shape(str(change.a)), self.adapter.shape(str(change.b))
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise self._misfit(f"A and B of `{path}` are {list(a)} and {list(b)}")
+        wanted = (a[1], b[0]) if transposed else (b[0], a[1])
+        if shape != wanted:
+            raise self._misfit(f"`{path}` is {list(shape)} in the base, and the adapter is for {list(wanted)}")
+
+    def _is_transposed(self, path: str) -> bool:
+        """Whether a module keeps its weight as (in, out)."""
+        from transformers.pytorch_utils import Conv1D
+
+        assert self.adapter is not None
+        try:
+            return isinstance(self.model.get_submodule(path), Conv1D | torch.nn.Embedding)
+        except AttributeError:  # no model could be built, or its modules have other names
+            embedding = (self.adapter.changes[path].a or "").endswith("lora_embedding_A")
+            return embedding or bool(self.adapter.config.get("fan_in_fan_out"))
+
+    # --- tied embeddings --------------------------------------------------------------------------------------------
+
+    def _names(self) -> tuple[str | None, str | None]:
+        """Names of the input and the output embedding's weights; the latter also if the files lack it."""
+        found: list[str | None] = []
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                module = getattr(self.model, get)()
+            except (AttributeError, NotImplementedError):
+                module = None
+            path = next((name for name, one in self.model.named_modules() if one is module), None)
+            name = None if path is None else find_name(path, "weight", self.weights.entries)
+            found.append(name or (f"{path}.weight" if path and get == "get_output_embeddings" else None))
+        return found[0], found[1]
+
+    def _shared(self) -> tuple[str, str] | None:
+        """Names of the embedding and the head if they are one tensor."""
+        embedding, head = self._names()
+        text = self.config.get("text_config") or self.config
+        tied = self.config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        if tied is None:
+            tied = getattr(self.model.config, "tie_word_embeddings", False)
+        return (embedding, head) if tied and embedding and head and embedding != head else None
+
+    def _is_tied_head(self, path: str) -> bool:
+        shared = self._shared()
+        return shared is not None and f"{path}.weight" == shared[1]
+
+    def _untie(self, embedding: str, head: str) -> None:
+        """Give embedding and head tensors of their own if the adapter makes them differ, and else write one."""
+        assert self.adapter is not None
+        changes = self.adapter.changes
+        one, two = (changes.get(name.removesuffix(".weight")) for name in (embedding, head))
+        if not (one and one.own) and not (two and two.own):
+            self.steps.pop(head, None)
+            if two is not None and (one is None or one.weight is None):  # a resized head, which is the embedding too
+                entry = Entry(embedding, self.weights.entries[embedding].dtype, self.adapter.shape(str(two.weight)))
+                self.steps[embedding] = Step(entry, embedding, head.removesuffix(".weight"))
+            return
+        if one and two and one.copied and two.copied and not one.a and not two.a:
+            if torch.equal(self.adapter.get(str(one.weight)), self.adapter.get(str(two.weight))):
+                self.steps.pop(head, None)
+                return
+        self.untied = True
+        shared = one.weight if one is not None and not one.copied else None  # of both, before the adapter adds to it
+        if two is None:
+            old, path = self.weights.entries[embedding], head.removesuffix(".weight")
+            shape = old.shape if shared is None else self.adapter.shape(shared)
+            changes[path] = Change(weight=shared)
+            self.steps[head] = Step(Entry(head, old.dtype, shape), embedding, path if shared else None)
+        elif two.weight is None:
+            two.weight = shared
+
+    def _misfit(self, why: str) -> UserError:
+        folder = self.adapter.folder if self.adapter else self.weights.folder
+        return UserError(
+            f"The adapter in {folder} does not fit the base model in {self.weights.folder}: {why}. Give the model that "
+            "it was trained on with --base."
+        )
+
+
+def _skeleton(folder: Path) -> Any:
+    """The model's modules without weights; an empty module if transformers has no class for it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder)
+            if hasattr(config, "quantization_config"):
+                delattr(config, "quantization_config")
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, ImportError, OSError, AttributeError, TypeError):
+        return torch.nn.Module()
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse formats of weights other than 16 or 32 bits and bitsandbytes' 4 bits."""
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        return
+    method = found.get("quant_method", "bitsandbytes")
+    if method == "bitsandbytes" and found.get("load_in_4bit", found.get("_load_in_4bit")):
+        return
+    raise UserError(
+        f"The weights in {folder} are quantized ({method}), which cannot be merged. Give the original 16-bit model "
+        "with --base, or use --to adapter."
+    )
+
+
+def copy_tokenizer(source: Path, folder: Path) -> list[str]:
+    """Copy the files of a tokenizer and its chat template. Returns their names."""
+    found = sorted(path for path in source.iterdir() if path.is_file() and _TOKENIZER.fullmatch(path.name))
+    for path in found:
+        shutil.copyfile(path, folder / path.name)
+    return [path.name for path in found]

@@ -1,0 +1,89 @@
+"""Starts the check of an export in a process of its own, and reads its finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunError
+from finetune.runtime import subprocesses
+
+PROGRAM = Path(__file__).with_name("check.py")
+QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "Name three colors.")
+MAX_NEW_TOKENS = 24
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The finding of `check.py` about a job.
+
+    Raises:
+        RunError: the process ended without one.
+    """
+    job = {"max_new_tokens": MAX_NEW_TOKENS} | {
+        name: str(value) if isinstance(value, Path) else value for name, value in job.items()
+    }
+    with tempfile.TemporaryDirectory(prefix="finetune-check-") as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job), encoding="utf-8")
+        env = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        done = subprocesses.run([sys.executable, "-P", str(PROGRAM), str(path)], env=env)
+    found = _answer(done.stdout)
+    if "passed" not in found:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RunError(
+            f"The export could not be verified: the check ended early ({found.get('error') or lines[-1][:300]}). "
+            "Nothing was written. Run it again, on a machine with more memory if it was killed, or skip the check with "
+            "--no-verify."
+        )
+    return found
+
+
+def _answer(output: str) -> dict[str, Any]:
+    """The last line that is a JSON object; empty if there is none."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def prompts(tokenizer: Any) -> list[str]:
+    """The questions as text, by the tokenizer's chat template if it has one. Templates are rendered with bounds."""
+    from jinja2 import TemplateError
+
+    from finetune.data.render import render
+    from finetune.data.template import load_template
+
+    template = load_template(tokenizer)
+    if template is None:
+        return list(QUESTIONS)
+    special: dict[str, Any] = {
+        name: str(one) for name, one in tokenizer.special_tokens_map.items() if isinstance(one, str)
+    }
+    try:
+        return [
+            render(template, [{"role": "user", "content": one}], add_generation_prompt=True, **special)[0]
+            for one in QUESTIONS
+        ]
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return list(QUESTIONS)
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """A finding that passed, in a sentence."""
+    answers, logits = found["answers"], found["logits"]
+    equal, ties = (sum(one["outcome"] == outcome for one in answers) for outcome in ("equal", "tie"))
+    tokens = sum(one["tokens"] for one in answers)
+    near = f" ({ties} up to a tie)" if ties else ""
+    tensors = f"{found['tensors']['compared']} tensors equal up to one rounding, " if "tensors" in found else ""
+    return (
+        f"{tensors}{equal + ties} of {len(answers)} greedy answers equal{near} over {tokens} tokens, logits differ by "
+        f"{logits['difference']:.2g} (bound {logits['bound']:.2g})"
+    )
