@@ -85,6 +85,7 @@ def open_job(
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
     with activity.during("preparing data"):
         prepared = prepare(config, tokenizer, hooks)
+    tokenizer = model.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
     check_backend(stack)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)

@@ -203,15 +203,16 @@ def _check_folder(folder: Path) -> None:
     """Check that configuration files are JSON objects and that weight files match the sizes in their headers."""
     for name in (*SHAPES, *TOKENIZER):
         if (folder / name).is_file():
-            _read_object(folder / name)
+            read_object(folder / name)
     for file in sorted(folder.glob("*.safetensors")):
-        if why := _why_damaged(file):
+        if why := why_damaged(file):
             raise UserError(
                 f"model.model_name_or_path is {folder}: its {file.name} is damaged ({why}). Copy or download it again."
             )
 
 
-def _read_object(file: Path) -> dict:
+def read_object(file: Path) -> dict:
+    """A JSON object of a model's folder. Raises UserError if it cannot be read or is something else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -223,7 +224,7 @@ def _read_object(file: Path) -> dict:
     return found
 
 
-def _why_damaged(file: Path) -> str | None:
+def why_damaged(file: Path) -> str | None:
     """What is wrong with a safetensors file, judged by its header: 8 bytes of length, JSON with offsets, data."""
     try:
         size = file.stat().st_size
@@ -268,7 +269,7 @@ def _found(config: Config) -> dict | None:
     """The adapter's configuration in the folder or the cache."""
     folder = Path(str(config.model.model_name_or_path))
     file = folder / ADAPTER if folder.is_dir() else _cached(config, ADAPTER)
-    return _read_object(file) if file and file.is_file() else None
+    return read_object(file) if file and file.is_file() else None
 
 
 def _cached(config: Config, file: str) -> Path | None:

@@ -26,11 +26,13 @@ class Question:
     prompt: list[int]
     reference: str
     answer_tokens: int
+    end: int | None  # the special token that ends the answer, if one does
 
 
 def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
+    special = set(tokenizer.added_tokens_decoder)
     for index in range(len(rows)):
         if len(found) == count:
             break
@@ -41,7 +43,15 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         if start > 1:
             end = int(supervised[-1]) + 1
             reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
-            found.append(Question(prompt=ids[:start].tolist(), reference=reference, answer_tokens=end - start))
+            last = int(ids[end - 1])
+            found.append(
+                Question(
+                    prompt=ids[:start].tolist(),
+                    reference=reference,
+                    answer_tokens=end - start,
+                    end=last if last in special else None,
+                )
+            )
     return found
 
 
@@ -51,8 +61,10 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     me = distributed.ranks()
     longest = max(question.answer_tokens for question in asked)
     own = [question.prompt for question in asked[me.rank :: me.world_size]]
+    length = min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)
+    stops = {question.end for question in asked if question.end is not None}
     parts = distributed.gather_objects(
-        generate(model, tokenizer, own, max_new_tokens=min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)) if own else []
+        generate(model, tokenizer, own, max_new_tokens=length, stops=stops) if own else []
     )
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"data"},
     {"engine"},
     {"measure"},
-    {"dryrun", "bench", "doctor", "prepare", "convert", "review", "dashboard"},
+    {"dryrun", "bench", "doctor", "prepare", "chat", "convert", "review", "dashboard"},
     {"train", "drop_in", "parity", "script"},
     {"advise"},
     {"cli"},
