@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Job:
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
+    # (key, package.module:name, what it stands for) of the code that the configuration names
+    user_code: list[tuple[str, str, Any]] = field(default_factory=list)
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""

@@ -7,11 +7,14 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.origins import evaluation_origins, training_origins
+from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
+from finetune.runtime import user_code
 
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -36,6 +39,9 @@ def check(config: Config) -> None:
         UserError: what is missing, and what to do.
     """
     check_optimizer(config.training.optim)
+    check_trackers(config.logging.trackers)
+    for key, name in user_code.named(config.logging):
+        user_code.check(key, name, config.config_file)
     check_model(config)
     check_data(config)
 
@@ -330,6 +336,21 @@ def _check_adapter(config: Config, adapter: dict | None) -> None:
         raise UserError(
             f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration has {wanted}. "
             "Set lora.r and lora.lora_alpha to the adapter's values."
+        )
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of the trackers in logging.report_to are installed.
+
+    Raises:
+        UserError: one is not; it names all of them.
+    """
+    missing = [name for name in names if importlib.util.find_spec(TRACKERS[name][0]) is None]
+    if missing:
+        packages = " ".join(TRACKERS[name][1] for name in missing)
+        raise UserError(
+            f"logging.report_to names {', '.join(missing)}, which is not installed here. Run `pip install {packages}`, "
+            "or remove it."
         )
 
 
