@@ -51,6 +51,8 @@ def print_introduction(job: Job, start: Start) -> None:
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")
+    if config.logging.trackers:
+        print_line(f"Reports to TensorBoard and {', '.join(config.logging.trackers)}")
     if config.rows_from_script:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")

@@ -379,10 +379,11 @@ def test_statistics_of_the_services_are_off_unless_set(monkeypatch: pytest.Monke
 @pytest.mark.process
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline(run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     assert run("--logging.report_to", "wandb") == 0
+    wandb.teardown()  # as at the end of a process: its own process has written everything
     (file,) = tmp_path.rglob("*.wandb")
     assert all(name in file.read_bytes() for name in (b"train/loss", b"eval/loss", b"train/num_tokens"))
 
