@@ -126,7 +126,7 @@ class Tracker:
 
 
 def _refusal(name: str, error: Exception) -> RunError:
-    text = " ".join(describe(error).split())[:300]
+    text = " ".join(describe(error).split())[:300].rstrip(".")
     return RunError(
         f"logging.report_to: {name} cannot be used here: {text}. Log in, choose its offline mode (docs/tracking.md), "
         "or remove it."

@@ -78,7 +78,7 @@ def errors_named(key: str, name: str, doing: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # after sys.exit() on one rank, the others would wait for it
         where = f" in {doing}" if doing else ""
-        text = " ".join(describe(error).split())[:300]
+        text = " ".join(describe(error).split())[:300].rstrip(".")
         raise RunError(
             f"{key}: {name} failed{where}{_line(error)}: {text}. Correct it, then resume the run."
         ) from error
