@@ -101,7 +101,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
     )
 
     with logger, session.out_of_memory(job):
-        before, answers_before = session.evaluate(job, trainer, questions)
+        before, answers_before = session.evaluate(job, built, questions)
         with interrupt.deferred():
             trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
         first_step = logger.first_step_at - STARTED if logger.first_step_at else None
@@ -129,13 +129,14 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), trainer.state.global_step)
         with interrupt.finishing():
             sums = session.save_final(trainer, output_dir)
-        after, answers_after = session.evaluate(job, trainer, questions)
-        logger.show_samples(samples.texts(job.tokenizer, questions, answers_after), trainer.state.global_step)
+        after, answers_after = session.evaluate(job, built, questions)
+        if answers_after is not None:
+            logger.show_samples(answers_after, trainer.state.global_step)
 
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
-    record.update(status="done", final_files=sums, **scores)
-    if questions:
-        console().print(samples.table(job.tokenizer, questions, answers_before, answers_after))
+    record.update(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
+    if answers_before is not None and answers_after is not None:
+        console().print(samples.table(job.tokenizer, questions, answers_before.answers, answers_after.answers))
     report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
     return False
 

@@ -19,7 +19,6 @@ AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "loss_type": ("nll",),
     "packing_strategy": ("bfd",),
     "push_to_hub": (False,),
-    "report_to": ("tensorboard", ["tensorboard"]),
 }
 
 # Name -> value -> our key and its value. `ANY` stands for every value.
@@ -34,6 +33,7 @@ SAME_AS: dict[str, dict[Any, tuple[str, Any]]] = {
     "dataset_num_proc": {ANY: ("data.num_proc", ANY)},
     "dataset_text_field": {ANY: ("data.dataset_text_field", ANY)},
     "eval_strategy": {"no": ("training.eval_steps", 0)},
+    "report_to": {ANY: ("logging.report_to", ANY)},
     "save_strategy": {"no": ("training.save_steps", 0)},
     "truncation_mode": {"keep_start": ("data.over_length", "truncate")},
 }

@@ -4,7 +4,9 @@ A rule takes the configuration, whose values are each valid by themselves, and t
 default cannot contradict anything. It yields the names it is about and a text: what is wrong, then what to do.
 """
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -41,6 +43,22 @@ NEEDS_A_MODEL = (
     "data.train_on_thinking",
     "data.chat_template_kwargs",
 )
+
+# Names in report_to, as in transformers (`INTEGRATION_TO_CALLBACK`), and what each needs: its module, its name for pip.
+TRACKERS = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "trackio": ("trackio", "trackio"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+    "clearml": ("clearml", "clearml"),
+    "swanlab": ("swanlab", "swanlab"),
+    "dvclive": ("dvclive", "dvclive"),
+    "neptune": ("neptune", "neptune"),
+    "codecarbon": ("codecarbon", "codecarbon"),
+    "dagshub": ("dagshub", "dagshub mlflow"),
+    "azure_ml": ("azureml", "azureml-core"),
+}
+USER_CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages
 
@@ -372,6 +390,58 @@ def best_model(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+def trackers(config: Config, given: frozenset[str]) -> Found:
+    """Services that a run reports to are named one by one: data leaves the machine only when asked to."""
+    names = config.logging.trackers
+    if "none" in names:
+        text = (
+            "TensorBoard's files are always written, for `finetune review`, and nothing else is by default. Remove it."
+        )
+        yield ("logging.report_to",), text
+    elif "all" in names:
+        yield ("logging.report_to",), "a run reports only to services that are named, beside TensorBoard. Name them."
+    elif unknown := [name for name in names if name not in TRACKERS]:
+        near = difflib.get_close_matches(unknown[0], TRACKERS, n=1)
+        nearest = f" Nearest is {near[0]}." if near else ""
+        yield ("logging.report_to",), f"unknown: {unknown[0]}.{nearest} Use tensorboard, {', '.join(TRACKERS)}."
+
+
+def user_code(config: Config, given: frozenset[str]) -> Found:
+    """Python code that a configuration names runs only with permission, and a metric has answers to score."""
+    logging = config.logging
+    named = {"logging.metric": [logging.metric] if logging.metric else [], "logging.callbacks": logging.callbacks or []}
+    for key, entries in named.items():
+        wrong = next((entry for entry in entries if not USER_CODE.fullmatch(entry)), None)
+        if wrong is not None:
+            form = "package.module:function" if key == "logging.metric" else "package.module:Class"
+            yield (key,), f"{wrong!r} must be of the form {form}."
+        elif entries and not logging.trust_code:
+            yield (
+                (key, "logging.trust_code"),
+                "it names Python code, which would run in the training process. Set logging.trust_code: true to allow"
+                " it, or remove it.",
+            )
+    if logging.trust_code and not any(named.values()):
+        yield (
+            ("logging.trust_code", *named),
+            "trust_code has no effect without logging.metric or logging.callbacks. Remove it."
+            " (Code that comes with a model is model.trust_remote_code.)",
+        )
+    if logging.metric and logging.generate_samples == 0:
+        yield (
+            ("logging.metric", "logging.generate_samples"),
+            "the metric scores answers, and generate_samples is 0. Set logging.generate_samples.",
+        )
+    sources = ("data.eval_file", "data.eval", "data.eval_fraction")
+    held_out = config.demo or config.rows_from_script or not all(_is_default(config, name) for name in sources)
+    if logging.metric and not held_out:
+        yield (
+            ("logging.metric", *sources),
+            "the metric scores answers to held-out prompts, and no rows are held out. Set data.eval_file or"
+            " data.eval_fraction.",
+        )
+
+
 def output_folder(config: Config, given: frozenset[str]) -> Found:
     """Resume or overwrite."""
     if config.training.resume_from_checkpoint and config.training.overwrite_output_dir:
@@ -482,6 +552,8 @@ RULES: tuple[Rule, ...] = (
     packing,
     run_length,
     best_model,
+    trackers,
+    user_code,
     output_folder,
     learning_rate_scaling,
     batch_size,

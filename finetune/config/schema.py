@@ -296,12 +296,30 @@ class LoggingConfig:
 
     logging_steps: int = _setting(10, "Optimizer steps between log entries.", AT_LEAST_1)
     profile_steps: int = _setting(0, "Steps to trace with torch.profiler, after the first three. 0 is off.", AT_LEAST_0)
-    generate_samples: int = _setting(3, "Held-out prompts to answer before and after training. 0 is off.", AT_LEAST_0)
+    generate_samples: int = _setting(3, "Held-out prompts to answer at each evaluation. 0 is off.", AT_LEAST_0)
+    metric: str | None = _setting(
+        None, "Function that scores these answers, as package.module:function. Needs trust_code.", NOT_EMPTY
+    )
+    report_to: list[str] | str = _setting(
+        "tensorboard",
+        "Trackers such as wandb, mlflow or trackio, beside TensorBoard, which is always written.",
+        NOT_EMPTY,
+    )
+    callbacks: list[str] | None = _setting(
+        None, "Classes of callbacks of the trainer, as package.module:Class. Needs trust_code.", NOT_EMPTY
+    )
+    trust_code: bool = _setting(False, "Allow your Python code that metric and callbacks name to run.")
     include_rows: bool = _setting(
         True,
         "Show text of your data in TensorBoard: sample answers, and one dropped row per reason.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Minimum severity of messages.")
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in report_to beside TensorBoard, each once."""
+        names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        return [name for name in dict.fromkeys(names) if name != "tensorboard"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,10 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("enable_jit_checkpoint", "Ctrl-C and SIGTERM always save a checkpoint"),
     ("logging_strategy", "use logging.logging_steps"),
     ("logging_nan_inf_filter", "a loss that is not finite is always logged"),
+    ("logging_dir", "TensorBoard's files are in runs/ under training.output_dir"),
     (
-        "report_to logging_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-        "logs go to TensorBoard, in runs/ under training.output_dir",
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "Trackio writes to this machine; publish a project with `trackio sync`",
     ),
     ("disable_tqdm", "progress is a bar on a terminal and plain lines elsewhere"),
     (

@@ -742,6 +742,16 @@ class Encoder:
         )
 
 
+def end_of_turn(tokenizer: Any, template: str, variables: Mapping[str, Any] | None = None) -> str | None:
+    """The text that a chat template ends the last assistant turn with, such as "<|im_end|>"; None if it cannot be
+    inferred, or if nothing but white space ends it."""
+    try:
+        end = Encoder(tokenizer, template, chat_template_kwargs=variables)._infer_shape().end
+    except (RowError, UserError):
+        return None
+    return end.strip() or None
+
+
 def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.text.Text:
     """The decoded tokens of one document, with supervised ones in bold green and the context dimmed. Without color (as
     in a log file), supervised tokens are enclosed in the brackets \u27e6 and \u27e7."""

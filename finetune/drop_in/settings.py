@@ -17,6 +17,7 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
+from finetune.engine import trackers
 from finetune.engine.trainer import MANAGED
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
@@ -95,7 +96,9 @@ def for_training(args: Any, batch: Batch) -> Any:
     args.per_device_train_batch_size = batch.per_device
     args.gradient_accumulation_steps = batch.accumulation
     args.chat_template_path = None  # the tokenizer has it by now
-    args.report_to = [name for name in args.report_to if name != "tensorboard"]  # written by the run's own logger
+    # TensorBoard's files are written by the run's own logger, and rank 0 alone reports.
+    args.report_to = [name for name in args.report_to if name != "tensorboard" and distributed.ranks().is_main]
+    trackers.no_telemetry()
     # See engine.trainer.arguments: a dense model uses all its weights, and its buffers are constant.
     args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
     args.ddp_broadcast_buffers = bool(args.ddp_broadcast_buffers)

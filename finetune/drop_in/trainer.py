@@ -23,7 +23,7 @@ from finetune.data.prepare import Data
 from finetune.drop_in import backbone, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
-from finetune.engine import adapted, checkpoints, invariants, report, restart, resume, session
+from finetune.engine import adapted, checkpoints, invariants, report, restart, resume, session, trackers
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
@@ -305,6 +305,7 @@ class SFTTrainer(engine.SFTTrainer):
         # Before the user's, which then see TRL's metrics too.
         self.callback_handler.callbacks[:0] = own
         logger.attach(self)
+        logger.trackers = trackers.adopt(self.callback_handler.callbacks, logger.reported)
         try:
             with logger:
                 yield

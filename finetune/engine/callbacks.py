@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,44 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune.engine import invariants, shard
-from finetune.errors import RunError
-from finetune.runtime import distributed, interrupt
+from finetune.errors import RunError, UserError
+from finetune.runtime import distributed, interrupt, user_code
+
+EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
+
+
+def of_the_user(named: Sequence[tuple[str, str, Any]]) -> list[TrainerCallback]:
+    """Callbacks of the classes that logging.callbacks names, made without arguments. An exception in one of them
+    becomes a RunError that names the class and the event.
+
+    Args:
+        named: (key, package.module:Class, the class) of the user's code.
+
+    Raises:
+        UserError: one is not a callback's class.
+        RunError: one cannot be made.
+    """
+    found = []
+    for key, name, kind in named:
+        if key != "logging.callbacks":
+            continue
+        if not (isinstance(kind, type) and issubclass(kind, TrainerCallback)):
+            raise UserError(f"{key}: {name} is not a class of transformers.TrainerCallback. Derive it from that.")
+        with user_code.errors_named(key, name, "__init__"):
+            callback = kind()
+        for event in EVENTS:
+            setattr(callback, event, _named(getattr(callback, event), key, name, event))
+        found.append(callback)
+    return found
+
+
+def _named(method: Callable[..., Any], key: str, name: str, event: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with user_code.errors_named(key, name, event):
+            return method(*args, **kwargs)
+
+    return call
 
 
 class StopOnRequest(TrainerCallback):

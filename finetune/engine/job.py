@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Job:
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
+    # (key, package.module:name, what it stands for) of the code that the configuration names
+    user_code: list[tuple[str, str, Any]] = field(default_factory=list)
 
     def plan(self) -> Plan:
         """The order of the training rows in global steps."""
@@ -85,6 +87,7 @@ def open_job(
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
     with activity.during("preparing data"):
         prepared = prepare(config, tokenizer, hooks)
+    tokenizer = model.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
     check_backend(stack)
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)

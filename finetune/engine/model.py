@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.config import Config
+from finetune.data.template import load_template
 from finetune.engine import adapted, adapter_targets, fp8, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
@@ -48,6 +49,13 @@ def with_padding(tokenizer: Any) -> Any:
         # Padding is masked in attention and labels, so any token will do; every tokenizer has an end token.
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def with_template(config: Config, tokenizer: Any) -> Any:
+    """Give the tokenizer the chat template of the configuration, so that it is saved with the model; and return it."""
+    if config.model.chat_template not in (None, "none"):
+        tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
     return tokenizer
 
 
@@ -168,20 +176,11 @@ def _load_transformers(
     config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, hollow: bool = False
 ) -> Any:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     name = str(config.model.model_name_or_path)
     dtype = resolve_dtype(config, stack)
-    quantization = None
-    if config.model.load_in_4bit:  # NF4 with double quantization: the QLoRA paper, arXiv 2305.14314
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    elif config.model.load_in_8bit:
-        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    quantization = quantization_config(_quantized(config), dtype)
     base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
     if hollow:
         model = shard_loading.hollow(config, dtype, _attention(config))
@@ -225,6 +224,24 @@ def _load_transformers(
             **lora.adapter_kwargs,
         ),
     )
+
+
+def quantization_config(bits: int | None, dtype: torch.dtype) -> Any:
+    """The transformers backend's quantization of frozen weights to 4 or 8 bits; None for None.
+
+    Args:
+        dtype: that 4-bit weights are multiplied in.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if bits == 4:  # NF4 with double quantization: the QLoRA paper, arXiv 2305.14314
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else None
 
 
 def _attention(config: Config) -> dict[str, str]:
@@ -310,13 +327,13 @@ def prepare_for_packs(model: Any, stack: Stack) -> None:
 # --- generation -----------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    stops: Collection[int] = (),
     batch_size: int = 32,
     with_other_ranks: bool = False,
 ) -> list[str]:
@@ -324,7 +341,8 @@ def generate(
 
     Args:
         prompts: token ids of each prompt, up to the start of the assistant's turn.
-        max_new_tokens: per answer; the model's end token ends it earlier.
+        max_new_tokens: per answer; an end token ends it earlier.
+        stops: end tokens beside those of the model and the tokenizer.
         with_other_ranks: go on until every rank has finished, as a sharded model needs it.
     """
     from transformers import GenerationConfig
@@ -334,27 +352,47 @@ def generate(
         do_sample=False,
         use_cache=True,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
     answers: list[str] = []
     with _inference(model):
-        device = next(model.parameters()).device
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
-            width = max(len(ids) for ids in batch)
-            padded = [[tokenizer.pad_token_id] * (width - len(ids)) + list(ids) for ids in batch]
-            mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]
-            output = model.generate(
-                input_ids=torch.tensor(padded, device=device),
-                attention_mask=torch.tensor(mask, device=device),
-                generation_config=settings,
-                synced_gpus=with_other_ranks,
-            )
-            answers += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+            found = complete(model, batch, settings, synced_gpus=with_other_ranks)
+            answers += tokenizer.batch_decode(found, skip_special_tokens=True)
     return answers
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+@torch.no_grad()
+def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **further: Any) -> list[list[int]]:
+    """The token ids that the model adds to each prompt of a batch, its end token included if it comes to one.
+
+    Prompts are padded on the left, so that each is followed by its own answer; positions count from its first token.
+
+    Args:
+        settings: a GenerationConfig with `pad_token_id` and a list of `eos_token_id`.
+        further: arguments of transformers' `generate`, such as `streamer`.
+    """
+    device = next(model.parameters()).device
+    width = max(len(ids) for ids in prompts)
+    padded = [[settings.pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+    output = model.generate(
+        input_ids=torch.tensor(padded, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=settings,
+        **further,
+    )
+    ends = set(settings.eos_token_id)
+    added = []
+    for ids in output[:, width:].tolist():  # an answer that ended before others of its batch is padded
+        last = next((place for place, token in enumerate(ids) if token in ends or token == settings.pad_token_id), None)
+        added.append(ids if last is None else ids[: last + (ids[last] in ends)])
+    return added
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The end tokens in the model's generation config and the tokenizer's own."""
     configured = model.generation_config.eos_token_id
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})

@@ -34,11 +34,13 @@ def layout() -> dict[str, dict[str, list[Any]]]:
 
     def lines(*names: str) -> list[Any]:
         # A tag is a regular expression here.
-        return ["Multiline", [re.escape(BY_NAME[name].tag).replace(r"\{n\}", r"\d+") + "$" for name in names]]
+        tags = [re.escape(BY_NAME[name].tag).replace(r"\{n\}", r"\d+").replace(r"\{name\}", ".+") for name in names]
+        return ["Multiline", [one + "$" for one in tags]]
 
     return {
         "1 Is it learning?": {
             "loss [nats per supervised token]": lines("loss", "eval_loss"),
+            "answers to held-out prompts": lines("eval_exact_match", "eval_metric"),
             "token accuracy [0-1]": lines("token_accuracy", "eval_token_accuracy"),
             "entropy [nats]": lines("entropy", "eval_entropy"),
         },
@@ -159,9 +161,9 @@ def configuration_page(config: dict[str, Any], given: Iterable[str]) -> str:
     )
 
 
-def samples_page(rows: Iterable[tuple[str, str, str]]) -> str:
-    """(prompt, the model's answer, reference) of each sample."""
-    return table(["prompt", "answer", "reference"], rows)
+def samples_page(rows: Iterable[tuple[str, str, str]], scores: str) -> str:
+    """(prompt, the model's answer, reference) of each sample, below their scores in words."""
+    return f"{cell(scores)}\n\n{table(['prompt', 'answer', 'reference'], rows)}"
 
 
 def hyperparameters(values: dict[str, Any]) -> list[Any]:

@@ -9,11 +9,14 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.origins import evaluation_origins, training_origins
+from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
+from finetune.runtime import user_code
 
 HUB_SECONDS = 4.0  # to connect to the hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
@@ -39,6 +42,9 @@ def check(config: Config) -> None:
         UserError: what is missing, and what to do.
     """
     check_optimizer(config.training.optim)
+    check_trackers(config.logging.trackers)
+    for key, name in user_code.named(config.logging):
+        user_code.check(key, name, config.config_file)
     check_model(config)
     check_data(config)
 
@@ -218,7 +224,7 @@ def _check_folder(folder: Path) -> None:
     """Check that configuration files are JSON objects and that weight files match the sizes in their headers."""
     for name in (*SHAPES, *TOKENIZER):
         if (folder / name).is_file():
-            _read_object(folder / name)
+            read_object(folder / name)
     for file in sorted(folder.glob("*.safetensors")):
         if why := why_damaged(file):
             raise UserError(
@@ -226,7 +232,8 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _read_object(file: Path) -> dict:
+def read_object(file: Path) -> dict:
+    """A JSON object of a model's folder. Raises UserError if it cannot be read or is something else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -288,7 +295,7 @@ def _found(config: Config) -> dict | None:
     """The adapter's configuration in the folder or the cache."""
     folder = Path(str(config.model.model_name_or_path))
     file = folder / ADAPTER if folder.is_dir() else _cached(config, ADAPTER)
-    return _read_object(file) if file and file.is_file() else None
+    return read_object(file) if file and file.is_file() else None
 
 
 def _cached(config: Config, file: str) -> Path | None:
@@ -349,6 +356,21 @@ def _check_adapter(config: Config, adapter: dict | None) -> None:
         raise UserError(
             f"lora.continue_adapter keeps the shape of {name}, which has {found}; the configuration has {wanted}. "
             "Set lora.r and lora.lora_alpha to the adapter's values."
+        )
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of the trackers in logging.report_to are installed.
+
+    Raises:
+        UserError: one is not; it names all of them.
+    """
+    missing = [name for name in names if importlib.util.find_spec(TRACKERS[name][0]) is None]
+    if missing:
+        packages = " ".join(TRACKERS[name][1] for name in missing)
+        raise UserError(
+            f"logging.report_to names {', '.join(missing)}, which is not installed here. Run `pip install {packages}`, "
+            "or remove it."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ def print_introduction(job: Job, start: Start) -> None:
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")
+    if config.logging.trackers:
+        print_line(f"Reports to TensorBoard and {', '.join(config.logging.trackers)}")
     if config.rows_from_script:
         print_line(f"Rows: returned by {config.script}, cached in {job.data.folder}")
     print_line(f"Rows: {job.data.format}")
@@ -125,10 +128,15 @@ def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str)
         prediction: how right the dry run's prediction was, as a sentence.
     """
     parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
-    for name, label in (("eval_loss", "held-out loss"), ("exact_match", "held-out exact match")):
-        before, after = results[f"{name}_before"], results[f"{name}_after"]
-        if after is not None:
-            parts.append(f"{label} {before:.4f} -> {after:.4f}")
+    if results["eval_loss_after"] is not None:
+        parts.append(f"held-out loss {results['eval_loss_before']:.4f} -> {results['eval_loss_after']:.4f}")
+    scores = [("exact match", results["exact_match_before"], results["exact_match_after"])]
+    before, after = (results.get(f"metric_{when}") or {} for when in ("before", "after"))
+    scores += [(name, before.get(name, math.nan), value) for name, value in after.items()]
+    shown = [f"{name} {was:.4f} -> {now:.4f}" for name, was, now in scores if now is not None]
+    if shown:
+        count = results["answers_scored"]
+        parts.append(f"held-out {', '.join(shown)} ({count} answer{'s' if count != 1 else ''})")
     if results["tokens_per_second_per_gpu"]:
         parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
     print_line("; ".join(parts) + ".")

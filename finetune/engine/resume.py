@@ -42,7 +42,7 @@ FREE_EXTRA = frozenset(
     " logging_first_step log_level log_level_replica log_on_each_node include_num_input_tokens_seen skip_memory_metrics"
     " torch_empty_cache_steps ddp_bucket_cap_mb ddp_backend ddp_find_unused_parameters ddp_broadcast_buffers"
     " gradient_checkpointing_kwargs activation_offloading save_only_model restore_callback_states_from_checkpoint"
-    " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm".split()
+    " torch_compile torch_compile_backend torch_compile_mode tf32 debug disable_tqdm run_name project".split()
 )
 # Keys of a model's config.json that do not affect what the model computes.
 _NOT_SHAPE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "unsloth_version")

@@ -26,13 +26,14 @@ from finetune.engine import memory, metrics, pages
 from finetune.engine.event_file import EventFile, RankLog
 from finetune.engine.metrics import ModelSize
 from finetune.engine.monitor import Monitor, RankRecord, StepRecord
+from finetune.engine.samples import Result
+from finetune.engine.trackers import Tracker
 from finetune.errors import RunError
 from finetune.runtime import distributed
 from finetune.runtime.hardware import Hardware
-from finetune.runtime.tags import PHASES, SHOWN_RANKS, tag
+from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
 _EVALUATION = re.compile(r"eval_((?P<set>.+)_)?loss")
-Samples = list[tuple[str, str, str]]  # (prompt, the model's answer, reference)
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Dashboard:
     hyperparameters: dict[str, Any] = field(default_factory=dict)  # of the HPARAMS table
     review: Callable[[], str] | None = None  # the review page as Markdown; reads what has been written so far
     divergence: Callable[[list[float]], str | None] | None = None  # a sentence if these losses of all steps diverge
-    samples: Callable[[], Samples] | None = None  # answers of the current model; called on every rank
+    samples: Callable[[], Result] | None = None  # answers of the current model; called on every rank
     include_rows: bool = True  # whether prompts and answers may be shown
 
 
@@ -119,6 +120,9 @@ class RunLogger(TrainerCallback):
         self._retries = 0
         self._fullest: float | None = None
         self._training_since: float | None = None
+        self.trackers: list[Tracker] = []
+        self.reported: dict[str, float] = {}  # the figures of the last record or evaluation, as trackers show them
+        self._scored_at = -1  # step of the last answers to held-out prompts
         self._evaluated_at: dict[str, int] = {}  # step of the last evaluation of each set
         self._trainer: Any = None
         self._monitor: Monitor | None = None
@@ -236,6 +240,8 @@ class RunLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
     ) -> None:
         logs = logs or {}
+        if "eval_answers" in logs:  # of `log_scores`; a metric of the user may be called anything
+            return
         for key in logs:
             if (named := _EVALUATION.fullmatch(key)) is not None:
                 self._log_evaluation(logs, named["set"] or "", state)
@@ -262,6 +268,7 @@ class RunLogger(TrainerCallback):
             }
         self._retries += retries
         first = state.global_step - len(record.losses) + 1
+        self.reported.clear()
         if self.writer:
             for name, values in (
                 ("loss", record.losses),
@@ -387,6 +394,7 @@ class RunLogger(TrainerCallback):
         prefix, shown = (f"eval_{name}", f" ({name})") if name else ("eval", "")
         loss, accuracy = logs[f"{prefix}_loss"], logs.get(f"{prefix}_token_accuracy")
         self.evaluations.append({"step": step, "loss": loss} | ({"set": name} if name else {}))
+        self.reported.clear()
         values = {
             "eval_loss": loss,
             "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
@@ -396,6 +404,7 @@ class RunLogger(TrainerCallback):
         for metric, value in values.items():
             if self.writer and value is not None:
                 self.writer.add_scalar(tag(metric) + shown, float(value), step)
+                self.reported[BY_NAME[metric].key.replace("eval", prefix, 1)] = float(value)
         if self.writer and self._trainer.eval_document_losses:
             losses = np.array(self._trainer.eval_document_losses)
             self.writer.add_histogram(tag("eval_document_loss") + shown, losses, step)
@@ -407,17 +416,38 @@ class RunLogger(TrainerCallback):
         if self._training_since is None:
             return
         if self.dashboard.samples is not None:  # inside the trainer's `evaluate`, so its time counts as evaluation
-            samples = self.dashboard.samples()
-            self.show_samples(samples, state.global_step)
+            result = self.dashboard.samples()
+            self.log_scores(result, state)
+            self.show_samples(result, state.global_step)
             if self.progress:
-                for sample in samples[:1]:
+                for sample in result.shown[:1]:
                     self.progress.sample(*sample)
         self.write_review(state.global_step)
 
-    def show_samples(self, samples: Samples, step: int) -> None:
+    def log_scores(self, result: Result, state: TrainerState) -> None:
+        """The scores of answers to held-out prompts: TensorBoard, the trainer's log, run.json, the terminal. Every rank
+        calls it."""
+        step = state.global_step
+        if step <= self._scored_at or (self._start_step and step == 0):
+            return  # as in `_log_evaluation`
+        self._scored_at = step
+        match, own = result.scores["exact_match"], {k: v for k, v in result.scores.items() if k != "exact_match"}
+        count = len(result.answers)
+        self._scalar("eval_exact_match", match, step)
+        self._scalar("eval_answers", count, step)
+        if self.writer:
+            for name, value in own.items():
+                self.writer.add_scalar(tag("eval_metric", label=name), value, step)
+        if self.evaluations and self.evaluations[-1]["step"] == step:
+            self.evaluations[-1] |= {"answers": count, "scores": result.scores}
+        self._trainer.log({f"eval_{name}": value for name, value in {**result.scores, "answers": count}.items()})
+        if self.progress and self._training_since is not None:
+            self.progress.line(state, f"held-out answers: {result.words}")
+
+    def show_samples(self, result: Result, step: int) -> None:
         """The text page of answers, if rows may be shown."""
-        if self.writer and samples and self.dashboard.include_rows:
-            self.writer.add_text("5 samples", pages.samples_page(samples), step)
+        if self.writer and self.dashboard.include_rows:
+            self.writer.add_text("5 samples", pages.samples_page(result.shown, result.words), step)
 
     def show_best(self, text: str, step: int) -> None:
         """The text page of the best evaluation, if there is one."""
@@ -458,10 +488,14 @@ class RunLogger(TrainerCallback):
                 self.write_review(self._trainer.state.global_step)
                 self.writer.add_summary(pages.session_end(succeeded=kind is None), 0)
             self.writer.close()
+        for tracker in self.trackers:
+            tracker.end()
 
     def _scalar(self, name: str, value: float | None, step: int, n: int | None = None) -> None:
         if self.writer and value is not None:
             self.writer.add_scalar(tag(name, n), float(value), step)
+            if BY_NAME[name].written == "record" and n is None:
+                self.reported[BY_NAME[name].key] = float(value)
 
     def results(self) -> dict[str, Any]:
         """Fields of run.json. Rates and step times leave the first step out, which compiles."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,15 @@ from rich.text import Text
 from finetune.data import IGNORE_INDEX
 from finetune.data.store import Rows
 from finetune.engine import shard
+from finetune.engine.metrics import exact_match
 from finetune.engine.model import generate
-from finetune.runtime import activity, distributed
+from finetune.errors import RunError
+from finetune.runtime import activity, distributed, user_code
 
 MOST_NEW_TOKENS = 256
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
+SCORE_NAME = re.compile(r"[\w .%@-]{1,40}", re.ASCII)  # in a tag of TensorBoard and in a key of logs
+RESERVED = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "mean_token_accuracy", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +32,13 @@ class Question:
     prompt: list[int]
     reference: str
     answer_tokens: int
+    end: int | None  # the special token that ends the answer, if one does
 
 
 def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
+    special = set(tokenizer.added_tokens_decoder)
     for index in range(len(rows)):
         if len(found) == count:
             break
@@ -42,7 +49,15 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
         if start > 1:
             end = int(supervised[-1]) + 1
             reference = tokenizer.decode(ids[start:end], skip_special_tokens=True)
-            found.append(Question(prompt=ids[:start].tolist(), reference=reference, answer_tokens=end - start))
+            last = int(ids[end - 1])
+            found.append(
+                Question(
+                    prompt=ids[:start].tolist(),
+                    reference=reference,
+                    answer_tokens=end - start,
+                    end=last if last in special else None,
+                )
+            )
     return found
 
 
@@ -56,12 +71,90 @@ def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     if sharded and len(own) < -(-len(asked) // me.world_size):
         own.append(asked[0].prompt)  # not used: every rank generates as often as the others, which it gathers with
     most = min(longest + SPARE_TOKENS, MOST_NEW_TOKENS)
+    stops = {question.end for question in asked if question.end is not None}
     parts = distributed.gather_objects(
-        generate(model, tokenizer, own, max_new_tokens=most, with_other_ranks=sharded) if own else []
+        generate(model, tokenizer, own, max_new_tokens=most, stops=stops, with_other_ranks=sharded) if own else []
     )
     if sharded:
         shard.reshard(model)
     return [parts[place % me.world_size][place // me.world_size] for place in range(len(asked))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Answers and what they are worth.
+
+    answers:  in the order of the questions
+    shown:    (prompt, answer, reference) of each, as text
+    scores:   by name: "exact_match", then those of the user's metric
+    """
+
+    answers: list[str]
+    shown: list[tuple[str, str, str]]
+    scores: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """The scores as a sentence that says how many answers they are of."""
+        labels = {"exact_match": "exact match"}
+        named = [f"{labels.get(name, name)} {value:.4g}" for name, value in self.scores.items()]
+        return f"{', '.join(named)} ({len(self.answers)} answer{'s' if len(self.answers) != 1 else ''})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """The function that logging.metric names."""
+
+    name: str
+    function: Callable[[list[str], list[str]], Any]
+
+
+def examine(model: Any, tokenizer: Any, asked: Sequence[Question], metric: Metric | None = None) -> Result:
+    """Have the model answer, and score the answers. Every rank calls it, and gets the same.
+
+    Raises:
+        RunError: on every rank: the metric failed, or returned something else than numbers.
+    """
+    given = answers(model, tokenizer, asked)
+    references = [question.reference for question in asked]
+    scores = {"exact_match": exact_match(given, references)}
+    if metric is not None:
+        scores |= _on_main(metric, given, references)
+    return Result(answers=given, shown=texts(tokenizer, asked, given), scores=scores)
+
+
+@activity.during("running logging.metric")
+def _on_main(metric: Metric, given: list[str], references: list[str]) -> dict[str, float]:
+    """The user's scores, computed on rank 0 alone: a metric may start processes or keep counts."""
+    found: dict[str, float] | str = {}
+    if distributed.ranks().is_main:
+        try:
+            with user_code.errors_named("logging.metric", metric.name):
+                found = _numbers(metric, metric.function(list(given), list(references)))
+        except RunError as error:
+            found = str(error)
+    found = distributed.gather_objects(found)[0]
+    if isinstance(found, str):
+        raise RunError(found)
+    return found
+
+
+def _numbers(metric: Metric, value: Any) -> dict[str, float]:
+    """What a metric returned, by name: a number has the name of the function."""
+    if not isinstance(value, Mapping):
+        value = {metric.name.rpartition(":")[2]: value}
+    for name, number in value.items():
+        if not isinstance(name, str) or not SCORE_NAME.fullmatch(name) or name in RESERVED:
+            raise RunError(
+                f"logging.metric: {metric.name} returned a value named {name!r}. Names are letters, digits, spaces and"
+                f" _ . - % @, at most 40, and none of {', '.join(RESERVED)}."
+            )
+        if isinstance(number, str) or not hasattr(number, "__float__"):
+            raise RunError(
+                f"logging.metric: {metric.name} returned a {type(number).__name__} as {name}. Return a number, or a "
+                "dict of numbers."
+            )
+    return {name: float(number) for name, number in value.items()}
 
 
 def texts(tokenizer: Any, asked: Sequence[Question], given: Sequence[str]) -> list[tuple[str, str, str]]:

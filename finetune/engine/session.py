@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.config.origins import evaluation_origins, training_origins
 from finetune.data import sources
-from finetune.engine import checkpoints, metrics, preflight, resume
+from finetune.engine import checkpoints, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact_tree
-from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher
+from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher, user_code
 from finetune.runtime.command import console
 from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from finetune.engine.callbacks import StopOnRequest
     from finetune.engine.job import Job
     from finetune.engine.run_logger import Dashboard, RunLogger
-    from finetune.engine.samples import Question
+    from finetune.engine.samples import Question, Result
     from finetune.engine.trainer import SFTTrainer
     from finetune.runtime.bootstrap import Stack
 
@@ -83,6 +83,8 @@ def open_session(
     stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
     from finetune.engine.job import open_job
 
+    named = user_code.named(config.logging)
+    loaded = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]
     if demo is not None:
         demo.materialize(bootstrap.cache_folder())
 
@@ -90,7 +92,9 @@ def open_session(
         if before_loading is not None:
             before_loading(stack)
 
-    return open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
+    job = open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
+    job.user_code = loaded
+    return job
 
 
 def open_and_compare(
@@ -149,9 +153,10 @@ def build_trainer(
     Args:
         parity_dump: folder for the first gradients and the last weights, for `finetune parity`.
         start_step: optimizer steps that a resumed run starts from.
-        dashboard: what TensorBoard shows beside the curves.
+        dashboard: what TensorBoard shows beside the curves. Without it this is no run of the user's: it reports to no
+            tracker, and the user's callbacks are left out.
     """
-    from finetune.engine import best, callbacks, shard
+    from finetune.engine import best, callbacks, shard, trackers
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config = job.config
@@ -161,6 +166,8 @@ def build_trainer(
     tracker = best.callbacks(config.training, evaluates=job.data.eval is not None)
     steps = config.logging.profile_steps
     dump = [callbacks.ParityDump(parity_dump)] if parity_dump else []
+    reports = trackers.callbacks(config.logging.trackers) if dashboard is not None else []
+    own = callbacks.of_the_user(job.user_code) if dashboard is not None else []
     profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
     trainer = SFTTrainer(
         model=job.model,
@@ -170,13 +177,14 @@ def build_trainer(
         plan=job.plan(),
         layout=job.layout,
         eval_layout=job.eval_layout,
-        callbacks=[logger, *tracker, stop, callbacks.FirstGradients(), *profile, *dump],
+        callbacks=[logger, *tracker, stop, callbacks.FirstGradients(), *profile, *dump, *reports, *own],
         reduces_once=shard.reduces_once(config),
     )
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
     logger.attach(trainer)  # after the hook: what that replaces is timed as well
     complete_early_stopping(trainer)
+    logger.trackers = trackers.adopt(trainer.callback_handler.callbacks, logger.reported)
     return Build(trainer=trainer, logger=logger, stop=stop, best=tracker[0] if tracker else None)
 
 
@@ -214,7 +222,7 @@ def dashboard(
         review: Markdown review of the run in a folder.
         divergence: a sentence if the losses of all steps diverge; used with training.stop_on_divergence.
     """
-    from finetune.engine import pages, samples
+    from finetune.engine import pages
     from finetune.engine.job import layouts
     from finetune.engine.run_logger import Dashboard
 
@@ -229,9 +237,6 @@ def dashboard(
     given = dict(pair for pair in pages.flat(resolved) if pair[0] in config.given)
     about = {"world_size": known["world_size"], "GPU": job.hardware.name, "backend": job.stack.backend}
 
-    def answers() -> list[tuple[str, str, str]]:
-        return samples.texts(job.tokenizer, questions, samples.answers(job.model, job.tokenizer, questions))
-
     return Dashboard(
         texts={
             "2 data": pages.data_page(job.data.ledgers, layouts(job), include_rows=config.logging.include_rows),
@@ -241,7 +246,7 @@ def dashboard(
         hyperparameters=given | about,
         review=lambda: review(record.path.parent),
         divergence=divergence if config.training.stop_on_divergence else None,
-        samples=answers if questions else None,
+        samples=(lambda: examine(job, questions)) if questions else None,
         include_rows=config.logging.include_rows,
     )
 
@@ -365,14 +370,26 @@ def prepare_resume(trainer: SFTTrainer, start: resume.Start, save_total_limit: i
     return str(checkpoint) if checkpoint else None
 
 
-def evaluate(job: Job, trainer: SFTTrainer, questions: list[Question]) -> tuple[dict[str, float | None], list[str]]:
-    """Loss and exact match of the current model on the held-out rows, and its answers to `questions`."""
+def evaluate(job: Job, built: Build, questions: list[Question]) -> tuple[dict[str, Any], Result | None]:
+    """Loss and scores of the current model on the held-out rows, for run.json, and its answers to `questions`."""
+    loss = built.trainer.evaluate()["eval_loss"] if job.data.eval else None
+    if not questions:
+        return {"eval_loss": loss, "exact_match": None}, None
+    result = examine(job, questions)
+    built.logger.log_scores(result, built.trainer.state)
+    scores = dict(result.scores)
+    found = {"eval_loss": loss, "exact_match": scores.pop("exact_match")}
+    return found | ({"metric": scores} if scores else {}), result
+
+
+def examine(job: Job, questions: list[Question]) -> Result:
+    """The current model's answers to held-out prompts, with their scores. Every rank calls it."""
     from finetune.engine import samples
 
-    loss = trainer.evaluate()["eval_loss"] if job.data.eval else None
-    answers = samples.answers(job.model, job.tokenizer, questions) if questions else []
-    matches = metrics.exact_match(answers, [question.reference for question in questions]) if questions else None
-    return {"eval_loss": loss, "exact_match": matches}, answers
+    metric = next(
+        (samples.Metric(name=name, function=one) for key, name, one in job.user_code if "metric" in key), None
+    )
+    return samples.examine(job.model, job.tokenizer, questions, metric)
 
 
 def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:

@@ -71,6 +71,8 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # the buffers are rotary tables: constant, equal on all ranks
     )
+    if config.logging.trackers:
+        settings["run_name"] = Path(training.output_dir).resolve().name
     settings |= training.extra
     settings |= MANAGED | {"report_to": "none"}
     args = trl.SFTConfig(**_with_current_field_names(settings))

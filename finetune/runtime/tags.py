@@ -27,6 +27,12 @@ class Metric:
     meaning: str  # one or two sentences
     written: str = "record"  # "step", "record" (every logging.logging_steps), "evaluation" or "once"
     also: tuple[str, ...] = ()  # the same quantity in runs of TRL, Unsloth and earlier versions of this project
+    logged: str = ""  # its key in TRL's logs, which trackers show as train/KEY or eval/KEY; "" if TRL has none
+
+    @property
+    def key(self) -> str:
+        """Its key in what the trainer logs, as callbacks see it; of evaluations it begins with "eval_"."""
+        return self.logged or self.name
 
     @property
     def per_rank(self) -> bool:
@@ -70,6 +76,7 @@ METRICS = (
         written="evaluation",
         meaning="Share of supervised held-out tokens to which the model gives the highest probability.",
         also=("eval/mean_token_accuracy",),
+        logged="eval_mean_token_accuracy",
     ),
     Metric(
         name="eval_entropy",
@@ -80,12 +87,34 @@ METRICS = (
         also=("eval/entropy",),
     ),
     Metric(
+        name="eval_exact_match",
+        tag="1 learning/exact match, eval [0-1]",
+        unit="0-1",
+        written="evaluation",
+        meaning="Share of the answers to logging.generate_samples held-out prompts that equal their reference.",
+    ),
+    Metric(
+        name="eval_metric",
+        tag="1 learning/metric {name}",
+        unit="",
+        written="evaluation",
+        meaning="A value of the function that logging.metric names, over the same answers.",
+    ),
+    Metric(
+        name="eval_answers",
+        tag="1 learning/answers scored",
+        unit="",
+        written="evaluation",
+        meaning="Number of answers behind exact match and metric.",
+    ),
+    Metric(
         name="token_accuracy",
         tag="1 learning/token accuracy [0-1]",
         unit="0-1",
         meaning="Share of supervised tokens to which the model gives the highest probability. Absent if the fused loss "
         "of this backend does not return it.",
         also=("train/mean_token_accuracy",),
+        logged="mean_token_accuracy",
     ),
     Metric(
         name="entropy",
@@ -103,6 +132,7 @@ METRICS = (
         meaning="L2 norm of the gradient before clipping. Spikes come with bad rows or a learning rate that is too "
         "high.",
         also=("train/gradient norm", "train/grad_norm"),
+        logged="grad_norm",
     ),
     Metric(
         name="clipped",
@@ -178,6 +208,7 @@ METRICS = (
         unit="",
         meaning="Tokens trained on so far, without padding.",
         also=("train/tokens seen (tokens)", "train/num_tokens", "train/num_input_tokens_seen"),
+        logged="num_tokens",
     ),
     Metric(
         name="hours",
@@ -317,15 +348,18 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-def tag(name: str, n: int | None = None) -> str:
+def tag(name: str, n: int | None = None, label: str = "") -> str:
     """The tag of a metric.
 
     Args:
         name: `Metric.name`.
         n: rank, for a metric that each rank has.
+        label: name of one of several values, for a metric of the user.
 
     Raises:
         KeyError: no such metric.
     """
     metric = BY_NAME[name]
+    if label:
+        return metric.tag.replace("{name}", label)
     return metric.tag if n is None else metric.of(n)

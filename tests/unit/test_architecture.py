@@ -21,7 +21,7 @@ FLOORS = (
     {"data"},
     {"engine"},
     {"measure"},
-    {"dryrun", "bench", "doctor", "prepare", "export", "convert", "review", "dashboard", "init"},
+    {"dryrun", "bench", "doctor", "prepare", "export", "chat", "convert", "review", "dashboard", "init"},
     {"train", "drop_in", "parity", "script"},
     {"advise"},
     {"cli", "completion"},

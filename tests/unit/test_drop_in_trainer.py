@@ -444,3 +444,37 @@ def test_eval_dataset_is_prepared_at_once(trainer_of: Callable[..., Any]) -> Non
     several = trainer_of(texts(), eval_dataset={"first": rows, "second": rows}).eval_dataset
     assert set(several) == {"first", "second"} and "input_ids" in several["second"].column_names
     assert trainer_of(texts()).eval_dataset is None
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_gets_the_names_of_trl_and_figures_of_this_project(
+    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`report_to` makes transformers' own callback, which is told the same as in a run from a configuration."""
+    import transformers
+    from transformers.integrations import integration_utils
+
+    logged: list[tuple[int, dict[str, float]]] = []
+    ended: list[int] = []
+
+    class StandIn(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            logged.append((state.global_step, integration_utils.rewrite_logs(logs)))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ended.append(len(logged))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", StandIn)
+    trainer = trainer_of(talks(), report_to=["tensorboard", "wandb"], logging_steps=1, eval_dataset=talks())
+    trainer.train()
+    trainer.evaluate()
+    steps = [values for _, values in logged if "train/loss" in values]
+    assert len(steps) == 2 and len(ended) == 1
+    names = {"train/grad_norm", "train/learning_rate", "train/num_tokens", "train/epoch"}
+    assert names <= set(steps[0])
+    assert "eval/loss" in logged[-1][1] and "eval/mean_token_accuracy" in logged[-1][1]
+    if WHOSE != "trl":
+        assert {"train/step_seconds", "train/tokens_per_gpu"} <= set(steps[-1])
+        assert "train/token_accuracy" not in steps[0]

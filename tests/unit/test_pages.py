@@ -55,7 +55,7 @@ def test_a_cell_shows_the_text_itself(text: str) -> None:
 
 
 def test_long_samples_are_cut() -> None:
-    page = pages.samples_page([("p" * 5000, "answer", "reference")])
+    page = pages.samples_page([("p" * 5000, "answer", "reference")], "exact match 0 (1 answer)")
     assert "p" * pages.LONGEST_SAMPLE in page and "p" * (pages.LONGEST_SAMPLE + 1) not in page
 
 

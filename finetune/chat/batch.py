@@ -1,0 +1,97 @@
+"""Answers a list of prompts, several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from finetune.chat.speaker import Answer, Speaker
+from finetune.errors import UserError
+from finetune.runtime.command import DONE, console, print_line
+from finetune.runtime.files import write_json
+
+
+def run(speaker: Speaker, prompts: Sequence[str], batch_size: int, json: Path | None) -> int:
+    """Answer the prompts, and print or write the answers in their order. Returns the exit code.
+
+    Raises:
+        UserError: a prompt is too long for the model's context; it names the prompt.
+    """
+    encoded = [_encoded(speaker, number, prompt) for number, prompt in enumerate(prompts, start=1)]
+    given = {"answer": answers(speaker, encoded, batch_size)}
+    if speaker.loaded.base is not None:
+        given["base"] = answers(speaker, encoded, batch_size, base=True)
+    if json:
+        write_json(json, result(speaker, prompts, given))
+        print_line(f"{len(prompts)} answers are in {json}.")
+    else:
+        _print(prompts, given)
+    unfinished = sum(not one.finished for one in given["answer"])
+    if unfinished:
+        print_line(
+            f"{unfinished} of {len(prompts)} answers were cut at {speaker.manner.max_new_tokens} tokens. "
+            "--max-new-tokens allows more.",
+            style="yellow",
+        )
+    if "base" in given:
+        same = sum(one.text == other.text for one, other in zip(given["answer"], given["base"], strict=True))
+        print_line(f"{same} of {len(prompts)} answers are the same as the base model's.")
+    return DONE
+
+
+def _encoded(speaker: Speaker, number: int, prompt: str) -> list[int]:
+    ids = speaker.encode(speaker.opening(prompt))
+    try:
+        speaker.room(ids)
+    except UserError as error:
+        raise UserError(f"--prompts, prompt {number}: {error}") from None
+    return ids
+
+
+def answers(speaker: Speaker, encoded: Sequence[list[int]], batch_size: int, *, base: bool = False) -> list[Answer]:
+    """An answer to each tokenized prompt, in order. Prompts of similar length are answered together, which needs little
+    padding; one that leaves less room in the context than the others is answered alone.
+
+    Args:
+        base: of the base model.
+    """
+    found: dict[int, Answer] = {}
+    whole = [place for place, ids in enumerate(encoded) if speaker.room(ids) == speaker.manner.max_new_tokens]
+    whole.sort(key=lambda place: len(encoded[place]), reverse=True)  # the batch that needs most memory comes first
+    groups = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
+    groups += [[place] for place in range(len(encoded)) if place not in set(whole)]
+    shown = track(groups, "base model" if base else "answers", console=console(), transient=True)
+    for group in shown if console().is_terminal else groups:
+        for place, answer in zip(group, speaker.answer([encoded[i] for i in group], base=base), strict=True):
+            found[place] = answer
+    return [found[place] for place in range(len(encoded))]
+
+
+def result(speaker: Speaker, prompts: Sequence[str], given: dict[str, list[Answer]]) -> dict[str, Any]:
+    """The content of --json."""
+    rows = [
+        {"prompt": prompt} | {name: asdict(answered[place]) for name, answered in given.items()}
+        for place, prompt in enumerate(prompts)
+    ]
+    return {"run": str(speaker.found.given), **speaker.facts(), "answers": rows}
+
+
+def _print(prompts: Sequence[str], given: dict[str, list[Answer]]) -> None:
+    shown = Table(show_lines=True, expand=True)
+    for column in ("prompt", *(("base", "trained") if "base" in given else ("answer",))):
+        shown.add_column(column, overflow="fold", ratio=1)
+    for place, prompt in enumerate(prompts):
+        texts = [prompt, *(given[name][place].text for name in ("base", "answer") if name in given)]
+        shown.add_row(*(Text(printable(text)) for text in texts))  # Text: nothing is markup
+    console().print(shown)
+
+
+def printable(text: str) -> str:
+    """The text without control characters: a model may say what moves a terminal's cursor or sets its title."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -1,0 +1,155 @@
+"""The command line of `finetune chat`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import UserError
+from finetune.runtime.command import DONE, print_line, run_with_options
+from finetune.runtime.files import write_json
+from finetune.runtime.options import Options, count, path
+
+if TYPE_CHECKING:
+    from finetune.chat.speaker import Speaker
+    from finetune.engine.trained import Trained
+
+PURPOSE = (
+    "Talk to the result of a run in the terminal, or answer a file of prompts. RUN is an output folder of"
+    " finetune.train, a checkpoint in it, or a folder that `save_model` wrote: an adapter or a full model."
+)
+NOTES = (
+    "A conversation samples as the model's generation config says; a file of prompts is answered greedily. In a"
+    " conversation, /clear forgets what was said, Ctrl-C stops an answer, and Ctrl-D or /exit ends. Exit code 0: done,"
+    " 1: failed, 2: bad input, 130: interrupted."
+)
+MAX_NEW_TOKENS = 512
+BATCH_SIZE = 8
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Talk, or answer. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, run)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("chat", PURPOSE, notes=NOTES, configuration=False, usage="RUN [options]")
+    found.add_argument("run", type=path, metavar="RUN", help=argparse.SUPPRESS)
+    found.add_switch("--compare", "answer with the base model as well, beside the trained one")
+    found.add("--prompts", path, "FILE", "answer each line of a text file, greedily, instead of talking")
+    found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
+    found.add_switch("--raw", "send prompts as they are, without the chat template: for models of plain text")
+    found.add("--max-new-tokens", count, "N", f"longest answer (default: {MAX_NEW_TOKENS})", MAX_NEW_TOKENS)
+    found.add("--temperature", _temperature, "T", "sample with this temperature; 0 is greedy")
+    found.add("--seed", count, "N", "seed of sampling (default: 42)", 42)
+    found.add("--batch-size", count, "N", f"prompts answered together (default: {BATCH_SIZE})", BATCH_SIZE)
+    found.add("--base", str, "NAME", "the base model's folder or name, if it has moved since the run")
+    found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run")
+    found.add_switch("--serve", "load nothing; print the commands that export the model and serve it")
+    return found
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def run(argv: list[str]) -> int:
+    """Find the model, load it, and talk or answer.
+
+    Raises:
+        UserError: unknown options, a folder without a trained model, prompts that cannot be read.
+    """
+    options, _ = own_options().split(argv)
+    _check(options)
+    prompts = read_prompts(options.prompts) if options.prompts else None
+
+    from finetune.engine import trained
+
+    found = trained.find(options.run)
+    if options.serve:
+        from finetune.chat import serve
+
+        commands = serve.commands(found)
+        print_line(serve.text(commands))
+        if options.json:
+            write_json(options.json, commands)
+        return DONE
+    if found.note:
+        print_line(found.note, style="yellow")
+
+    from finetune.chat import load
+
+    loaded = load.load(found, base=options.base, trust_remote_code=options.trust_remote_code, compare=options.compare)
+    speaker = _speaker(options, found, loaded)
+    print_line(f"{loaded.about}. {speaker.about}.")
+    if prompts is not None:
+        from finetune.chat import batch
+
+        return batch.run(speaker, prompts, options.batch_size, options.json)
+    from finetune.chat import talk
+
+    return talk.run(speaker, options.json)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that have no effect together.
+
+    Raises:
+        UserError: names the first pair.
+    """
+    from finetune.runtime import distributed
+
+    if options.serve:
+        for name in ("compare", "prompts", "system", "raw", "temperature", "base", "trust_remote_code"):
+            if getattr(options, name) not in (None, False):
+                raise UserError(
+                    f"--serve and --{name.replace('_', '-')} are both given: --serve loads no model. Keep one."
+                )
+    if options.raw and options.system:
+        raise UserError(
+            "--raw and --system are both given: without a chat template, there is no system message. Keep one."
+        )
+    if (world_size := distributed.ranks().world_size) > 1:
+        raise UserError(f"chat runs on one process: {world_size} were launched. Start it with `finetune chat`.")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The lines of a text file that are not blank.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8, or has no such line.
+    """
+    if file.exists() and not file.is_file():
+        raise UserError(f"--prompts is not a regular file: {file}. Give a text file with one prompt a line.")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"--prompts is not UTF-8: {file}, line {line}. Save it as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"--prompts cannot be read: {file} ({error.strerror}). Give a text file.") from None
+    found = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    if not found:
+        raise UserError(f"--prompts has no prompt: {file} is empty. Write one prompt a line.")
+    return found
+
+
+def _speaker(options: argparse.Namespace, found: Trained, loaded: Any) -> Speaker:
+    from finetune.chat.speaker import Manner, Speaker
+
+    manner = Manner(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        greedy=options.prompts is not None,
+        seed=options.seed,
+    )
+    return Speaker(loaded, found, manner, system=options.system, raw=options.raw)

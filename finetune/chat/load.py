@@ -1,0 +1,177 @@
+"""Loads what a run has trained, as it was trained: quantization and dtype of the base model, adapter, tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.config.schema import ModelConfig
+from finetune.engine import preflight
+from finetune.engine.trained import Trained
+from finetune.errors import RunError, UserError
+from finetune.runtime import bootstrap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A trained model, ready to generate.
+
+    base:   the model before training; None if it was not asked for. The same object as `model` if the adapter can be
+            switched off.
+    about:  one sentence on what was loaded
+    """
+
+    model: Any
+    base: Any
+    tokenizer: Any
+    about: str
+
+    @contextlib.contextmanager
+    def as_base(self) -> Iterator[Any]:
+        """The base model, for the time of a block."""
+        if self.base is not self.model:
+            yield self.base
+            return
+        with self.model.disable_adapter():
+            yield self.model
+
+
+def load(found: Trained, *, base: str | None = None, trust_remote_code: bool = False, compare: bool = False) -> Loaded:
+    """The model and tokenizer of `found` on this machine's first GPU, or on the CPU.
+
+    Args:
+        base: name or folder of the base model, if it is not where the run found it.
+        compare: load the base model as well. With an adapter it is the same model, the adapter switched off.
+
+    Raises:
+        UserError: the base model is not found, is another one than the adapter was trained on, or files are damaged.
+        RunError: the GPU has too little memory.
+    """
+    name = base or found.base
+    if name is None and (found.adapter is not None or compare):
+        raise UserError(f"{found.folder} does not record its base model. Name it with --base.")
+    if found.adapter is not None or compare:
+        _check_base(found, str(name), base is not None)
+    stack = bootstrap.start("transformers", "error")
+    import torch
+
+    dtype = getattr(torch, found.dtype) if found.dtype else None
+    switched = found.adapter is not None and found.adapter.get("bias", "none") in ("none", None)
+    common = {"device_map": stack.device_map, "trust_remote_code": trust_remote_code}
+    with _loading(found.folder, "tokenizer"):
+        tokenizer = _tokenizer(found, name, trust_remote_code)
+    revision = None if base else found.revision
+
+    def base_model() -> Any:
+        with _loading(Path(str(name)), "base model"):
+            return _causal_lm(str(name), found.bits, dtype, revision=revision, **common)
+
+    if found.adapter is not None:
+        model = _with_adapter(base_model(), found.folder)
+    else:
+        with _loading(found.folder, "model"):
+            model = _causal_lm(str(found.folder), None, dtype, **common)
+    before = None if not compare else model if switched else base_model()
+    for one in (model, before):
+        if one is not None:
+            one.eval()
+            one.config.use_cache = True
+    kind = f"adapter {found.folder} on {name}" if found.adapter is not None else f"model {found.folder}"
+    quantized = f", base in {found.bits} bits" if found.bits and found.adapter is not None else ""
+    about = f"Loaded the {kind}{quantized}, {str(model.dtype).removeprefix('torch.')} on {stack.device}"
+    return Loaded(model=model, base=before, tokenizer=tokenizer, about=about)
+
+
+def _check_base(found: Trained, name: str, named: bool) -> None:
+    """Check that the base model is here, or on a hub that answers, and that it is the one that was trained.
+
+    Raises:
+        UserError: it is not.
+    """
+    from huggingface_hub import constants
+
+    from finetune.engine import resume
+
+    given = f"--base is {name}" if named else f"the base model of {found.folder} is {name}"
+    revision = None if named else found.revision
+    folder = preflight.base_folder(Config(model=ModelConfig(model_name_or_path=name, revision=revision)))
+    if folder is None and constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"{given}: there is no such folder and no such model in the cache, and HF_HUB_OFFLINE is set. Give its "
+            "folder with --base."
+        )
+    if folder is None:
+        preflight.check_hub(given)
+        return
+    if not Path(name).is_dir():
+        preflight.use_cache_without_network()
+    if found.adapter is None or found.base_digest is None:
+        return
+    try:
+        digest = resume.weights_digest(folder)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{given}, whose weights cannot be read: {str(error)[:200]}. Copy the model again.") from None
+    if digest is not None and digest != found.base_digest:
+        raise UserError(
+            f"{given}, and its weights are not those that {found.folder} was trained on. Give the folder of the "
+            "original model with --base."
+        )
+
+
+def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer that was saved with the weights; the base model's, beside an adapter that was saved without."""
+    from transformers import AutoTokenizer
+
+    own = any((found.folder / file).is_file() for file in preflight.TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(found.folder) if own or base is None else base,
+        revision=None if own else found.revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.engine.model import quantization_config
+
+    quantization = quantization_config(bits, dtype or torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype or "auto", quantization_config=quantization, **arguments
+    )
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    from peft import PeftModel
+
+    with _loading(folder, "adapter"):
+        return PeftModel.from_pretrained(model, str(folder))
+
+
+@contextlib.contextmanager
+def _loading(name: Path, what: str) -> Iterator[None]:
+    """Turn every error of a library about these files into a sentence: they may be damaged in any way."""
+    import torch
+
+    try:
+        yield
+    except UserError:
+        raise
+    except torch.cuda.OutOfMemoryError as error:
+        raise RunError(
+            f"CUDA ran out of memory while loading the {what} {name}. Free the GPU, or use a larger one."
+        ) from (error)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        remedy = "Copy it again, or give another folder"
+        if "trust_remote_code" in text:
+            remedy = "It brings Python code: read that, then give --trust-remote-code"
+        raise UserError(f"the {what} cannot be loaded: {name} ({text}). {remedy}.") from error
