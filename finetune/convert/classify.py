@@ -11,23 +11,9 @@ import re
 import sys
 from collections.abc import Iterator
 
+from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, root
 from finetune.convert.read import Notebook, Refusal, is_dead
-
-_PREFERENCE = frozenset(
-    f"{name}Trainer"
-    for name in "GRPO DPO ORPO KTO PPO PPOv2 CPO RLOO Reward XPO OnlineDPO NashMD GKD BCO AlignProp IterativeSFT"
-    " PRM SDFT GOLD".split()
-)
-_VISION = re.compile(
-    r"\b(FastVisionModel|UnslothVisionDataCollator|AutoModelForVision2Seq|AutoModelForImageTextToText|process_vision_info"
-    r"|AutoModelForMultimodalLM|(?!Csm)\w+ForConditionalGeneration|finetune_vision_layers\s*=\s*True)\b"
-)
-_AUDIO = re.compile(
-    r"\b(snac|SNAC|BiCodec\w*|XCodec2?\w*|xcodec2|CsmForConditionalGeneration|Whisper\w+|torchaudio|librosa|AudioSeal"
-    r"|sampling_rate|AutoModelForSpeechSeq2Seq|AutoModelForCTC)\b"
-)
-
 
 # Arguments of a processor, and what they hold.
 _INPUTS = {"images": "images", "pixel_values": "images", "videos": "video", "audios": "audio", "audio": "audio"}
@@ -61,7 +47,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         _refuse_unparsed(notebook)
         raise Refusal("R0", "no trainer is called: the notebook trains nothing, or uses a custom training loop")
     cells = {name: cell for name, cell in reversed(trainers)}
-    for name in sorted(names & _PREFERENCE):
+    for name in sorted(names & named("another trainer")):
         raise Refusal("R1", f"{name} is not supervised fine-tuning", cells.get(name))
     _refuse_other_hardware_and_models(nodes)
     _refuse_images_and_audio(nodes)
@@ -196,10 +182,12 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
             text = getattr(node, "id", None) or getattr(node, "name", None) or getattr(node, "attr", "")
         elif isinstance(node, ast.keyword) and node.arg:
             text = f"{node.arg}={ast.unparse(node.value)}"
-        if match := _VISION.search(text):
-            raise Refusal("R3", f"the notebook trains on images ({match.group(1)}); only text is supported", cell)
-        if match := _AUDIO.search(text):
-            raise Refusal("R3", f"the notebook trains on audio ({match.group(1)}); only text is supported", cell)
+        if re.search(r"\bfinetune_vision_layers\s*=\s*True\b", text):
+            raise Refusal("R3", "the notebook trains on images (finetune_vision_layers); only text is supported", cell)
+        for word in re.findall(r"\w+", text):
+            for kind in ("audio", "images"):
+                if matches(kind, word):
+                    raise Refusal("R3", f"the notebook trains on {kind} ({word}); only text is supported", cell)
 
 
 def _refuse_unparsed(notebook: Notebook) -> None:

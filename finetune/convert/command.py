@@ -179,7 +179,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     from finetune.convert.drop_in_script import convert_to_drop_in
     from finetune.convert.inline import name_the_trainer
     from finetune.convert.names import Program
-    from finetune.convert.plan import live_statements
+    from finetune.convert.roles import live_statements
 
     notebook, notes = _without_secrets(path)
     name_the_trainer(notebook)
@@ -256,8 +256,9 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
     from finetune.convert.names import Program
-    from finetune.convert.plan import live_statements, make_plan
+    from finetune.convert.plan import make_plan
     from finetune.convert.read import read
+    from finetune.convert.roles import live_statements
     from finetune.convert.secrets import remove_secrets
     from finetune.convert.settings import make_settings
     from finetune.convert.trace import trace_notebook

@@ -7,76 +7,23 @@ import copy
 from collections.abc import Sequence
 
 from finetune.config.sft_fields import sft_fields
+from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_trls, renamed
 from finetune.convert.names import Program, free_names, target_names
 from finetune.convert.read import Refusal
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
-_RENAMED = {
-    "tokenizer": "processing_class",
-    "evaluation_strategy": "eval_strategy",
-    "max_seq_length": "max_length",
-    "no_cuda": "use_cpu",
-    "warmup_ratio": "warmup_steps",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-}
-# Arguments of SFTTrainer in older TRL that are fields of SFTConfig now.
-_MOVED = frozenset(
-    "dataset_text_field max_seq_length max_length packing eval_packing dataset_num_proc dataset_kwargs"
-    " neftune_noise_alpha model_init_kwargs".split()
-)
-_TRAINER = frozenset(
-    "model args data_collator train_dataset eval_dataset processing_class compute_loss_func callbacks optimizers"
-    " optimizer_cls_and_kwargs quantization_config peft_config formatting_func".split()
-)
-_HUB = "nothing is published while training; publish the finished folder with `hf upload`"
-_ORDER = "`seed` alone sets the order of the rows, and rows of similar length are grouped anyway"
-_ONE_GPU = "each GPU holds the whole model"
-_NO_EFFECT = "it has no effect on the result"
-_METRICS = "evaluation reports loss, token accuracy and entropy, and builds no logits"
-_LEFT_OUT = {
-    **dict.fromkeys("compute_metrics preprocess_logits_for_metrics include_inputs_for_metrics".split(), _METRICS),
-    **dict.fromkeys(
-        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push push_to_hub_model_id"
-        " push_to_hub_organization push_to_hub_token".split(),
-        _HUB,
-    ),
-    **dict.fromkeys("group_by_length train_sampling_strategy length_column_name data_seed".split(), _ORDER),
-    **dict.fromkeys("fsdp fsdp_config fsdp_min_num_params deepspeed parallelism_config sharded_ddp".split(), _ONE_GPU),
-    **dict.fromkeys(
-        "overwrite_output_dir logging_dir save_safetensors use_mps_device jit_mode_eval use_ipex half_precision_backend"
-        " fp16_backend fp16_opt_level past_index ray_scope torchdynamo include_tokens_per_second dispatch_batches"
-        " split_batches dataset_batch_size num_of_sequences chars_per_token infinite xpu_backend tpu_num_cores"
-        " tpu_metrics_debug mp_parameters report_from_all_ranks disable_tqdm".split(),
-        _NO_EFFECT,
-    ),
-    "use_liger_kernel": "Liger would replace the layers whose loss the trainer computes",
-    "dataloader_drop_last": "an epoch trains on every row once",
-    "auto_find_batch_size": "the batch would depend on the GPU; per_device_train_batch_size sets it",
-    "average_tokens_across_devices": "the loss is always the mean over the whole global batch",
-    "local_rank": "the launcher sets it",
-}
-_CHANGES_LOSS = ("label_smoothing_factor", "compute_loss_func", "loss_type")
-
-# What a notebook gets if it leaves these out, where SFTConfig of TRL 1.15 has another default: transformers'
-# TrainingArguments (5.17), and SFTConfig as Unsloth patches it (models/rl.py of unsloth 2026.10).
-_TRANSFORMERS_DEFAULTS = {"learning_rate": 5e-5, "logging_steps": 500, "gradient_checkpointing": False, "bf16": False}
-_UNSLOTH_DEFAULTS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.001,
-    "warmup_steps": 0.1,
-    "optim": "adamw_8bit",
-    "logging_steps": 1,
-    "seed": 3407,
-}
+_RENAMED = renamed(TRAINER) | renamed(CONFIG)
+_MOVED = arguments(TRAINER, "moved").keys()
+_TRAINER = arguments(TRAINER).keys() - _MOVED - _RENAMED.keys()
+_LEFT_OUT = {row_name: row.drop_in for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.drop_in}
+_CHANGES_LOSS = {row_name for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.changes_loss}
 # For the verification: arguments that may differ from the notebook's, and values that may be new.
 CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
+_DEFAULTS = [not_trls("transformers"), not_trls("unsloth")]
 WRITTEN_DEFAULTS = {
-    name: tuple(defaults[name] for defaults in (_TRANSFORMERS_DEFAULTS, _UNSLOTH_DEFAULTS) if name in defaults)
-    for name in _TRANSFORMERS_DEFAULTS | _UNSLOTH_DEFAULTS
+    name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults) for name in _DEFAULTS[0] | _DEFAULTS[1]
 }
+
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
 _UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
@@ -223,7 +170,7 @@ class Arguments:
             keywords.append(item)
         call.keywords = keywords
         given = {item.arg for item in keywords}
-        defaults = _TRANSFORMERS_DEFAULTS if of_transformers else _UNSLOTH_DEFAULTS if self.unsloth else {}
+        defaults = not_trls("transformers") if of_transformers else not_trls("unsloth") if self.unsloth else {}
         for name, value in defaults.items():
             if name not in given:
                 call.keywords.append(ast.keyword(arg=name, value=ast.Constant(value)))

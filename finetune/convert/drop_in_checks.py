@@ -14,7 +14,7 @@ from finetune.convert.classify import trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
-from finetune.convert.plan import EXPORTS
+from finetune.convert.knowledge import named
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.settings import described
 from finetune.convert.trace import Trace, trace_notebook
@@ -117,9 +117,9 @@ def safe_on_ranks(script: str) -> None:
         name, last = ast.unparse(node.func), code.method(node)
         if last.startswith("push_to_hub"):
             raise NotVerified("V3", f"line {node.lineno}: {last} is called")
-        if code.saves(node) and node not in guarded and last not in code.ON_EVERY_RANK and _is_save(node):
+        if code.saves(node) and node not in guarded and last not in named("on every rank") and _is_save(node):
             raise NotVerified("V3", f"line {node.lineno}: {name} is called on every rank")
-        if last in code.ON_EVERY_RANK and node in guarded:
+        if last in named("on every rank") and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
         if last == "wait_for_everyone" and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
@@ -131,7 +131,7 @@ def _is_save(node: ast.Call) -> bool:
     """Whether this very call saves, not one inside it; merging changes only memory."""
     last = code.method(node)
     return last != "merge_and_unload" and (
-        last in {*EXPORTS, *code.ORDINARY_SAVES} or ast.unparse(node.func) == "torch.save"
+        last in named("saves") | named("exports") or ast.unparse(node.func) == "torch.save"
     )
 
 

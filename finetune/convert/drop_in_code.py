@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from finetune.convert.drop_in_arguments import CONFIGS
+from finetune.convert.hooks import MODEL_FLAGS
+from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, effects, target_names, written_path
-from finetune.convert.plan import EXPORTS, MODEL_FLAGS
 from finetune.convert.read import Refusal, Statement
 
-ORDINARY_SAVES = ("save_pretrained", "save_model", "save_state")
-ON_EVERY_RANK = ("save_model", "save_state", "evaluate")  # methods of the trainer with collectives
 MAIN_RANK = "PartialState().is_main_process"
 LOCAL_MAIN_RANK = "PartialState().is_local_main_process"
 WAIT = "PartialState().wait_for_everyone()"
@@ -31,9 +30,7 @@ class Rewritten:
 
 # --- statements -------------------------------------------------------------------------------------------------------
 
-_SECRETS = re.compile(r"(google\.colab\.userdata\.get|kaggle_secrets\..*get_secret|.*\.get_secret)$")
 _PROVIDED = frozenset("SFTTrainer SFTConfig DataCollatorForCompletionOnlyLM setup_chat_format".split())
-_RUNS_TEXT = ("globals", "exec", "eval", "compile", "__import__")
 
 
 class Rewriter(ast.NodeTransformer):
@@ -150,7 +147,7 @@ class Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = self.program.dotted(node.func)
         last = name.rsplit(".", 1)[-1] or getattr(node.func, "attr", "")
-        if name in _RUNS_TEXT:
+        if name in named("runs text"):
             raise self.refuse(f"`{ast.unparse(node)[:60]}` uses names that only exist at run time; write them directly")
         if (variable := _secret(self.program, node)) is not None:
             self.reasons.append("secrets come from environment variables")
@@ -211,7 +208,7 @@ def _names(node: ast.ImportFrom) -> list[str]:
 def _secret(program: Program, node: ast.expr) -> ast.expr | None:
     """The environment variable that replaces the secret of a hosted service."""
     if not isinstance(node, ast.Call) or not (
-        _SECRETS.match(program.dotted(node.func) or ast.unparse(node.func)) and node.args
+        matches("secret", program.dotted(node.func) or ast.unparse(node.func)) and node.args
     ):
         return None
     return ast.parse(f"os.environ.get({ast.unparse(node.args[0])})", mode="eval").body
@@ -254,7 +251,7 @@ def is_push(program: Program, call: ast.Call) -> bool:
 def saves(node: ast.AST) -> bool:
     """Whether it saves or exports a model, a tokenizer or a trainer's state."""
     return any(
-        (method(call) or getattr(call.func, "id", "")) in {*EXPORTS, *ORDINARY_SAVES}
+        (method(call) or getattr(call.func, "id", "")) in named("saves") | named("exports")
         and not method(call).startswith("push_to_hub")
         or ast.unparse(call.func) == "torch.save"
         for call in calls(node)
@@ -269,7 +266,7 @@ def only_merges(node: ast.AST) -> bool:
 
 def runs_together(node: ast.AST) -> bool:
     """Whether it calls a method of the trainer's that every rank must call."""
-    return any(method(call) in ON_EVERY_RANK for call in calls(node))
+    return any(method(call) in named("on every rank") for call in calls(node))
 
 
 def writes_files(program: Program, node: ast.stmt) -> bool:

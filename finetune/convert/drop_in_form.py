@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
-from finetune.convert import plan as rules
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
-from finetune.convert.names import MUTATORS, Program, free_names, root, target_names
-from finetune.convert.plan import EXPORTS, NO_ENVIRONMENT, Plan
+from finetune.convert.harmless import installs, leaves, only_looks
+from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
+from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.names import Program, free_names, root, target_names
 from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.convert.roles import Disposition, Plan, find_scratch
+from finetune.convert.shells import refuse_shells
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
 
@@ -116,7 +119,7 @@ def _roles(form: Form) -> None:
             if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
                 _given_roles(plan, node)
     plan.key["train"] = plan.key["trainer"] = form.train
-    rules.names_of_scratch(plan)
+    find_scratch(plan)
 
 
 def _bound_role(form: Form, names: list[str], call: ast.Call) -> None:
@@ -143,19 +146,6 @@ def _given_roles(plan: Plan, call: ast.Call) -> None:
         plan.models.add(model.id)
     if isinstance(tokenizer, ast.Name):
         plan.tokenizers.append(tokenizer.id)
-
-
-_UNSAFE = {
-    "torch.nn.DataParallel": "remove it: the launcher starts one process per GPU",
-    "torch.nn.parallel.DistributedDataParallel": "remove it: the trainer wraps the model",
-    "torch.distributed.init_process_group": "remove it: the trainer connects the processes",
-    "accelerate.notebook_launcher": "call the function directly: the launcher starts the processes",
-    "unsloth.dataprep.SyntheticDataKit": "run it once, and load the rows that it wrote from a file",
-    "torch.compile": "pass torch_compile=True to SFTConfig instead",
-    "sys.path.append": "install the modules of the repository as a package, or copy the code into a cell",
-    "sys.path.insert": "install the modules of the repository as a package, or copy the code into a cell",
-    "os.chdir": "start the script in that folder, and remove it",
-}
 
 
 _LATE = re.compile(r"\.(args\.\w+|data_collator|compute_loss|optimizer|lr_scheduler)\s*=[^=]")
@@ -242,18 +232,18 @@ def _refuse_generated(form: Form) -> None:
 def refuse_outside(form: Form) -> None:
     """Refuse kept statements that need processes, services, other models or files of shell commands."""
     before = {place for place in form.kept(MAIN) if place <= form.train}
-    rules.refuse_dependence(form.plan, before - _loaders(form), "the statements before training")
+    refuse_dependence(form.plan, before - _loaders(form), "the statements before training")
     for place in before:
         statement = form.program.statements[place]
         for call in code.calls(statement.node):
             name = form.program.dotted(call.func)
-            if name in _UNSAFE:
-                raise Refusal("R4", f"`{name}` cannot run on several ranks; {_UNSAFE[name]}", statement.cell)
+            if remedy := explained("unsafe").get(name):
+                raise Refusal("R4", f"`{name}` cannot run on several ranks; {remedy}", statement.cell)
     form.plan.hooks["dataset"] = sorted(before.union(form.kept(TOP)))
     for place, one in form.decisions.items():
-        form.plan.dispositions[place] = rules.Disposition(what=one.outcome)
-    rules.refuse_shells(form.plan, form.notebook)
-    rules.note_hosted_paths(form.plan, before, "change it in the script")
+        form.plan.dispositions[place] = Disposition(what=one.outcome)
+    refuse_shells(form.plan, form.notebook)
+    note_hosted_paths(form.plan, before, "change it in the script")
 
 
 def _loaders(form: Form) -> set[int]:
@@ -283,7 +273,6 @@ def _loaders(form: Form) -> set[int]:
 
 # --- decisions before training ----------------------------------------------------------------------------------------
 
-_MOVES = frozenset("to cuda eval train for_training for_inference".split())
 _DTYPE = re.compile(r"dtype|float|half")
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
 _PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
@@ -310,7 +299,7 @@ def _before(form: Form) -> None:
             form.decisions[place] = Decision(outcome="dropped", reason=str(why))
             _note_dropped(form, place, str(why))
     for place in kept:
-        if (name := rules.environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
+        if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
             form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
 
 
@@ -327,7 +316,7 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
         return bool(bound & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
-    if call is not None and own and code.method(call) and code.method(call) not in MUTATORS:
+    if call is not None and own and code.method(call) and code.method(call) not in named("mutates"):
         return False  # a display of an object's, which stays as it is
     return bool((bound | e.changes) & live)
 
@@ -348,7 +337,7 @@ def _droppable(form: Form, place: int) -> str | None:
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(
         getattr(node, "targets", [getattr(node, "target", None)])[0], ast.Name | ast.Tuple
     ):
-        return "unused value" if rules.leaves(form.plan, node) else None
+        return "unused value" if leaves(form.plan, node) else None
     return None
 
 
@@ -363,7 +352,7 @@ def sets_up(form: Form, node: ast.stmt) -> bool:
 
 def _installation(form: Form, statement: Statement) -> str | None:
     text = ast.unparse(statement.node)
-    if rules.installs(form.plan, form.notebook, statement):
+    if installs(form.plan, form.notebook, statement):
         return "installation"
     plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
@@ -387,7 +376,7 @@ def _command(call: ast.Call) -> str | None:
 
 
 def _environment(form: Form, statement: Statement) -> str | None:
-    name = rules.environment_key(statement.node)
+    name = environment_key(statement.node)
     if name is None:
         return None
     if name in NO_ENVIRONMENT or name.startswith(("WANDB_", "KAGGLE_", "COMET_")):
@@ -401,7 +390,7 @@ def _account(form: Form, statement: Statement) -> str | None:
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return None
     names = [form.program.dotted(call.func) or ast.unparse(call.func) for call in code.calls(node)]
-    if any(rules.accounts.match(name) or _LOGIN.search(name) for name in names):
+    if any(matches("account", name) or _LOGIN.search(name) for name in names):
         return "account or service"
     return None
 
@@ -412,7 +401,7 @@ def _device(form: Form, statement: Statement) -> str | None:
     if isinstance(node, ast.If) and not node.orelse and node.body:
         inner = [_device(form, Statement(id=0, cell=0, line=0, node=one, source="")) for one in node.body]
         return inner[0] if all(inner) else None
-    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in rules.MODEL_FLAGS:
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") in MODEL_FLAGS:
         return "each rank has its own device"
     if call is None:
         return None
@@ -423,7 +412,7 @@ def _device(form: Form, statement: Statement) -> str | None:
     if own and re.fullmatch(r"prepare(_model)?", last) and "accelerator" in str(root(call.func)).lower():
         return "the trainer sets up the model on each rank"
     arguments = " ".join(ast.unparse(one) for one in [*call.args, *(item.value for item in call.keywords)])
-    if own and last in _MOVES and not _DTYPE.search(arguments):
+    if own and last in named("moves") and not _DTYPE.search(arguments):
         return "each rank has its own device" if last in ("to", "cuda") else "the trainer sets the model's mode"
     return None
 
@@ -448,11 +437,11 @@ def _showing(form: Form, statement: Statement) -> str | None:
         return None
     if _INFERENCE.search(text) and not re.search(r"\.(map|filter)\(", text):
         return "inference"
-    if _STATISTICS.search(text) and rules.leaves(form.plan, node):
+    if _STATISTICS.search(text) and leaves(form.plan, node):
         return "memory and time statistics"
     if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text):
         return None
-    return "display or check" if rules.only_looks(form.plan, node) else None
+    return "display or check" if only_looks(form.plan, node) else None
 
 
 def _note_dropped(form: Form, place: int, why: str) -> None:
@@ -495,7 +484,7 @@ def _after(form: Form) -> None:
         if any(code.is_push(program, call) for call in code.calls(statement.node)):
             why = "publish the finished folder with `hf upload`"
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
-        elif any(code.method(call) in EXPORTS for call in code.calls(statement.node)):
+        elif any(code.method(call) in named("exports") for call in code.calls(statement.node)):
             why = "nothing that is saved needs it"
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         form.decisions[place] = Decision(outcome="dropped", reason=why)

@@ -11,13 +11,14 @@ from typing import Any
 
 from finetune import __version__
 from finetune.convert import drop_in_code as code
-from finetune.convert import plan as rules
 from finetune.convert.drop_in_arguments import Arguments
 from finetune.convert.drop_in_code import Rewriter
 from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
 from finetune.convert.drop_in_parts import PARTS
-from finetune.convert.emit import LIBRARIES, Conversion, formatted, indented, is_import, requirements, slug
-from finetune.convert.names import SEEDS, Program, target_names
+from finetune.convert.emit import Conversion, formatted, indented, is_import, requirements, slug
+from finetune.convert.harmless import leaves
+from finetune.convert.knowledge import named
+from finetune.convert.names import Program, target_names
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.secrets import scrub
 from finetune.errors import RunError
@@ -269,7 +270,7 @@ def _seed(form: Form, arguments: Arguments) -> list[str]:
         node = form.program.statements[place].node
         call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
         name = form.program.dotted(call.func) if call is not None else ""
-        if name and any(name == key or name.endswith("." + key) for key in SEEDS if key != "random.seed"):
+        if name and any(name == key or name.endswith("." + key) for key in named("seeds") if key != "random.seed"):
             return []
     if "set_seed" in form.program.imports and form.program.imports["set_seed"] != "transformers.set_seed":
         return []
@@ -343,7 +344,7 @@ def _is_plain(form: Form, place: int) -> bool:
     node = form.program.statements[place].node
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return True
-    return isinstance(node, ast.Assign) and rules.leaves(form.plan, node) and _may_wait(form, place)
+    return isinstance(node, ast.Assign) and leaves(form.plan, node) and _may_wait(form, place)
 
 
 def _written(form: Form, place: int) -> list[str] | None:
@@ -447,5 +448,5 @@ def _foreign(form: Form) -> list[str]:
         for node in form.rewritten[place].nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    unknown = roots - LIBRARIES - set(sys.stdlib_module_names)
+    unknown = roots - named("installed") - set(sys.stdlib_module_names)
     return [f"the script imports {name}, which this project does not install" for name in sorted(unknown)]

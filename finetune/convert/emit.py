@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from finetune import __version__
+from finetune.convert.knowledge import named
 from finetune.convert.names import effects, free_names
-from finetune.convert.plan import Plan
 from finetune.convert.read import Notebook, is_dead
+from finetune.convert.roles import Plan
 from finetune.convert.secrets import scrub
 from finetune.convert.settings import Settings
 from finetune.errors import UserError
@@ -44,14 +45,6 @@ class Conversion:
     infer: str = ""
 
 
-# Packages that a run may import, besides the standard library.
-LIBRARIES = frozenset(
-    "accelerate bitsandbytes datasets filelock finetune fsspec huggingface_hub jinja2 numpy packaging pandas patches"
-    " peft psutil pyarrow regex requests rich ruff safetensors sympy tensorboard tokenizers torch tqdm transformers"
-    " triton trl unsloth unsloth_zoo xformers yaml".split()
-)
-
-
 def emit(
     notebook: Notebook, plan: Plan, settings: Settings, notes: list[str], *, keep_inference: bool = False
 ) -> Conversion:
@@ -71,7 +64,7 @@ def slug(name: str, imported: Collection[str] = ()) -> str:
     """
     stem = re.sub(r"\.(ipynb|py)$", "", name)
     found = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "notebook"
-    if found in sys.stdlib_module_names or found in LIBRARIES or found in imported:
+    if found in sys.stdlib_module_names or found in named("installed") or found in imported:
         found = f"{found}_sft"
     return f"nb_{found}" if found[0].isdigit() else found
 
@@ -479,7 +472,9 @@ def _not_installed(plan: Plan) -> list[str]:
     """Notes on libraries that the script imports and this project does not install."""
     names = {name for hook in ("module", *FUNCTIONS) for name in _needed(plan, hook)}
     roots = {line.split()[1].split(".")[0] for line, standard in _import_lines(plan, names) if not standard}
-    return [f"the script imports {root}, which this project does not install" for root in sorted(roots - LIBRARIES)]
+    return [
+        f"the script imports {root}, which this project does not install" for root in sorted(roots - named("installed"))
+    ]
 
 
 def _head(source: str) -> str:

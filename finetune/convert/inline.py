@@ -14,11 +14,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from finetune.convert.knowledge import named
 from finetune.convert.names import effects, free_names, target_names
 from finetune.convert.read import Notebook, Statement
 from finetune.convert.trace import Trace, trace_notebook
 
-_SETS_UP = frozenset("from_pretrained get_peft_model train prepare_model_for_kbit_training SFTTrainer".split())
 _SETS_LIBRARY = re.compile(
     r"(torch\.backends|os\.environ)\b[^\n=]*[^=!<>\n]=[^=]|torch\.(set_float32_matmul_precision|use_deterministic)\w*\("
 )
@@ -126,7 +126,9 @@ def _setting_up(statements: Sequence[Statement]) -> dict[str, Statement]:
     defined = [_name(s) for s in statements]
     once = {name: s for s in statements if (name := _name(s)) and names.count(name) == defined.count(name) == 1}
     found = {name: s for name, s in once.items() if _SETS_LIBRARY.search(ast.unparse(s.node))}
-    while more := {n: s for n, s in once.items() if n not in found and _called(s.node) & (_SETS_UP | found.keys())}:
+    while more := {
+        n: s for n, s in once.items() if n not in found and _called(s.node) & (named("sets up") | found.keys())
+    }:
         found |= more
     return found
 

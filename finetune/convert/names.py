@@ -8,27 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.read import Statement
 
-# Methods that change their receiver even when their return value is used.
-MUTATORS = frozenset(
-    "append extend insert remove pop clear sort reverse update setdefault add discard popitem add_tokens"
-    " add_special_tokens resize_token_embeddings add_callback remove_callback pop_callback set_format with_format_"
-    " seed shuffle_ mount enable_input_require_grads gradient_checkpointing_enable add_faiss_index".split()
-)
-# Calls that seed a random generator used by other code.
-SEEDS = {
-    "set_seed": ("random", "numpy", "torch"),
-    "seed_everything": ("random", "numpy", "torch"),
-    "random.seed": ("random",),
-    "numpy.random.seed": ("numpy",),
-    "torch.manual_seed": ("torch",),
-}
-_CASTS = frozenset("to float half double bfloat16 type requires_grad_".split())
-# Calls that only read their arguments.
-_READERS = frozenset("print display pprint save_model len info debug warning plot hist generate".split())
-_LIBRARIES = ("torch", "transformers", "unsloth", "unsloth_zoo", "bitsandbytes")
-_SETTERS = re.compile(r"torch\.(set_float32_matmul_precision|use_deterministic_algorithms|_dynamo\.|backends\.)")
 _BUILTINS = frozenset(dir(builtins))
 
 
@@ -77,7 +59,7 @@ def casts_modules(node: ast.stmt) -> bool:
         return False
     targets = set(target_names(node.target))
     calls = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-    return any(isinstance(f, ast.Attribute) and f.attr in _CASTS and root(f) in targets for f in calls)
+    return any(isinstance(f, ast.Attribute) and f.attr in named("casts") and root(f) in targets for f in calls)
 
 
 def target_names(node: ast.AST) -> Iterator[str]:
@@ -171,7 +153,7 @@ class _Visitor:
         if isinstance(value.func, ast.Attribute) and (name := root(value.func)):
             self.effects.changes.add(name)
         name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-        if name in _READERS or name.startswith(("save_pretrained", "push_to_hub")):
+        if name in named("prints") or name.startswith(("save_pretrained", "push_to_hub")):
             return
         for argument in [*value.args, *(item.value for item in value.keywords)]:
             if isinstance(argument, ast.Name):
@@ -185,7 +167,7 @@ class _Visitor:
             if isinstance(inner, ast.NamedExpr) and isinstance(inner.target, ast.Name):
                 self._bind(inner.target.id, False)
             if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-                if inner.func.attr in MUTATORS and (name := root(inner.func)) in names:
+                if inner.func.attr in named("mutates") and (name := root(inner.func)) in names:
                     self.effects.changes.add(str(name))
 
     def _files(self, node: ast.expr) -> None:
@@ -201,11 +183,6 @@ class _Visitor:
                 (self.effects.changes if inner in written else self.effects.reads).add(name)
 
 
-_WRITERS = frozenset(
-    "to_csv to_json to_parquet to_pickle to_excel save_to_disk write_text write_bytes savez dump_jsonl".split()
-)
-
-
 def written_path(call: ast.Call) -> ast.expr | None:
     """The file that a call writes, as an expression; None if it writes no file that we know of."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -216,7 +193,7 @@ def written_path(call: ast.Call) -> ast.expr | None:
     if name in ("write_text", "write_bytes") and isinstance(call.func, ast.Attribute):
         inside = call.func.value
         return inside.args[0] if isinstance(inside, ast.Call) and inside.args else inside
-    if name in _WRITERS and call.args:
+    if name in named("writes") and call.args:
         return call.args[0]
     return None
 
@@ -396,15 +373,17 @@ class Program:
             return False
         name = self.dotted(node.value.func)
         return any(
-            name == key or name.endswith("." + key) for key, roots in SEEDS.items() if module.split(".")[0] in roots
+            name == key or name.endswith("." + key)
+            for key, packages in explained("seeds").items()
+            if module.split(".")[0] in packages.split()
         )
 
     def sets_library(self, node: ast.stmt) -> bool:
         """Whether it sets an option of a library, as in `torch._dynamo.config.x = ...`."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-            return self.dotted(node.targets[0]).split(".")[0] in _LIBRARIES
+            return self.dotted(node.targets[0]).split(".")[0] in named("configured")
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return bool(_SETTERS.match(self.dotted(node.value.func)))
+            return matches("sets library", self.dotted(node.value.func))
         return False
 
     def dotted(self, node: ast.AST) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.convert.knowledge import named
 from finetune.errors import UserError
 from finetune.redact import redact
 
@@ -336,11 +337,12 @@ def _ipython_call(node: ast.stmt) -> str | None:
     return text if call.func.attr in ("system", "getoutput") else f"%{text}"
 
 
+# `subprocess.run` is also `sp.run`, or `run` if it is imported by name.
 _PROCESSES = frozenset(
-    f"{module}{name}"
-    for module in ("subprocess.", "sp.", "")
-    for name in ("run", "call", "check_call", "check_output", "Popen", "getoutput")
-) | {"os.system", "os.popen"}
+    start + name.removeprefix("subprocess.") if name.startswith("subprocess.") else name
+    for name in named("process")
+    for start in ("subprocess.", "sp.", "")
+)
 
 
 def process_command(call: ast.Call) -> str | None:

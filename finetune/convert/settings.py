@@ -14,8 +14,8 @@ from typing import Any
 
 from finetune.config.sft_fields import MANAGED, sft_fields
 from finetune.convert.names import root, target_names
-from finetune.convert.plan import Plan, event_of
 from finetune.convert.read import Refusal
+from finetune.convert.roles import Plan, event_of
 from finetune.convert.trace import Trace
 
 ADAPTER_ARGUMENTS = {

@@ -283,6 +283,7 @@ class Run:
 
 RUN = Run(True, 0)
 ENVIRONMENT: dict[str, Any] = {}
+KNOWLEDGE: dict[str, list[str]] = {}  # kind of call -> names, from knowledge.py
 
 
 def event(kind: str, detail: Any, text: str, **more: Any) -> None:
@@ -360,22 +361,6 @@ def set_attribute(symbol: Symbol, key: str, value: Any) -> None:
 
 def elements(symbol: Symbol, count: int) -> list[Symbol]:
     return [Symbol(["element", form(symbol), n], f"{symbol._words}[element {n}]") for n in range(count)]
-
-
-# Methods that do not change their receiver.
-_READS = frozenset(
-    "generate decode batch_decode encode apply_chat_template print_trainable_parameters eval train parameters"
-    " named_parameters modules named_modules get_memory_footprint get_nb_trainable_parameters save_pretrained to"
-    " cuda cpu"
-    " half float head info describe show display convert_tokens_to_ids tokenize for_inference for_training get_vocab"
-    " get evaluate predict keys values items get_input_embeddings get_output_embeddings state_dict num_parameters"
-    " get_chat_template log_metrics save_metrics save_state parse_response push_to_hub to_dict to_diff_dict"
-    " to_json_string".split()
-)
-
-
-# Libraries that draw or print what they are given.
-_DRAWING = frozenset("matplotlib seaborn plotly bokeh altair wordcloud rich pprint".split())
 
 
 def call(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1018,15 +1003,15 @@ def _bare(value: Any) -> None:
     how = ["called", function._name or (method[1] if method else "?"), form(args), form(kwargs)]
     if method is not None:
         owner = method[0]
-        if method[1] not in _READS and role(owner.__dict__.get("_owner", owner)) != "tokenizer":
+        if method[1] not in KNOWLEDGE["keeps"] and role(owner.__dict__.get("_owner", owner)) != "tokenizer":
             changed(owner, how, f".{method[1]}(...)")
     elif (
         args
         and isinstance(args[0], Symbol)
-        and (function._name or "").split(".")[-1] not in _READS | {"display", "len"}
+        and (function._name or "").split(".")[-1] not in {*KNOWLEDGE["keeps"], "display", "len"}
     ):
         changed(args[0], how, f" by {function._name}")
-    elif args and isinstance(args[0], list) and (function._name or "").split(".")[0] not in _DRAWING:
+    elif args and isinstance(args[0], list) and (function._name or "").split(".")[0] not in KNOWLEDGE["shows"]:
         args[0].append(Symbol(how, "changed"))
 
 
@@ -1308,11 +1293,12 @@ def _lock() -> None:
 
 
 def main(confine: Callable[[], list[str]]) -> None:
-    """Read a list of jobs as JSON from standard input and write the results to standard output.
+    """Read jobs, and what is known about calls, as JSON from standard input; write the results to standard output.
 
     `confine` asks the kernel to confine this process and returns what was not granted.
     """
-    jobs = json.loads(sys.stdin.buffer.read())
+    given = json.loads(sys.stdin.buffer.read())
+    KNOWLEDGE.update(given["knowledge"])
     _fill_real_values()
     _DEEP.update([json.dumps, json.loads, hashlib.sha256, hashlib.md5, str.join])
     out = sys.stdout.buffer
@@ -1321,7 +1307,7 @@ def main(confine: Callable[[], list[str]]) -> None:
     _lock()
     sys.setrecursionlimit(600)
     results = []
-    for job in jobs:
+    for job in given["jobs"]:
         YAML.clear()
         YAML.update(job["yaml"])
         if job["kind"] == "notebook":

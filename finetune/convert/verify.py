@@ -17,16 +17,11 @@ from typing import Any
 
 from finetune.config import Config, ConfigError, load
 from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
+from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, refuse_tokenizer_changed_after_data
+from finetune.convert.knowledge import named
 from finetune.convert.names import dotted_imports
-from finetune.convert.plan import (
-    EXPORTS,
-    MODEL_BY_PACKAGE,
-    MODEL_FLAGS,
-    NO_ENVIRONMENT,
-    Plan,
-    refuse_tokenizer_changed_after_data,
-)
 from finetune.convert.read import Notebook
+from finetune.convert.roles import Plan
 from finetune.convert.settings import (
     UNCUT,
     Described,
@@ -124,7 +119,7 @@ def safe_on_ranks(notebook: Notebook, plan: Plan, conversion: Conversion, traces
         name = ast.unparse(node.func)
         last = name.rsplit(".", 1)[-1]
         runs += name == "script.run"
-        if last in EXPORTS | {"save_pretrained", "save_model"} and node not in inside:
+        if last in named("exports") | {"save_pretrained", "save_model"} and node not in inside:
             raise NotVerified("V3", f"line {node.lineno}: {last} is called on every rank")
         if last == "train" and isinstance(node.func, ast.Attribute) and not node.args:
             raise NotVerified("V3", f"line {node.lineno}: train() is called in addition to script.run")
@@ -270,12 +265,6 @@ def _readable(form: Any, words: dict[str, str]) -> str:
     return repr(form)[:300]
 
 
-_IGNORED_TRAINER = frozenset(
-    "train evaluate predict save_model save_state log log_metrics save_metrics push_to_hub get_train_dataloader"
-    " get_eval_dataloader data_collator".split()
-)
-
-
 def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
     """What a trace would train with, in the same form for notebooks and scripts."""
     found: dict[str, Any] = {
@@ -310,13 +299,13 @@ def normal(plan: Plan, trace: Trace, *, notebook_side: bool) -> dict[str, Any]:
         elif kind == "change":
             if not (trained and role == "model") or _is_kept(plan, item, notebook_side):
                 _note_change(found, item, trained)
-        elif kind == "call" and not trained and role == "trainer" and item["method"] not in _IGNORED_TRAINER:
+        elif kind == "call" and not trained and role == "trainer" and item["method"] not in named("on the trainer"):
             found["changes of the trainer"].append([item["method"], *detail[1:]])
         elif (
             kind == "call"
             and trained
             and role in ("model", "tokenizer")
-            and item["method"] in EXPORTS
+            and item["method"] in named("exports")
             and _is_kept(plan, item, notebook_side)
         ):
             found["saves"].append([role, item["method"], *detail[1:]])
@@ -349,7 +338,7 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
     elif role == "model" and trained and detail[2] == "called":
         found["saves"].append(["change", *detail[3:]])
     elif role == "model" and not trained:
-        if detail[2] == "called" and str(detail[3]).rsplit(".", 1)[-1] in MODEL_BY_PACKAGE:
+        if detail[2] == "called" and str(detail[3]).rsplit(".", 1)[-1] in named("by the package"):
             return
         if attribute in ("pad_token_id", "eos_token_id", "bos_token_id", *MODEL_FLAGS):
             return

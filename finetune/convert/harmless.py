@@ -1,0 +1,271 @@
+"""Which statements can be left out: those that only display, measure or compute what nothing needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.names import (
+    casts_modules,
+    changed_in_loop,
+    effects,
+    free_names,
+    root,
+    target_names,
+    written_path,
+)
+from finetune.convert.read import Notebook, Refusal, Statement, process_command
+from finetune.convert.roles import HOOKS, SAVES, Disposition, Plan, calls_in, last_name, method_of, only_installs
+from finetune.convert.shells import INSTALLS, NO_TRACE
+
+
+def _harmless(
+    plan: Plan, call: ast.Call, seen: frozenset[str] = frozenset(), local: frozenset[str] = frozenset()
+) -> bool:
+    """Whether a call has no lasting effect. `local`: local names of the enclosing function."""
+    import builtins
+
+    name = plan.program.dotted(call.func)
+    last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
+    if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
+        return bool(INSTALLS.match(command) or NO_TRACE.match(command))
+    if matches("acts", name):
+        return False
+    if last == "open" or last in ("write", "dump", "write_text", "save"):
+        return _reads_file(call)
+    if last in named("displays") or matches("account", name) or last in named("looks"):
+        return True
+    if root(call.func) not in local and _on_scratch(plan, call):
+        return True
+    if name.split(".")[0] in ("unsloth", "peft", "trl") and last[:1].islower() and last != "pipeline":
+        if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):
+            return False  # such as add_new_tokens(model, ...)
+    if isinstance(call.func, ast.Name):
+        if call.func.id in {*plan.tokenizers, *plan.models, *local}:
+            return True
+        definition = plan.program.definition(call.func.id)
+        if definition is not None and call.func.id not in seen:
+            return isinstance(definition, ast.ClassDef) or _harmless_function(plan, definition, seen | {call.func.id})
+        if call.func.id in plan.program.imports:
+            return name.split(".")[0] in named("computes")
+        return hasattr(builtins, call.func.id) and call.func.id not in (
+            "exec",
+            "eval",
+            "compile",
+            "__import__",
+            "setattr",
+            "exit",
+            "quit",
+        )
+    if isinstance(call.func, ast.Lambda):
+        return True
+    if root(call.func) in local and last not in named("changes") - named("fills"):
+        return True
+    return bool(name) and name.split(".")[0] in named("computes") and root(call.func) in plan.program.imports
+
+
+def _on_scratch(plan: Plan, call: ast.Call) -> bool:
+    """A method of a display object, or one that fills a collection. If training needs the result, it is kept anyway."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, method = root(call.func), call.func.attr
+    if name in plan.collections:
+        return method in named("fills") and not isinstance(call.func.value, ast.Call | ast.Attribute)
+    return name in plan.scratch and method not in SAVES
+
+
+def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool:
+    """Whether a function of the notebook only computes: it calls nothing harmful and changes nothing outside."""
+    names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
+    given = [inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)]
+    made = {  # objects created by the function, which it may change
+        name
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Assign) and not isinstance(inner.value, ast.Name | ast.Attribute | ast.Subscript)
+        for name in target_names(inner.targets[0])
+    }
+    stores = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute | ast.Subscript)]
+    if any(isinstance(inner.ctx, ast.Store) and root(inner) not in made for inner in stores):
+        return False
+    return all(_harmless(plan, inner, seen, frozenset([*names, *given])) for inner in calls_in(node))
+
+
+def _reads_file(call: ast.Call) -> bool:
+    mode = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "mode"), None)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name == "open" and (
+        mode is None or (isinstance(mode, ast.Constant) and not set(str(mode.value)) & set("wax+"))
+    )
+
+
+def only_looks(plan: Plan, node: ast.stmt) -> bool:
+    """Whether a statement only displays, measures or generates, so that training is unaffected."""
+    if isinstance(node, ast.Expr):
+        calls = calls_in(node)
+        return all(_harmless(plan, call) for call in calls) and not _changes_role(plan, node)
+    if _sets_elements(node) & {*plan.models, *plan.tokenizers, *plan.trainers}:
+        return False
+    if isinstance(node, ast.For | ast.If | ast.With | ast.While | ast.Try | ast.AsyncFor | ast.AsyncWith):
+        inner = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.stmt)]
+        inner += [item for handler in getattr(node, "handlers", []) for item in handler.body]
+        heads = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.expr | ast.withitem)]
+        return all(_harmless(plan, call) for head in heads for call in calls_in(head)) and all(
+            isinstance(item, ast.Pass | ast.Break | ast.Continue | ast.Raise | ast.Import | ast.ImportFrom)
+            or (isinstance(item, ast.Assign | ast.AugAssign | ast.AnnAssign) and _changes_no_role(plan, item))
+            or only_looks(plan, item)
+            for item in inner
+        )
+    return isinstance(node, ast.Assert | ast.Delete | ast.Pass | ast.Raise)
+
+
+def _sets_elements(node: ast.stmt) -> set[str]:
+    """Names that a loop changes by assigning to attributes of their elements or by casting modules."""
+    stores = [
+        n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store)
+    ]
+    return changed_in_loop(node) if stores or casts_modules(node) else set()
+
+
+def _changes_no_role(plan: Plan, node: ast.stmt) -> bool:
+    e = effects(node)
+    roles = plan.models | plan.trainers | set(plan.tokenizers)
+    return not (e.binds | e.may_bind | e.changes) & roles and all(_harmless(plan, call) for call in calls_in(node))
+
+
+def _changes_role(plan: Plan, node: ast.Expr) -> bool:
+    return any(method_of(call) in named("changes") and not _on_scratch(plan, call) for call in calls_in(node))
+
+
+def is_pure(plan: Plan, place: int) -> bool:
+    """Whether a statement only computes a value from constants and other pure values."""
+    node = plan.program.statements[place].node
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        reads = effects(node).all_reads
+        return not reads & (plan.models | plan.trainers | set(plan.tokenizers))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        import builtins
+
+        safe = all(
+            (
+                isinstance(call.func, ast.Name)
+                and (hasattr(builtins, call.func.id) or plan.program.definition(call.func.id) is not None)
+            )
+            or (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in named("looks")
+                and root(call.func) not in plan.program.imports
+            )
+            or plan.program.dotted(call.func).split(".")[0] in named("makes")
+            for call in calls_in(node)
+        )
+        return safe and not effects(node).all_reads & (plan.models | plan.trainers | set(plan.tokenizers))
+    return False
+
+
+def drop_the_rest(plan: Plan, notebook: Notebook) -> None:
+    """Give each remaining statement a reason to be dropped, or refuse the notebook."""
+    program = plan.program
+    for place, statement in enumerate(program.statements):
+        if place in plan.dispositions:
+            continue
+        after = place > plan.key["train"]
+        why = _why_dropped(plan, place, statement)
+        if why is None and installs(plan, notebook, statement):
+            why = "installation"
+        if why is None and after:
+            why = "after training, so not part of it"
+        if why is None:
+            raise Refusal(
+                "R4",
+                f"a script cannot reproduce this statement before training: `{statement.head[:120]}`",
+                statement.cell,
+            )
+        plan.dispositions[place] = Disposition(what="dropped", why=why)
+        for call in calls_in(statement.node):
+            remedy = None if after else explained("left to you").get(program.dotted(call.func))
+            if after and method_of(call) in SAVES and method_of(call) != "save_state":
+                remedy = "do this from training.output_dir, where the trained model and its tokenizer are"
+            if after and method_of(call).startswith("upload_"):
+                remedy = "publish the finished folder with `hf upload`"
+            if remedy is not None:
+                plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {remedy}")
+
+
+def installs(plan: Plan, notebook: Notebook, statement: Statement) -> bool:
+    """Whether it is a branch in an installation cell, or a branch with shell lines in a cell that also installs."""
+    node = statement.node
+    if not isinstance(node, ast.If | ast.Try) or statement.cell not in notebook.install:
+        return False
+    last = statement.line + (node.end_lineno or node.lineno) - node.lineno
+    return only_installs(plan, notebook, statement.cell) or any(
+        shell.cell == statement.cell and statement.line <= shell.line <= last for shell in notebook.shells
+    )
+
+
+def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
+    node = statement.node
+    text = ast.unparse(node)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "unused import"
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return "unused definition"
+    calls = calls_in(node)
+    if any(matches("account", plan.program.dotted(call.func)) for call in calls):
+        return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        service = plan.program.dotted(node.value.func)
+        if (
+            matches("service", service)
+            and service.rsplit(".", 1)[-1][:1].isupper()
+            and _leaves_arguments(plan, node.value)
+        ):
+            return "client of a service that the training does not use"
+    if re.search(r"\b(set_seed|manual_seed\w*|seed_everything|\w+\.seed)\(", text) and isinstance(node, ast.Expr):
+        return "training.seed seeds every rank"
+    statistics = r"torch\.(cuda|backends)|max_memory|gpu_stats|used_memory|trainer_stats|start_gpu"
+    if re.search(statistics, text) and leaves(plan, node):
+        return "memory and time statistics"
+    if place < plan.key["trainer"] and makes(plan, node, "SFTTrainer", "get_peft_model", "from_pretrained"):
+        return "repeated later"
+    if re.search(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|pipeline\(|_inference\(", text):
+        return "inference" if leaves(plan, node) or place > plan.key["train"] else None
+    if isinstance(node, ast.Expr) and not calls:
+        return "display"
+    writing = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    path = None if writing is None else written_path(writing)
+    if path is not None and not _kept_names(plan, path):
+        if all(_harmless(plan, call) for call in calls if call is not writing):
+            return "file that no kept statement reads"
+    if only_looks(plan, node):
+        return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and leaves(plan, node):
+        return "unused value" if calls else "unused literal"
+    return None
+
+
+def _leaves_arguments(plan: Plan, call: ast.Call) -> bool:
+    """Whether the arguments of a call only compute."""
+    given = [*call.args, *(item.value for item in call.keywords)]
+    return all(_harmless(plan, inner) for value in given for inner in calls_in(value))
+
+
+def _kept_names(plan: Plan, path: ast.expr) -> bool:
+    """Whether something kept mentions the file or folder, or a name or literal in its path."""
+    kept = [plan.program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
+    read = {name for node in kept for name in effects(node).all_reads} - plan.program.imports.keys()
+    texts = {node.value for node in ast.walk(path) if isinstance(node, ast.Constant)}
+    return bool(free_names(path) & read) or any(
+        isinstance(inner, ast.Constant) and inner.value in texts for node in kept for inner in ast.walk(node)
+    )
+
+
+def makes(plan: Plan, node: ast.stmt, *names: str) -> bool:
+    """Whether it assigns the result of one of these calls, such as a trainer that a later cell creates again."""
+    return (
+        isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and last_name(plan, node.value.func) in names
+    )
+
+
+def leaves(plan: Plan, node: ast.stmt) -> bool:
+    return all(_harmless(plan, call) for call in calls_in(node))

@@ -1,0 +1,516 @@
+"""What the converter knows about libraries: what a call does (`CALLS`), what an argument becomes (`ARGUMENTS`).
+
+A new method, package or argument is a word in one row. docs/notebooks.md prints both tables
+(`python -m finetune.convert.knowledge > ...`, see `make docs`). What a row means is decided where its kind is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+# How each kind is compared with a call, and what it means. A kind of "method" is compared with the last part of the
+# call's name; of "package" with its first part; of "name" with all of it, where `*` is anything and `x.*` includes `x`.
+KINDS: dict[str, tuple[str, str]] = {
+    "looks": ("method", "computes or displays: left out if nothing needs its value"),
+    "keeps": ("method", "does not change its receiver, even if its value is unused"),
+    "mutates": ("method", "changes its receiver, even if its value is used"),
+    "fills": ("method", "changes a list, dict, set or counter, and nothing else"),
+    "changes": ("method", "changes a model, tokenizer or trainer"),
+    "casts": ("method", "changes a module in place"),
+    "prints": ("method", "does not change its arguments"),
+    "displays": ("method", "displays its arguments"),
+    "writes": ("method", "writes the file or folder that it is given"),
+    "saves": ("method", "saves the model: `training.output_dir`"),
+    "exports": ("method", "kept, after training, on the main rank"),
+    "on every rank": ("method", "runs on every rank, because it communicates"),
+    "on the trainer": ("method", "a call on the trainer that changes nothing about the training"),
+    "by the package": ("method", "a call on the model before training that the package makes unnecessary"),
+    "moves": ("method", "moves the model or sets its mode"),
+    "sets up": ("method", "sets up the training"),
+    "runs text": ("method", "runs text as code"),
+    "command line": ("method", "reads the command line"),
+    "computes": ("package", "its functions compute or display, unless another row says more"),
+    "makes": ("package", "its functions make values from values"),
+    "shows": ("package", "it displays, draws, logs or measures what it is given"),
+    "configured": ("package", "setting its attributes changes the training"),
+    "installed": ("package", "a run may import it, so no script may have its name"),
+    "acts": ("name", "changes something outside the notebook, or the state of the process"),
+    "account": ("name", "an account or tracker: left out"),
+    "secret": ("name", "reads a secret: `os.environ.get`"),
+    "service": ("name", "a service or server: refused if the rows depend on it"),
+    "other model": ("name", "loads or runs a model: refused if the rows depend on it"),
+    "process": ("name", "starts a process"),
+    "seeds": ("name", "seeds the generators of these packages"),
+    "sets template": ("name", "also sets the tokenizer's chat template"),
+    "sets library": ("name", "sets an option of the process, which no value depends on"),
+    "unsafe": ("name", "refused in the drop-in form"),
+    "left to you": ("name", "left out, with a note"),
+    "another trainer": ("name", "refused: R1"),
+    "images": ("name", "refused: R3"),
+    "audio": ("name", "refused: R3"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Names separated by spaces, their kinds separated by commas, and a reason for the report or a remedy."""
+
+    names: str
+    kinds: str
+    reason: str = ""
+
+
+_DEVICE = "each rank puts the model on its own device"
+_DTYPE = "set by model.dtype"
+_REPOSITORY = "install the modules of the repository as a package, or copy the code into a cell"
+_PUBLISH = "publish the finished folder with `hf upload`"
+
+CALLS = (
+    # Methods and functions, by the last part of their name.
+    Call(
+        "add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
+        " convert_ids_to_tokens copy count current_device device_count dim drop dropna empty_cache encode_plus endswith"
+        " features fillna filter filterwarnings findall flatten format from_dict from_list from_pandas getLogger"
+        " get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin isnull isoformat item"
+        " iterrows itertuples join json loc lower map match max mean merge min mkdir most_common named_children notnull"
+        " now numel nunique perf_counter raise_for_status read readlines remove_columns removeprefix removesuffix"
+        " rename rename_column replace reset_index sample search select setLevel set_verbosity set_verbosity_error"
+        " set_verbosity_info shape shuffle simplefilter size skip sort_values split splitlines squeeze stack startswith"
+        " std str strftime strip sub sum tail take text text_generation time title to_list to_pandas tolist"
+        " total_seconds train_on_responses_only train_test_split unique unsqueeze upper value_counts zfill",
+        "looks",
+    ),
+    Call(
+        "apply_chat_template batch_decode convert_tokens_to_ids cpu decode describe encode get get_input_embeddings"
+        " get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head items keys modules"
+        " named_modules named_parameters num_parameters parameters parse_response show state_dict to_dict tokenize"
+        " values",
+        "looks, keeps",
+    ),
+    Call("get_chat_template to_diff_dict to_json_string", "keeps"),
+    Call("generate info", "looks, keeps, prints"),
+    Call("hist len plot", "looks, prints"),
+    Call("debug warning", "prints"),
+    Call("Audio HTML Image Markdown clear_output show_state", "displays"),
+    Call("print pprint", "displays, prints"),
+    Call("display", "displays, prints, keeps"),
+    Call("appendleft subtract", "fills"),
+    Call("add clear discard insert pop popitem remove reverse setdefault sort", "fills, mutates"),
+    Call("append extend update", "fills, mutates, changes"),
+    Call("add_callback add_special_tokens add_tokens remove_callback resize_token_embeddings", "mutates, changes"),
+    Call("add_faiss_index mount pop_callback seed set_format shuffle_ with_format_", "mutates"),
+    Call("to", "looks, keeps, casts, moves, by the package", _DEVICE),
+    Call("cuda", "looks, keeps, moves, by the package", _DEVICE),
+    Call("half float", "keeps, casts, by the package", _DTYPE),
+    Call("bfloat16", "casts, by the package", _DTYPE),
+    Call("double requires_grad_ type", "casts"),
+    Call("train", "keeps, moves, sets up, on the trainer, by the package", "the trainer does it"),
+    Call("eval", "looks, keeps, moves, runs text, by the package", "the trainer sets the mode"),
+    Call("for_training", "looks, keeps, moves, by the package", "the trainer does it"),
+    Call("for_inference", "looks, keeps, moves, by the package", "inference"),
+    Call("gradient_checkpointing_enable", "mutates, by the package", "set by training.gradient_checkpointing"),
+    Call("enable_input_require_grads", "mutates, by the package", "the package does it"),
+    Call("print_trainable_parameters", "looks, keeps, by the package", "display"),
+    Call("SFTTrainer from_pretrained get_peft_model prepare_model_for_kbit_training", "sets up"),
+    Call("evaluate", "looks, keeps, on the trainer, on every rank"),
+    Call("data_collator get_eval_dataloader get_train_dataloader", "looks, on the trainer"),
+    Call("log", "on the trainer"),
+    Call("log_metrics predict save_metrics", "keeps, on the trainer"),
+    Call("save_pretrained", "saves, keeps"),
+    Call("save_model", "saves, prints, on the trainer, on every rank"),
+    Call("save_state", "saves, keeps, on the trainer, on every rank"),
+    Call("push_to_hub", "exports, keeps, on the trainer"),
+    Call(
+        "merge_and_unload push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_torchao save_lora"
+        " save_pretrained_ggml save_pretrained_gguf save_pretrained_merged save_pretrained_torchao unsloth_save_model",
+        "exports",
+    ),
+    Call("dump_jsonl save_to_disk savez to_csv to_excel to_json to_parquet to_pickle write_bytes write_text", "writes"),
+    Call("__import__ compile exec globals", "runs text"),
+    Call("parse_args parse_args_and_config parse_args_into_dataclasses parse_known_args", "command line"),
+    # Packages.
+    Call("torch transformers unsloth bitsandbytes", "computes, configured, installed"),
+    Call("unsloth_zoo", "configured, installed"),
+    Call(
+        "accelerate datasets huggingface_hub numpy packaging pandas peft psutil requests tqdm triton trl xformers",
+        "computes, installed",
+    ),
+    Call("rich", "computes, shows, installed"),
+    Call(
+        "altair bokeh evaluate ipywidgets logging matplotlib plotly pprint prettytable seaborn wordcloud",
+        "computes, shows",
+    ),
+    Call(
+        "box easydict json math ml_collections munch omegaconf os pathlib re string textwrap types", "computes, makes"
+    ),
+    Call("yaml", "makes, installed"),
+    Call(
+        "GPUtil IPython collections copy dataclasses datetime dotenv enum functools gc google importlib inspect"
+        " itertools kaggle_secrets locale nvidia_smi platform pynvml random scipy sklearn sys tabulate time typing"
+        " urllib warnings",
+        "computes",
+    ),
+    Call(
+        "filelock finetune fsspec jinja2 patches pyarrow regex ruff safetensors sympy tensorboard tokenizers",
+        "installed",
+    ),
+    # Full names.
+    Call(
+        "os.exec* os.spawn* os.kill os.fork os.remove os.unlink os.rename os.replace os.rmdir"
+        " os.removedirs sys.settrace sys.setprofile requests.post requests.put requests.delete requests.patch"
+        " urllib.request.urlretrieve datasets.*push_to_hub huggingface_hub.upload_* huggingface_hub.create_repo"
+        " huggingface_hub.delete_* huggingface_hub.HfApi* unsloth.dataprep.* torch.distributed.* torch.set_default*"
+        " torch.set_float32* torch.set_deterministic* torch.use_deterministic* accelerate.*launch*"
+        " *.SyntheticDataKit*",
+        "acts",
+    ),
+    Call(
+        "wandb.login wandb.init wandb.finish wandb.log wandb.config* wandb.Settings huggingface_hub.login"
+        " huggingface_hub.notebook_login huggingface_hub.interpreter_login huggingface_hub.HfFolder*"
+        " huggingface_hub.get_token huggingface_hub.whoami google.colab.?* kaggle_secrets.?* dotenv.load_dotenv"
+        " mlflow.?* comet_ml.?* trackio.?* login notebook_login getpass.getpass neptune.?* nltk.download",
+        "account",
+    ),
+    Call("google.colab.userdata.get kaggle_secrets.*get_secret *.get_secret", "secret"),
+    Call(
+        "openai.* anthropic.* groq.* cohere.* mistralai.* litellm.* ollama.* together.* google.generativeai.*"
+        " google.genai.* vllm.* distilabel.* requests.post.* huggingface_hub.InferenceClient.*",
+        "service",
+    ),
+    Call(
+        "*AutoModel*.from_pretrained *Fast*Model.from_pretrained transformers.pipeline SentenceTransformer"
+        " *.SentenceTransformer",
+        "other model",
+    ),
+    Call(
+        "subprocess.run subprocess.call subprocess.check_call subprocess.check_output subprocess.Popen"
+        " subprocess.getoutput",
+        "process",
+    ),
+    Call("os.system os.popen", "process, acts"),
+    Call("set_seed seed_everything", "seeds", "random numpy torch"),
+    Call("random.seed", "seeds", "random"),
+    Call("numpy.random.seed", "seeds", "numpy"),
+    Call("torch.manual_seed", "seeds", "torch"),
+    Call("unsloth.*apply_chat_template", "sets template"),
+    Call(
+        "torch.set_float32_matmul_precision* torch.use_deterministic_algorithms* torch._dynamo.?* torch.backends.?*",
+        "sets library",
+    ),
+    Call("torch.nn.DataParallel", "unsafe", "remove it: the launcher starts one process per GPU"),
+    Call("torch.nn.parallel.DistributedDataParallel", "unsafe", "remove it: the trainer wraps the model"),
+    Call("torch.distributed.init_process_group", "unsafe", "remove it: the trainer connects the processes"),
+    Call("accelerate.notebook_launcher", "unsafe", "call the function directly: the launcher starts the processes"),
+    Call("unsloth.dataprep.SyntheticDataKit", "unsafe", "run it once, and load the rows that it wrote from a file"),
+    Call("torch.compile", "unsafe", "pass torch_compile=True to SFTConfig instead"),
+    Call("sys.path.append sys.path.insert", "unsafe", _REPOSITORY),
+    Call("os.chdir", "unsafe, left to you", "start the script in that folder"),
+    Call("google.colab.files.upload", "left to you", "put the files next to the script"),
+    Call(
+        "GRPOTrainer DPOTrainer ORPOTrainer KTOTrainer PPOTrainer PPOv2Trainer CPOTrainer RLOOTrainer RewardTrainer"
+        " XPOTrainer OnlineDPOTrainer NashMDTrainer GKDTrainer BCOTrainer AlignPropTrainer IterativeSFTTrainer"
+        " PRMTrainer SDFTTrainer GOLDTrainer",
+        "another trainer",
+    ),
+    Call(
+        "snac SNAC BiCodec* XCodec2* xcodec2 CsmForConditionalGeneration Whisper?* torchaudio librosa AudioSeal"
+        " sampling_rate AutoModelForSpeechSeq2Seq AutoModelForCTC",
+        "audio",
+    ),
+    Call(
+        "FastVisionModel UnslothVisionDataCollator AutoModelForVision2Seq AutoModelForImageTextToText"
+        " process_vision_info AutoModelForMultimodalLM ?*ForConditionalGeneration",
+        "images",
+    ),
+)
+
+
+def _rows(kind: str) -> Iterator[tuple[str, str]]:
+    if kind not in KINDS:
+        raise KeyError(f"no such kind of call: {kind}")
+    for row in CALLS:
+        if kind in row.kinds.split(", "):
+            yield from ((name, row.reason) for name in row.names.split())
+
+
+@cache
+def named(kind: str) -> frozenset[str]:
+    """The names of a kind that is compared with the last or the first part of a call's name."""
+    return frozenset(name for name, _ in _rows(kind))
+
+
+@cache
+def explained(kind: str) -> dict[str, str]:
+    """Name -> reason, for a kind whose rows give one."""
+    return dict(_rows(kind))
+
+
+@cache
+def _pattern(kind: str) -> re.Pattern[str]:
+    return re.compile("|".join(_expression(name) for name, _ in _rows(kind)))
+
+
+def _expression(name: str) -> str:
+    inside = name.endswith(".*")  # the name itself, or anything in it
+    text = re.escape(name.removesuffix(".*") if inside else name).replace(r"\*", ".*").replace(r"\?", ".")
+    return text + (r"(?:\..*)?" if inside else "")
+
+
+def matches(kind: str, dotted: str) -> bool:
+    """Whether a call's full name is of a kind that is compared with all of it."""
+    return _pattern(kind).fullmatch(dotted) is not None
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+# What becomes of an argument in the settings form. In the drop-in form it stays, unless its row says otherwise.
+OUTCOMES = {
+    "setting": "the setting of this name in the YAML file, or the one that the row names",
+    "ignored": "left out, with a note if it has an effect in the notebook",
+    "refused": "the notebook is refused",
+    "moved": "an argument of SFTConfig now",
+    "renamed": "has another name now",
+}
+LOADER, ADAPTER, TRAINER, CONFIG = "from_pretrained", "get_peft_model, LoraConfig", "SFTTrainer", "SFTConfig"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """Arguments of one function or class.
+
+    Args:
+        owner: LOADER, ADAPTER, TRAINER, or CONFIG, which includes TrainingArguments.
+        names: separated by spaces.
+        outcome: one of OUTCOMES, for the settings form.
+        detail: the setting, the reason, or the new name.
+        neutral: values without an effect, which are left out in silence; None if all are.
+        drop_in: why the drop-in form leaves it out; "" if it stays.
+        changes_loss: the drop-in form refuses it, unless its value has no effect.
+    """
+
+    owner: str
+    names: str
+    outcome: str
+    detail: str = ""
+    neutral: tuple[Any, ...] | None = ()
+    drop_in: str = ""
+    changes_loss: bool = False
+
+
+_LOADS_WHOLE = "each rank loads the whole model onto its own device"
+_ORDER = "`seed` alone sets the order of the rows, and rows of similar length are grouped anyway"
+_ONE_GPU = "each GPU holds the whole model"
+_NO_EFFECT = "it has no effect on the result"
+_METRICS = "evaluation reports loss, token accuracy and entropy, and builds no logits"
+_TENSORBOARD = "metrics go to TensorBoard"
+_ALWAYS_LORA = "the adapter is always a LoRA for causal language modeling"
+
+ARGUMENTS = (
+    Argument(LOADER, "revision attn_implementation trust_remote_code", "setting", "model.*"),
+    Argument(LOADER, "use_flash_attention_2", "setting", "model.attn_implementation"),
+    Argument(LOADER, "max_seq_length", "setting", "data.max_length, unless SFTConfig sets it"),
+    Argument(LOADER, "dtype torch_dtype", "setting", "model.dtype"),
+    Argument(LOADER, "load_in_4bit load_in_8bit full_finetuning load_in_16bit", "setting", "model.*"),
+    Argument(LOADER, "quantization_config", "setting", "model.load_in_4bit or model.load_in_8bit"),
+    Argument(LOADER, "device_map", "ignored", _LOADS_WHOLE),
+    Argument(
+        LOADER,
+        "token use_auth_token low_cpu_mem_usage use_cache cache_dir return_dict use_safetensors local_files_only"
+        " offload_folder offload_state_dict force_download resume_download",
+        "ignored",
+    ),
+    Argument(ADAPTER, "r lora_alpha lora_dropout target_modules random_state", "setting", "lora.*"),
+    Argument(ADAPTER, "modules_to_save use_rslora bias", "setting", "lora.*"),
+    Argument(ADAPTER, "use_gradient_checkpointing", "setting", "training.gradient_checkpointing"),
+    Argument(
+        ADAPTER,
+        "max_seq_length task_type inference_mode peft_type base_model_name_or_path revision",
+        "ignored",
+        _ALWAYS_LORA,
+    ),
+    Argument(
+        ADAPTER,
+        "loftq_config",
+        "refused",
+        "initializing the adapter with LoftQ (loftq_config) is not supported; leave loftq_config and init_lora_weights"
+        " out",
+    ),
+    Argument(TRAINER, "tokenizer", "renamed", "processing_class"),
+    Argument(
+        TRAINER,
+        "dataset_text_field max_seq_length max_length packing eval_packing dataset_num_proc dataset_kwargs"
+        " neftune_noise_alpha model_init_kwargs",
+        "moved",
+    ),
+    Argument(TRAINER, "model args train_dataset eval_dataset processing_class peft_config callbacks", "setting"),
+    Argument(TRAINER, "formatting_func", "ignored", "build_dataset calls it"),
+    Argument(TRAINER, "data_collator", "ignored", "the package pads batches; tokens and labels are the same"),
+    Argument(
+        TRAINER,
+        "compute_metrics preprocess_logits_for_metrics",
+        "ignored",
+        "evaluation gives the loss and the perplexity",
+        drop_in=_METRICS,
+    ),
+    Argument(TRAINER, "optimizers", "refused", "SFTTrainer is given a custom optimizer; use training.optim"),
+    Argument(TRAINER, "optimizer_cls_and_kwargs", "refused", "not supported"),
+    Argument(TRAINER, "compute_loss_func", "refused", "not supported", changes_loss=True),
+    Argument(TRAINER, "quantization_config", "setting", "model.load_in_4bit"),
+    Argument(CONFIG, "evaluation_strategy", "renamed", "eval_strategy"),
+    Argument(CONFIG, "max_seq_length", "renamed", "max_length"),
+    Argument(CONFIG, "no_cuda", "renamed", "use_cpu"),
+    Argument(CONFIG, "warmup_ratio", "renamed", "warmup_steps"),
+    Argument(CONFIG, "per_gpu_train_batch_size", "renamed", "per_device_train_batch_size"),
+    Argument(CONFIG, "per_gpu_eval_batch_size", "renamed", "per_device_eval_batch_size"),
+    Argument(
+        CONFIG,
+        "learning_rate lr_scheduler_type warmup_steps weight_decay optim max_grad_norm seed",
+        "setting",
+        "training.*",
+    ),
+    Argument(CONFIG, "dataset_text_field dataset_num_proc max_length packing", "setting", "data.*", neutral=None),
+    Argument(CONFIG, "gradient_checkpointing output_dir", "setting", "training.*", neutral=None),
+    Argument(CONFIG, "overwrite_output_dir", "ignored", neutral=None, drop_in=_NO_EFFECT),
+    Argument(CONFIG, "data_seed", "ignored", neutral=None, drop_in=_ORDER),
+    Argument(CONFIG, "chat_template_path", "setting", "model.chat_template", neutral=None),
+    Argument(CONFIG, "shuffle_dataset", "ignored", neutral=(False,)),
+    Argument(
+        CONFIG,
+        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push push_to_hub_model_id"
+        " push_to_hub_organization push_to_hub_token",
+        "ignored",
+        neutral=(False,),
+        drop_in=f"nothing is published while training; {_PUBLISH}",
+    ),
+    Argument(CONFIG, "neftune_noise_alpha", "setting", "training.*", neutral=(0,)),
+    Argument(
+        CONFIG,
+        "use_liger_kernel",
+        "setting",
+        "training.*",
+        neutral=(False,),
+        drop_in="Liger would replace the layers whose loss the trainer computes",
+    ),
+    Argument(CONFIG, "completion_only_loss", "refused", neutral=(True, False)),
+    Argument(CONFIG, "assistant_only_loss", "ignored", neutral=(True, False)),
+    Argument(CONFIG, "loss_type", "refused", neutral=("nll", "chunked_nll"), changes_loss=True),
+    Argument(CONFIG, "label_smoothing_factor", "refused", neutral=(0, 0.0), changes_loss=True),
+    Argument(CONFIG, "run_name report_to", "ignored", _TENSORBOARD),
+    Argument(CONFIG, "logging_dir", "ignored", _TENSORBOARD, drop_in=_NO_EFFECT),
+    Argument(CONFIG, "tf32", "ignored", "the package chooses it for the device"),
+    Argument(CONFIG, "use_cpu", "ignored", "the launcher chooses the device"),
+    Argument(CONFIG, "log_level log_level_replica", "ignored", "logging.log_level sets it"),
+    Argument(CONFIG, "infinite_sampling", "ignored"),
+    Argument(CONFIG, "group_by_length train_sampling_strategy length_column_name", "ignored", drop_in=_ORDER),
+    Argument(
+        CONFIG,
+        "fsdp fsdp_config fsdp_min_num_params deepspeed parallelism_config sharded_ddp",
+        "ignored",
+        drop_in=_ONE_GPU,
+    ),
+    Argument(CONFIG, "include_inputs_for_metrics", "ignored", drop_in=_METRICS),
+    Argument(CONFIG, "dataloader_drop_last", "ignored", drop_in="an epoch trains on every row once"),
+    Argument(
+        CONFIG,
+        "auto_find_batch_size",
+        "ignored",
+        drop_in="the batch would depend on the GPU; per_device_train_batch_size sets it",
+    ),
+    Argument(
+        CONFIG,
+        "average_tokens_across_devices",
+        "ignored",
+        drop_in="the loss is always the mean over the whole global batch",
+    ),
+    Argument(CONFIG, "local_rank", "ignored", drop_in="the launcher sets it"),
+    Argument(
+        CONFIG,
+        "save_safetensors use_mps_device jit_mode_eval use_ipex half_precision_backend fp16_backend fp16_opt_level"
+        " past_index ray_scope torchdynamo include_tokens_per_second dispatch_batches split_batches dataset_batch_size"
+        " num_of_sequences chars_per_token infinite xpu_backend tpu_num_cores tpu_metrics_debug mp_parameters"
+        " report_from_all_ranks disable_tqdm",
+        "ignored",
+        drop_in=_NO_EFFECT,
+    ),
+)
+
+# Defaults of the libraries, for what a notebook leaves out. Unsloth: SFTConfig in models/rl.py of unsloth 2026.10;
+# transformers: class TrainingArguments of transformers 5.17; TRL: class SFTConfig of trl 1.15.
+_TRANSFORMERS = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "num_train_epochs": 3.0,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "optim": "adamw_torch_fused",
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "logging_steps": 500,
+    "seed": 42,
+}
+_TRL = _TRANSFORMERS | {"learning_rate": 2e-5, "logging_steps": 10}
+_UNSLOTH = _TRANSFORMERS | {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "weight_decay": 0.001,
+    "warmup_steps": 0.1,
+    "optim": "adamw_8bit",
+    "logging_steps": 1,
+    "seed": 3407,
+}
+DEFAULTS = {"transformers": _TRANSFORMERS, "trl": _TRL, "unsloth": _UNSLOTH}
+# Of the remaining arguments, these also differ between TrainingArguments and SFTConfig.
+_ALSO = {"transformers": {"gradient_checkpointing": False, "bf16": False}, "unsloth": {}}
+# Unsloth's get_peft_model, and PEFT's LoraConfig.
+ADAPTER_DEFAULTS = {
+    "unsloth": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
+    "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+}
+
+
+def not_trls(library: str) -> dict[str, Any]:
+    """A library's defaults, where those of TRL's SFTConfig differ."""
+    return {name: value for name, value in DEFAULTS[library].items() if _TRL[name] != value} | _ALSO[library]
+
+
+@cache
+def arguments(owner: str, outcome: str = "") -> dict[str, Argument]:
+    """Name -> row, of one function or class; `outcome` selects rows."""
+    rows = (row for row in ARGUMENTS if row.owner == owner and outcome in ("", row.outcome))
+    return {name: row for row in rows for name in row.names.split()}
+
+
+@cache
+def renamed(owner: str) -> dict[str, str]:
+    """Former name -> today's name."""
+    return {name: row.detail for name, row in arguments(owner, "renamed").items()}
+
+
+def page() -> str:
+    """Both tables, in Markdown."""
+    lines = ["### Arguments", "", "| of | arguments | settings form | drop-in form |", "|---|---|---|---|"]
+    for row in ARGUMENTS:
+        drop_in = "refused: it changes the loss" if row.changes_loss else f"left out: {row.drop_in}" * bool(row.drop_in)
+        given = (
+            row.outcome
+            if not row.detail
+            else row.detail
+            if row.outcome == "setting"
+            else f"{row.outcome}: {row.detail}"
+        )
+        lines.append(f"| {row.owner} | {_code(row.names)} | {given} | {drop_in} |")
+    lines += ["", "### Calls", "", "| kind | meaning | names |", "|---|---|---|"]
+    for kind, (_, meaning) in KINDS.items():
+        lines.append(f"| {kind} | {meaning} | {_code(' '.join(sorted(name for name, _ in _rows(kind))))} |")
+    return "\n".join(lines)
+
+
+def _code(words: str) -> str:
+    return " ".join(f"`{name}`" for name in words.split())

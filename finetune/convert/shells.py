@@ -1,0 +1,101 @@
+"""Lines of a notebook that are not Python: left out, unless the training needs a file that they make."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from finetune.convert.read import Notebook, Refusal, Shell
+from finetune.convert.roles import HOOKS, Plan, only_installs
+
+INSTALLS = re.compile(
+    r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:\S*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
+)
+NO_TRACE = re.compile(
+    r"^(?:sudo\s+)?(?:nvidia-smi|rocm-smi|rocminfo|amd-smi|ls|pwd|df|du|free|whoami|which|lscpu|nvcc|cat|head|tail|wc|uname|date|echo|export"
+    r"|huggingface-cli|hf|wandb|kill|pkill|sleep|env|printenv|clear|mkdir|chmod|set|tree|python3?\s+--?V|git\s+(?:config|--version|lfs)"
+    r"|ldconfig|export\s|source|unset|nproc|top|ps)\b"
+)
+_READS_LOCAL = re.compile(
+    r"data_files|read_csv|read_json|read_parquet|read_excel|from_csv|from_json|load_from_disk|data_dir|open\(|/content/|\.jsonl|\.csv|\.parquet"
+)
+
+
+def refuse_shells(plan: Plan, notebook: Notebook) -> None:
+    """Leave out shell lines, unless something kept needs a file that they create."""
+    kept = [plan.program.statements[place].source for name in HOOKS for place in plan.hooks[name]]
+    text = "\n".join(kept)
+    literals = _literals(plan)
+    trained = plan.program.statements[plan.key["train"]].cell
+    local = bool(_READS_LOCAL.search(text))
+    for shell in notebook.shells:
+        if shell.cell > trained:
+            continue
+        if match := re.match(r"[%!]?cd\s+(\S+)\s*$", shell.text):
+            if local:
+                plan.notes.append(f"cell {shell.cell}: paths are relative to {match[1]}; start the script there")
+            continue
+        if shell.kind == "file":
+            if shell.writes and (
+                shell.writes.rsplit("/", 1)[-1] in text
+                or re.search(
+                    rf"\b(import|from) {re.escape(shell.writes.rsplit('/', 1)[-1].removesuffix('.py'))}\b", text
+                )
+            ):
+                raise Refusal("R4", f"training uses {shell.writes}, which a cell writes", shell.cell)
+            continue
+        if INSTALLS.search(shell.text) or (NO_TRACE.match(shell.text) and ">" not in shell.text):
+            continue
+        if shell.kind == "magic" and not shell.text.startswith(
+            ("%run", "%cp", "%mv", "%rm", "%cd", "%writefile", "%store", "%bash", "%sx", "%system")
+        ):
+            continue
+        if (file := _made_file(shell)) is not None:
+            if file in text or any(file in literal for literal in literals):
+                raise Refusal(
+                    "R4", f"training needs {file}, which a shell command creates (`{shell.text[:80]}`)", shell.cell
+                )
+            continue
+        named = any(word in literal for word in _words(shell.text) for literal in literals)
+        if only_installs(plan, notebook, shell.cell) and not named:
+            continue
+        if local or named:
+            raise Refusal(
+                "R4",
+                f"training reads files that a shell command may create (`{shell.text[:80]}`)",
+                shell.cell,
+            )
+        if re.search(r"&\s*$|\b(serve|server|ollama|vllm|synthetic-data-kit|docker)\b", shell.text):
+            raise Refusal("R4", f"a shell command starts a service or creates data (`{shell.text[:80]}`)", shell.cell)
+
+
+def _literals(plan: Plan) -> list[str]:
+    """Strings in kept statements and in the settings."""
+    places = [place for place, decision in plan.dispositions.items() if decision.what in ("kept", "settings")]
+    return [
+        node.value
+        for place in places
+        for node in ast.walk(plan.program.statements[place].node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 300
+    ]
+
+
+def _made_file(shell: Shell) -> str | None:
+    """The name of the file that a download creates."""
+    makes = ">" in shell.text or re.match(r"\S*(?:wget|curl|gdown|aria2c|hf|huggingface-cli)\b", shell.text)
+    output = r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)"
+    if makes and (match := re.search(output, shell.text)):
+        name = match.group(1).strip("'\"").rsplit("/", 1)[-1]
+        return None if match.group(1).startswith(("/dev/", "&")) else name or None
+    if match := re.match(r"(?:wget|curl|gdown)\b.*?(https?://\S+)", shell.text):
+        name = match.group(1).strip("'\"").split("?")[0].rstrip("/").rsplit("/", 1)[-1]
+        return name if "." in name else None
+    return None
+
+
+def _words(text: str) -> list[str]:
+    return [
+        word.strip("'\"").rstrip("/").rsplit("/", 1)[-1]
+        for word in text.split()[1:]
+        if len(word) > 5 and not word.startswith("-")
+    ]
