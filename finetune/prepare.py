@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from finetune.config import Config
 from finetune.runtime.command import DONE, console, print_line, run_command
@@ -37,7 +38,10 @@ def run(config: Config) -> int:
         raise UserError(
             "prepare needs a model and data, but none are configured. Set model.model_name_or_path and data.train_file."
         )
-    session.check_present(config)
+    if Path(str(config.model.model_name_or_path)).is_dir():  # the tokenizer is enough to prepare data
+        session.check_files(config)
+    else:
+        session.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
     started = time.perf_counter()
     tokenizer = model.load_tokenizer(config)

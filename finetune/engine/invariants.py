@@ -8,11 +8,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.engine.shard import Sharding, look
 from finetune.errors import RunError, UserError
 from finetune.runtime import distributed
+
+if TYPE_CHECKING:  # importing it imports torch
+    from finetune.engine.shard import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ def own_facts(trainer: Any) -> Facts:
 
 def sharding(trainer: Any) -> Sharding | None:
     """What of the model is sharded; None if the run does not ask for it."""
+    from finetune.engine.shard import look
+
     return None if trainer.reduces_once is None else look(trainer.model)
 
 

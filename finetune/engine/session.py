@@ -41,6 +41,15 @@ def check_present(config: Config) -> None:
     if config.demo:
         return
     preflight.check(config)
+    check_files(config)
+
+
+def check_files(config: Config) -> None:
+    """Check that the data files exist.
+
+    Raises:
+        UserError: one of them is missing or unreadable.
+    """
     for origin in (*training_origins(config.data), *evaluation_origins(config.data)):
         if origin.files:
             sources.expand(origin.files)
