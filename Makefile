@@ -77,6 +77,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m finetune.config.reference > docs/configuration.md
+	$(BIN)/python -m finetune.convert.knowledge docs/notebooks.md
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

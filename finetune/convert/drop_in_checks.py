@@ -16,8 +16,8 @@ from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
-from finetune.convert.settings import described
 from finetune.convert.trace import Trace, trace_notebook
+from finetune.convert.values import described
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 

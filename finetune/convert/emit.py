@@ -21,7 +21,7 @@ from finetune.convert.names import effects, free_names
 from finetune.convert.read import Notebook, is_dead
 from finetune.convert.roles import Plan
 from finetune.convert.secrets import scrub
-from finetune.convert.settings import Settings
+from finetune.convert.values import Settings
 from finetune.errors import UserError
 
 FUNCTIONS = {

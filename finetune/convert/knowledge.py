@@ -1,15 +1,17 @@
 """What the converter knows about libraries: what a call does (`CALLS`), what an argument becomes (`ARGUMENTS`).
 
-A new method, package or argument is a word in one row. docs/notebooks.md prints both tables
-(`python -m finetune.convert.knowledge > ...`, see `make docs`). What a row means is decided where its kind is used.
+A new method, package or argument is a word in one row. What a row means is decided where its kind is used.
+`make docs` prints both tables into docs/notebooks.md.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -358,10 +360,10 @@ ARGUMENTS = (
         "evaluation gives the loss and the perplexity",
         drop_in=_METRICS,
     ),
-    Argument(TRAINER, "optimizers", "refused", "SFTTrainer is given a custom optimizer; use training.optim"),
-    Argument(TRAINER, "optimizer_cls_and_kwargs", "refused", "not supported"),
-    Argument(TRAINER, "compute_loss_func", "refused", "not supported", changes_loss=True),
-    Argument(TRAINER, "quantization_config", "setting", "model.load_in_4bit"),
+    Argument(TRAINER, "optimizers", "refused", "a custom optimizer is not supported; use training.optim"),
+    Argument(TRAINER, "optimizer_cls_and_kwargs", "refused", "it is not supported"),
+    Argument(TRAINER, "compute_loss_func", "refused", "it is not supported", changes_loss=True),
+    Argument(TRAINER, "quantization_config", "setting", "model.load_in_4bit or model.load_in_8bit"),
     Argument(CONFIG, "evaluation_strategy", "renamed", "eval_strategy"),
     Argument(CONFIG, "max_seq_length", "renamed", "max_length"),
     Argument(CONFIG, "no_cuda", "renamed", "use_cpu"),
@@ -403,6 +405,7 @@ ARGUMENTS = (
     Argument(CONFIG, "label_smoothing_factor", "refused", neutral=(0, 0.0), changes_loss=True),
     Argument(CONFIG, "run_name report_to", "ignored", _TENSORBOARD),
     Argument(CONFIG, "logging_dir", "ignored", _TENSORBOARD, drop_in=_NO_EFFECT),
+    Argument(CONFIG, "gradient_checkpointing_kwargs", "ignored", "set by training.gradient_checkpointing"),
     Argument(CONFIG, "tf32", "ignored", "the package chooses it for the device"),
     Argument(CONFIG, "use_cpu", "ignored", "the launcher chooses the device"),
     Argument(CONFIG, "log_level log_level_replica", "ignored", "logging.log_level sets it"),
@@ -493,7 +496,7 @@ def renamed(owner: str) -> dict[str, str]:
     return {name: row.detail for name, row in arguments(owner, "renamed").items()}
 
 
-def page() -> str:
+def tables() -> str:
     """Both tables, in Markdown."""
     lines = ["### Arguments", "", "| of | arguments | settings form | drop-in form |", "|---|---|---|---|"]
     for row in ARGUMENTS:
@@ -514,3 +517,13 @@ def page() -> str:
 
 def _code(words: str) -> str:
     return " ".join(f"`{name}`" for name in words.split())
+
+
+def main() -> None:
+    """Print both tables into a page, from the heading "### Arguments" to its end."""
+    page = Path(sys.argv[1])
+    page.write_text(page.read_text(encoding="utf-8").partition("### Arguments")[0] + tables() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

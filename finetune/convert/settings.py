@@ -8,60 +8,27 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from finetune.config.sft_fields import MANAGED, sft_fields
-from finetune.convert.names import root, target_names
+from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of
+from finetune.convert.settings_rows import refuse_rows, set_format, set_responses
 from finetune.convert.trace import Trace
-
-ADAPTER_ARGUMENTS = {
-    "unsloth": ("r", "target_modules", "lora_alpha", "lora_dropout", "bias"),
-    "peft": (
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-    ),
-}
-
-# Defaults of the libraries. Unsloth: SFTConfig in models/rl.py of unsloth 2026.10; transformers: class
-# TrainingArguments of transformers 5.17; TRL: class SFTConfig of trl 1.15.
-_HF = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "num_train_epochs": 3.0,
-    "weight_decay": 0.0,
-    "seed": 42,
-    "optim": "adamw_torch_fused",
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "max_grad_norm": 1.0,
-    "logging_steps": 500,
-}
-_TRL = _HF | {"learning_rate": 2e-5, "logging_steps": 10}
-_UNSLOTH = _HF | {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "weight_decay": 0.001,
-    "seed": 3407,
-    "optim": "adamw_8bit",
-    "warmup_steps": 0.1,
-    "logging_steps": 1,
-}
-# Defaults of Unsloth's get_peft_model and PEFT's LoraConfig.
-_ADAPTERS = {
-    "unsloth": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
-    "peft": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
-}
+from finetune.convert.values import (
+    UNCUT,
+    Described,
+    Settings,
+    Unknown,
+    described,
+    effective,
+    has_unknown,
+    known,
+    max_length,
+    short,
+)
 
 # peft 0.19 utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, by model name; all other
 # text generation models in it have q_proj and v_proj.
@@ -71,261 +38,11 @@ _PEFT_TARGETS = (
     (r"phi-?(1|2)", ("q_proj", "v_proj", "fc1", "fc2")),
     (r"mpt-", ("Wqkv",)),
 )
-
 # FastLanguageModel, and the classes that it chooses from.
 _TEXT_LOADERS = frozenset(
     f"Fast{name}Model"
     for name in "Language Llama Mistral Qwen2 Qwen3 Qwen3Moe Gemma Gemma2 Cohere Granite FalconH1".split()
 )
-_RENAMED = {
-    "tokenizer": "processing_class",
-    "evaluation_strategy": "eval_strategy",
-    "max_seq_length": "max_length",
-    "no_cuda": "use_cpu",
-}
-# Arguments of SFTTrainer in older TRL that are now fields of SFTConfig.
-_MOVED = frozenset("dataset_text_field max_length packing dataset_num_proc dataset_kwargs neftune_noise_alpha".split())
-UNCUT = -1  # stands for SFTConfig(max_length=None), which truncates nothing; None there means that it is not set
-# Arguments that are left out, with the reason for the report.
-_LEFT_OUT = {
-    "model": "",
-    "args": "",
-    "train_dataset": "",
-    "eval_dataset": "",
-    "processing_class": "",
-    "peft_config": "",
-    "formatting_func": "build_dataset calls it",
-    "callbacks": "",
-    "data_collator": "the package pads batches; tokens and labels are the same",
-    "compute_metrics": "evaluation gives the loss and the perplexity",
-    "preprocess_logits_for_metrics": "evaluation gives the loss and the perplexity",
-    "model_init_kwargs": "the model section has these settings",
-    "dataset_kwargs": "the package tokenizes once and drops other columns",
-    "bf16": "set by model.dtype",
-    "fp16": "set by model.dtype",
-    "tf32": "the package chooses it for the device",
-    "bf16_full_eval": "set by model.dtype",
-    "fp16_full_eval": "set by model.dtype",
-    "report_to": "metrics go to TensorBoard",
-    "run_name": "metrics go to TensorBoard",
-    "logging_dir": "metrics go to TensorBoard",
-    "padding_free": "set by data.packing",
-    "group_by_length": "only training.seed determines the order of the rows",
-    "gradient_checkpointing_kwargs": "set by training.gradient_checkpointing",
-    "eval_strategy": "set by training.eval_steps",
-    "save_strategy": "set by training.save_steps",
-    "logging_strategy": "set by logging.logging_steps",
-    "do_train": "script.run trains",
-    "do_eval": "evaluation runs if there are held-out rows",
-    "deepspeed": "training uses DDP",
-    "fsdp": "training uses DDP",
-    "fsdp_config": "training uses DDP",
-    "local_rank": "the launcher sets it",
-    "use_cpu": "the launcher chooses the device",
-    "remove_unused_columns": "the package drops other columns",
-    "infinite_sampling": "",
-    "log_level": "logging.log_level sets it",
-    "log_level_replica": "logging.log_level sets it",
-    "packing_strategy": "set by data.packing",
-}
-
-
-@dataclass(kw_only=True)
-class Settings:
-    """Sections of the YAML file, comments by dotted name, and notes for the report."""
-
-    sections: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {n: {} for n in ("model", "lora", "data", "training", "logging")}
-    )
-    comments: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def set(self, name: str, value: Any, comment: str = "") -> None:
-        section, key = name.split(".", 1)
-        self.sections[section][key] = value
-        if comment:
-            self.comments[name] = comment
-
-
-class Unknown:
-    """A value that is only known at run time."""
-
-    def __init__(self, item: dict[str, Any]):
-        self.item = item
-        self.name = str(item.get("name") or "")
-
-    def __str__(self) -> str:
-        return str(self.item.get("sym") or self.item.get("text") or self.item.get("other") or self.item)
-
-    __repr__ = __str__
-
-
-def known(value: Any) -> Any:
-    """A traced value in Python, with Unknown for symbols."""
-    if isinstance(value, list):
-        return [known(item) for item in value]
-    if isinstance(value, dict):
-        if "dict" in value and len(value) == 1:
-            return {known(key) if not isinstance(key, dict) else str(key): known(item) for key, item in value["dict"]}
-        if "tuple" in value and len(value) == 1:
-            return tuple(known(item) for item in value["tuple"])
-        if "set" in value and len(value) == 1:
-            return [known(item) for item in value["set"]]
-        return Unknown(value)
-    return value
-
-
-def has_unknown(value: Any) -> bool:
-    if isinstance(value, Unknown):
-        return True
-    if isinstance(value, dict):
-        return any(has_unknown(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(has_unknown(item) for item in value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Described:
-    """A notebook's training arguments, by their names in its libraries."""
-
-    api: str  # unsloth or transformers
-    owner: str
-    loader: dict[str, Any]
-    adapter: dict[str, Any] | None
-    adapter_kind: str  # unsloth or peft
-    trainer: dict[str, Any]
-    config: dict[str, Any]
-    config_name: str
-    responses: dict[str, Any] | None
-    former_text_field: bool  # dataset_text_field is the trainer's own argument, as in TRL before 0.13
-    checkpoints: bool  # activation recomputation is enabled on the model, independent of the trainer's arguments
-    train: dict[str, Any]
-
-
-def described(trace: Trace) -> Described:
-    """Read the events of a notebook's trace."""
-    load = event_of(trace, "load")
-    trainer_event = event_of(trace, "trainer")
-    assert load is not None and trainer_event is not None
-    owner, args, kwargs = load["detail"]
-    names = (
-        "model_name",
-        "max_seq_length",
-        "dtype",
-        "load_in_4bit",
-        "load_in_8bit",
-        "load_in_16bit",
-        "full_finetuning",
-        "token",
-        "device_map",
-    )
-    api = load["api"]
-    if api == "transformers":
-        names = ("model_name",)
-    loader = dict(zip(names, known(args), strict=False)) | known(kwargs)
-    if "pretrained_model_name_or_path" in loader:
-        loader["model_name"] = loader.pop("pretrained_model_name_or_path")
-    trainer = {_RENAMED.get(str(key), str(key)): value for key, value in known(trainer_event["detail"]).items()}
-    config, config_name = _arguments(trainer.get("args"), api)
-    moved = {key: trainer.pop(key) for key in _MOVED & trainer.keys()}
-    given_to_trainer = {key: value for key, value in moved.items() if value is not None and config.get(key) is None}
-    config |= given_to_trainer
-    adapter, kind = _adapter(trace, trainer, api)
-    responses = event_of(trace, "responses")
-    train = event_of(trace, "train")
-    given = known(train["detail"][1]) if train and isinstance(train["detail"][1], dict) else {}
-    if train and isinstance(train["detail"][1], list):
-        given = {item[0]: item[1] for item in train["detail"][1][1:]}
-        if len(train["detail"][0]) > 1:
-            given["resume_from_checkpoint"] = train["detail"][0][1]
-    return Described(
-        api=api,
-        owner=owner,
-        loader=loader,
-        adapter=adapter,
-        adapter_kind=kind,
-        trainer=trainer,
-        config=config,
-        config_name=config_name,
-        responses=known(responses["detail"]) if responses else None,
-        former_text_field="dataset_text_field" in given_to_trainer,
-        checkpoints=_checkpoints(trace),
-        train=given,
-    )
-
-
-def _checkpoints(trace: Trace) -> bool:
-    """PEFT's prepare_model_for_kbit_training enables gradient checkpointing by default."""
-    kbit = event_of(trace, "kbit")
-    if kbit is not None and known(kbit["detail"]).get("use_gradient_checkpointing", True) is not False:
-        return True
-    return any(item.get("method") == "gradient_checkpointing_enable" for item in trace["events"])
-
-
-def _arguments(given: Any, api: str) -> tuple[dict[str, Any], str]:
-    if given is None:
-        return {}, "SFTConfig"
-    if not isinstance(given, Unknown) or "kwargs" not in given.item:
-        raise Refusal("R4", f"the trainer's arguments are only known at run time ({given}); use an SFTConfig")
-    name = given.name.rsplit(".", 1)[-1]
-    if name not in ("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"):
-        raise Refusal("R4", f"the trainer's arguments must be an SFTConfig, got {name}")
-    kwargs = known(given.item["kwargs"])
-    args = known(given.item["args"])
-    if args:
-        kwargs["output_dir"] = args[0]
-    if api == "transformers" and "max_length" in kwargs and kwargs["max_length"] is None:
-        kwargs["max_length"] = UNCUT
-    return {_RENAMED.get(str(key), str(key)): value for key, value in kwargs.items()}, name
-
-
-def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str, Any] | None, str]:
-    adapt = event_of(trace, "adapt")
-    if adapt is not None:
-        name, args, kwargs = adapt["detail"]
-        given = known(kwargs)
-        if str(name).startswith("unsloth."):
-            return dict(zip(ADAPTER_ARGUMENTS["unsloth"], known(args), strict=False)) | given, "unsloth"
-        config = (*known(args), given.get("peft_config"))[0]
-        return _lora_config(config), "peft"
-    if trainer.get("peft_config") is not None:
-        return _lora_config(trainer["peft_config"]), "peft"
-    return None, "unsloth" if api == "unsloth" else "peft"
-
-
-def _lora_config(value: Any) -> dict[str, Any]:
-    if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
-        given = known(value.item["kwargs"])
-        targets = given.get("target_modules")
-        if has_unknown(targets) and "named_modules()" in str(targets):
-            given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all except the head
-        return given
-    raise Refusal("R4", f"the adapter must be a LoraConfig, got {value}")
-
-
-def effective(what: Described) -> dict[str, Any]:
-    """The trainer's fields, with the defaults of the classes that the notebook uses."""
-    defaults = _UNSLOTH if what.api == "unsloth" else _TRL
-    if what.config_name == "TrainingArguments":
-        defaults = _HF
-    found = dict(defaults)
-    ratio = what.config.get("warmup_ratio")
-    if ratio is not None and "warmup_steps" not in what.config:
-        found["warmup_steps"] = ratio
-    given = {key: value for key, value in what.config.items() if value is not None and key != "warmup_ratio"}
-    return found | given
-
-
-def max_length(what: Described) -> int | Unknown:
-    """The trainer's length if set; otherwise the loader's with Unsloth, or TRL's default of 1024."""
-    if (own := what.config.get("max_length")) is not None:
-        return own
-    if what.api == "unsloth":
-        length = what.loader.get("max_seq_length")
-        return 2048 if length is None else length
-    return 1024
-
-
-# --- notebook -> settings ---------------------------------------------------------------------------------------------
 
 
 def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
@@ -336,7 +53,7 @@ def make_settings(plan: Plan, traces: list[Trace]) -> Settings:
     _lora(settings, what, plan)
     _data(settings, what, plan)
     _training(settings, what, plan)
-    _responses(settings, what, plan)
+    set_responses(settings, what, plan)
     _output(settings, what, plan, traces[0])
     _note_branches(settings, what, traces[1])
     _note_chance(settings, plan)
@@ -440,34 +157,10 @@ def _loader_rest(settings: Settings, given: dict[str, Any], what: Described, six
         settings.set("model.attn_implementation", "flash_attention_2")
     rest = {}
     for key, value in given.items():
-        if key in (
-            "revision",
-            "attn_implementation",
-            "trust_remote_code",
-            "device_map",
-            "quantization_config",
-            "max_seq_length",
-        ):
+        if key == "device_map" or key in arguments(LOADER, "setting"):
             continue
-        if key in managed or key in (
-            "token",
-            "use_auth_token",
-            "low_cpu_mem_usage",
-            "use_cache",
-            "cache_dir",
-            "load_in_16bit",
-            "return_dict",
-            "use_safetensors",
-            "local_files_only",
-            "offload_folder",
-            "offload_state_dict",
-            "force_download",
-            "resume_download",
-        ):
-            if key not in ("load_in_4bit", "load_in_8bit", "full_finetuning", "load_in_16bit") and value not in (
-                False,
-                None,
-            ):
+        if key in managed or key in arguments(LOADER, "ignored"):
+            if value not in (False, None):
                 settings.notes.append(
                     f"the loader's {key} is left out" + (f": {managed[key]}" if key in managed else "")
                 )
@@ -530,7 +223,7 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
             " settings name the adapter as the model and replace the lora section by continue_adapter: true",
         )
     given = {key: value for key, value in what.adapter.items() if value is not None}
-    defaults = _ADAPTERS[what.adapter_kind]
+    defaults = ADAPTER_DEFAULTS[what.adapter_kind]
     for key in ("r", "lora_alpha", "lora_dropout"):
         value = given.pop(key, defaults[key])
         settings.set(f"lora.{key}", float(value) if key == "lora_dropout" and isinstance(value, int) else value)
@@ -551,13 +244,11 @@ def _lora(settings: Settings, what: Described, plan: Plan) -> None:
     if seed is not None:
         settings.set("lora.random_state", seed)
     given.pop("use_gradient_checkpointing", None)  # in the training section
-    for key in ("max_seq_length", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision"):
-        given.pop(key, None)
+    given = {key: value for key, value in given.items() if key not in arguments(ADAPTER, "ignored")}
     if given.pop("loftq_config", None):
         raise Refusal(
             "R4",
-            "initializing the adapter with LoftQ (loftq_config) is not supported; leave loftq_config and"
-            " init_lora_weights out",
+            arguments(ADAPTER)["loftq_config"].detail,
             plan.program.statements[plan.key.get("adapter", plan.key["trainer"])].cell,
         )
     if given:
@@ -572,8 +263,8 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
         settings.set("data.max_length", None, "not truncated")
     else:
         settings.set("data.max_length", length, default if explicit is None else "")
-    _rows_as_the_package_takes_them(what, plan)
-    _format(settings, what, plan, what.config.get("dataset_text_field"))
+    refuse_rows(what, plan)
+    set_format(settings, what, plan, what.config.get("dataset_text_field"))
     if _flag(what.config.get("packing", False), "packing"):
         settings.set("data.packing", True)
     workers = what.config.get("dataset_num_proc")
@@ -583,140 +274,6 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
         if not str(template).endswith((".jinja", ".j2")):
             raise Refusal("R4", f"chat_template_path={template!r} adds another model's tokens; use a Jinja file")
         settings.set("model.chat_template", template)
-
-
-def _tokenizes(plan: Plan) -> bool:
-    """Whether the notebook makes the token ids of its rows itself: a column `input_ids`, or rows that are what the
-    tokenizer returns."""
-    for place in plan.hooks["dataset"] + plan.hooks["module"]:
-        for node in ast.walk(plan.program.statements[place].node):
-            if isinstance(node, ast.Dict) and any(getattr(key, "value", 0) == "input_ids" for key in node.keys):
-                return True
-            if isinstance(node, ast.FunctionDef) and _returns_tokens(plan, node):
-                return True
-            if isinstance(node, ast.Lambda) and _is_tokens(plan, node.body, set()):
-                return True
-    return False
-
-
-def _returns_tokens(plan: Plan, function: ast.FunctionDef) -> bool:
-    """Whether a function returns what the tokenizer returned, possibly with further keys set."""
-    nodes = list(ast.walk(function))
-    tokens: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Assign) and _is_tokens(plan, node.value, tokens):
-            tokens.update(name for target in node.targets for name in target_names(target))
-    return any(isinstance(n, ast.Return) and n.value is not None and _is_tokens(plan, n.value, tokens) for n in nodes)
-
-
-def _is_tokens(plan: Plan, value: ast.expr, tokens: set[str]) -> bool:
-    if isinstance(value, ast.Name):
-        return value.id in tokens
-    if isinstance(value, ast.Dict):  # {**tokens, "labels": ...}
-        spread = [item for key, item in zip(value.keys, value.values, strict=True) if key is None]
-        return any(_is_tokens(plan, item, tokens) for item in spread)
-    if not isinstance(value, ast.Call):
-        return False
-    if isinstance(value.func, ast.Name):
-        return value.func.id in plan.tokenizers
-    if isinstance(value.func, ast.Attribute) and value.func.attr in ("encode_plus", "batch_encode_plus", "__call__"):
-        return root(value.func) in plan.tokenizers
-    return False
-
-
-def _rows_as_the_package_takes_them(what: Described, plan: Plan) -> None:
-    """Refuse infinite streams, rows packed by TRL, and several held-out sets."""
-    if isinstance(what.trainer.get("eval_dataset"), dict):
-        raise Refusal("R4", "eval_dataset has several sets; pass one, because there is one held-out loss")
-    train = what.trainer.get("train_dataset")
-    if isinstance(train, Unknown) and train.name.endswith("ConstantLengthDataset"):
-        raise Refusal("R4", "ConstantLengthDataset packs the rows; pass the rows to the trainer, with packing=True")
-    text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
-    if re.search(r"streaming\s*=\s*True", text) and not re.search(r"\.take\(|islice\(|\bDataset\.from_", text):
-        raise Refusal(
-            "R4", "the rows are a stream, but all rows are prepared before training; limit them with .take(n)"
-        )
-
-
-def _format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
-    """Which columns are read and supervised. What is not known here is decided by the rows, in the library's order:
-    TRL takes prompt and completion first, then messages, then the text field; Unsloth takes the text before messages.
-    """
-    columns = _columns(plan)
-    tokenizes = _tokenizes(plan)
-    if plan.formatting is not None:
-        if tokenizes:
-            raise Refusal("R4", "the trainer has a formatting_func, but the rows are token ids; leave one of them out")
-        settings.set("data.format", "text")
-        return
-    if tokenizes:
-        settings.notes.append("the notebook tokenizes its rows itself: token ids and labels are taken as they are")
-    elif _has_completions(plan, columns) and not what.former_text_field:
-        settings.set("data.format", "prompt_completion")
-    elif what.api == "unsloth" and _unsloth_reads_text(what, columns, text_field):
-        settings.set("data.format", "text")
-        if text_field not in (None, "text"):
-            settings.set("data.columns", {"text": text_field})
-        sources = [plan.program.statements[place].source for place in plan.hooks["dataset"] + plan.hooks["module"]]
-        if not re.search(r"eos_token|EOS|apply_chat_template", "\n".join(sources)):
-            settings.notes.append("a text that does not end with EOS gets one, as in TRL; Unsloth's trainer adds none")
-        return
-    if what.former_text_field and not tokenizes:  # which took this column and no other
-        settings.set("data.format", "text")
-        if text_field not in (None, "text"):
-            settings.set("data.columns", {"text": text_field})
-        return
-    if text_field not in (None, "text"):
-        settings.set("data.dataset_text_field", text_field)
-    settings.set("data.assistant_only_loss", bool(what.config.get("assistant_only_loss")))
-    if (completion := what.config.get("completion_only_loss")) is not None:
-        settings.set("data.completion_only_loss", bool(completion))
-    if not columns:
-        settings.notes.append(
-            "the columns of the data set are unknown until it is loaded; the run reads them in TRL's order, and prints"
-            " how"
-        )
-
-
-def _has_completions(plan: Plan, columns: set[str]) -> bool:
-    """Whether the rows surely have prompts and completions: the notebook makes both, and removes neither."""
-    if not {"prompt", "completion"} <= columns or columns & {"messages", "conversations"}:
-        return False
-    text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
-    return "text" not in columns or not re.search(r"column_names|remove_columns\W.*\b(prompt|completion)\b", text)
-
-
-def _unsloth_reads_text(what: Described, columns: set[str], text_field: Any) -> bool:
-    """Whether Unsloth's trainer reads the text field of rows with these columns."""
-    if what.config.get("assistant_only_loss"):
-        return False
-    return (
-        text_field is not None or "text" in columns
-        if columns & {"text"}
-        else (isinstance(text_field, str) and (text_field != "text" or not columns & {"messages", "prompt"}))
-    )
-
-
-def _columns(plan: Plan) -> set[str]:
-    """Columns that the data preparation creates: keys of dicts, and renamed or added columns."""
-    found: set[str] = set()
-    for place in plan.hooks["dataset"] + plan.hooks["module"]:
-        for node in ast.walk(plan.program.statements[place].node):
-            if isinstance(node, ast.Dict):
-                found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
-            elif (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr.startswith(("rename", "add_column", "select_columns"))
-            ):
-                found |= {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)}
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute):
-                target = node.targets[0]
-                if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-                    found.add(str(target.slice.value))
-                if isinstance(target, ast.Attribute) and target.attr == "name" and isinstance(node.value, ast.Constant):
-                    found.add(str(node.value.value))
-    return found & {"text", "messages", "conversations", "prompt", "completion", "instruction", "output"}
 
 
 def _training(settings: Settings, what: Described, plan: Plan) -> None:
@@ -840,58 +397,26 @@ def _count(settings: Settings, name: str, steps: Any) -> int | Unknown:
     return max(1, round(steps * total)) if total else 0
 
 
-# Values of fields that have no effect here; None: any value.
-_NEUTRAL = {
-    "loss_type": ("nll", "chunked_nll"),
-    "label_smoothing_factor": (0, 0.0),
-    "shuffle_dataset": (False,),
-    "push_to_hub": (False,),
-    "neftune_noise_alpha": (0,),
-    "use_liger_kernel": (False,),
-    "completion_only_loss": (True, False),
-    "assistant_only_loss": (True, False),
-    "dataset_text_field": None,
-    "dataset_num_proc": None,
-    "max_length": None,
-    "packing": None,
-    "gradient_checkpointing": None,
-    "output_dir": None,
-    "overwrite_output_dir": None,
-    "chat_template_path": None,
-    "data_seed": None,
-}
-
-
 def _other_fields(settings: Settings, given: dict[str, Any], what: Described) -> None:
     """Pass fields of SFTConfig through, note those that the package decides, and refuse another loss."""
-    fields = sft_fields()
+    fields, table = sft_fields(), arguments(CONFIG)
     for key, value in given.items():
-        neutral = _NEUTRAL.get(key, ())
-        if neutral is None or value in neutral or value is None:
+        row = table.get(key)
+        if value is None or (row is not None and (row.neutral is None or value in row.neutral)):
             continue
-        if key in ("loss_type", "label_smoothing_factor", "completion_only_loss"):
+        if row is not None and row.outcome == "refused":
             raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
-        if key in MANAGED or key in _LEFT_OUT or key not in fields:
-            why = _LEFT_OUT.get(key) or MANAGED.get(key) or "the installed TRL has no such field"
-            settings.notes.append(f"{what.config_name}: {key}={_short(value)} is left out: {why}")
+        if key in MANAGED or (row is not None and row.outcome == "ignored") or key not in fields:
+            reason = row.detail if row is not None else ""
+            why = reason or MANAGED.get(key) or "the installed TRL has no such field"
+            settings.notes.append(f"{what.config_name}: {key}={short(value)} is left out: {why}")
         elif has_unknown(value):
             raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a constant")
         else:
             settings.set(f"training.{key}", value)
-    for key in ("optimizer_cls_and_kwargs", "compute_loss_func", "model_init"):
-        if what.trainer.get(key) is not None:
-            raise Refusal("R4", f"SFTTrainer's argument {key} is not supported")
     for key, value in what.trainer.items():
-        if (
-            key in ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "optimizers")
-            and value is not None
-        ):
+        if value is not None:
             _trainer_argument(settings, key, value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:60] + "..."
 
 
 _MASKS_PADDING = "DataCollatorForLanguageModeling"
@@ -906,10 +431,15 @@ _COLLATORS = (
 
 def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
     name = value.name.rsplit(".", 1)[-1] if isinstance(value, Unknown) else ""
-    if key == "optimizers":
-        raise Refusal("R4", "SFTTrainer is given a custom optimizer; use training.optim")
+    row = arguments(TRAINER).get(key)
+    if row is None or row.outcome == "refused":
+        raise Refusal(
+            "R4", row.detail if row and key == "optimizers" else f"SFTTrainer's argument {key} is not supported"
+        )
+    if row.outcome == "setting" or key == "formatting_func":
+        return
     if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
-        return  # handled in `_responses`
+        return  # handled in `set_responses`
     if isinstance(value, Unknown) and value.name.startswith("transformers.") and name == _MASKS_PADDING:
         raise Refusal(
             "R4", f"{name} masks every token with the id of the padding token, often EOS too; leave the collator out"
@@ -917,57 +447,10 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
     if key == "data_collator" and name not in _COLLATORS:
         raise Refusal(
             "R4",
-            f"SFTTrainer is given a custom data collator ({_short(value)}), which decides what is supervised;"
+            f"SFTTrainer is given a custom data collator ({short(value)}), which decides what is supervised;"
             " leave it out",
         )
-    settings.notes.append(f"SFTTrainer: {key} is left out: {_LEFT_OUT[key]}")
-
-
-# --- which part of a text is supervised ------------------------------------------------------------------------------
-
-
-def _responses(settings: Settings, what: Described, plan: Plan) -> None:
-    given = what.responses
-    collator = what.trainer.get("data_collator")
-    if given is None and isinstance(collator, Unknown) and collator.name.endswith("DataCollatorForCompletionOnlyLM"):
-        kwargs = known(collator.item["kwargs"])
-        args = known(collator.item["args"])
-        given = {
-            "response_part": kwargs.get("response_template", args[0] if args else None),
-            "instruction_part": kwargs.get(
-                "instruction_template", args[1] if len(args) > 1 and isinstance(args[1], str) else None
-            ),
-        }
-    if given is None:
-        return
-    if what.responses is None and not isinstance(given["response_part"], str | None):
-        raise Refusal(
-            "R4",
-            f"DataCollatorForCompletionOnlyLM is given token ids ({_short(given['response_part'])}); pass the template"
-            ' as text: response_template="..."',
-            plan.program.statements[plan.key["trainer"]].cell,
-        )
-    extra = [key for key in ("mask_out_tokens",) if given.get(key)]
-    if extra:
-        raise Refusal("R4", f"train_on_responses_only: {extra[0]} is not supported")
-    if given.get("last_response_only"):
-        settings.set("data.last_turn_only", True)
-    instruction, response = given.get("instruction_part"), given.get("response_part")
-    if response is None and (what.responses is None or instruction is not None):
-        raise Refusal("R4", "the marker that starts a response is missing; set response_part")
-    if response is None:
-        response = "auto"
-        settings.comments["data.response_part"] = "both markers are derived from the chat template, as in the notebook"
-    if settings.sections["data"].get("format") not in (None, "text"):
-        raise Refusal("R4", "train_on_responses_only needs rows of text")
-    settings.set("data.format", "text")
-    settings.sections["data"].pop("assistant_only_loss", None)
-    if instruction is not None:
-        settings.set("data.instruction_part", instruction)
-    settings.set("data.response_part", response)
-
-
-# --- output folder ----------------------------------------------------------------------------------------------------
+    settings.notes.append(f"SFTTrainer: {key} is left out: {row.detail}")
 
 
 def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> None:

@@ -11,7 +11,6 @@ import ast
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,6 @@ from finetune.convert.knowledge import named
 from finetune.convert.names import dotted_imports
 from finetune.convert.read import Notebook
 from finetune.convert.roles import Plan
-from finetune.convert.settings import (
-    UNCUT,
-    Described,
-    Unknown,
-    bits,
-    checkpointing,
-    described,
-    dtype_setting,
-    effective,
-    max_length,
-)
 from finetune.convert.trace import ASSUMPTIONS, Trace, trace_script
 
 OLDEST = (3, 11)
@@ -216,8 +204,7 @@ def _dump(node: ast.stmt) -> str:
 
 def trains_the_same(notebook: Notebook, plan: Plan, conversion: Conversion, traces: list[Trace]) -> None:
     """V5: script and notebook train the same under the recording stubs."""
-    config = load_config(conversion)
-    settings_agree(described(traces[0]), config, traces)
+    load_config(conversion)
     scripts = trace_script(conversion.script, own_tokenizer=plan.own_tokenizer)
     for assumed, trace in zip(ASSUMPTIONS, traces, strict=True):
         for rank in (0, 1):
@@ -357,135 +344,6 @@ def _note_change(found: dict[str, Any], item: dict[str, Any], trained: bool) -> 
         and detail[2] == "setattr"
     ):
         found["changes of the model"].append([item["name"], *detail[2:]])
-
-
-# --- V5, the settings -------------------------------------------------------------------------------------------------
-
-
-def settings_agree(what: Described, config: Config, traces: list[Trace]) -> None:
-    """Compare the configuration, read back, with every argument in the notebook."""
-    wanted, found = notebook_values(what, traces), config_values(config)
-    for key, value in wanted.items():
-        if value is _ANY or isinstance(value, Unknown):
-            continue
-        if found.get(key) != value and not _alike(found.get(key), value):
-            raise NotVerified("V5", f"{key}: the notebook has {value!r}, the settings {found.get(key)!r}")
-
-
-_ANY = object()
-
-
-def _alike(one: Any, two: Any) -> bool:
-    if isinstance(one, tuple | list) and isinstance(two, tuple | list):
-        return list(one) == list(two)
-    return (
-        isinstance(one, int | float)
-        and isinstance(two, int | float)
-        and not isinstance(one, bool)
-        and not isinstance(two, bool)
-        and float(one) == float(two)
-    )
-
-
-def notebook_values(what: Described, traces: list[Trace]) -> dict[str, Any]:
-    given = effective(what)
-    four, eight, sixteen, full = bits(what.loader, what)
-    steps = given.get("max_steps", -1)
-    steps = steps if isinstance(steps, int) and steps > 0 else -1
-    values: dict[str, Any] = {
-        "model": what.loader.get("model_name"),
-        "class": "FastModel" if what.owner == "FastModel" else None,
-        "backend": "auto" if what.api == "unsloth" else "transformers",
-        "dtype": dtype_setting(traces),
-        "load_in_4bit": four,
-        "load_in_8bit": eight,
-        "load_in_16bit": sixteen,
-        "full_finetuning": full,
-        "revision": what.loader.get("revision"),
-        "attn_implementation": what.loader.get("attn_implementation")
-        or ("flash_attention_2" if what.loader.get("use_flash_attention_2") is True else None),
-        "trust_remote_code": bool(what.loader.get("trust_remote_code")),
-        "max_length": None if max_length(what) == UNCUT else max_length(what),
-        "packing": bool(what.config.get("packing", False)),
-        "global batch": given["per_device_train_batch_size"] * given["gradient_accumulation_steps"],
-        "per_device_train_batch_size": given["per_device_train_batch_size"]
-        if given["gradient_accumulation_steps"] > 1
-        else _ANY,
-        "max_steps": steps,
-        "num_train_epochs": given["num_train_epochs"] if steps < 0 else _ANY,
-        "gradient_checkpointing": checkpointing(what),
-        "logging_steps": given["logging_steps"]
-        if isinstance(given["logging_steps"], int) and given["logging_steps"] > 0
-        else _ANY,
-    }
-    for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "optim", "lr_scheduler_type"):
-        values[key] = given[key]
-    for key in (
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "neftune_noise_alpha",
-        "lr_scheduler_kwargs",
-        "dataloader_num_workers",
-    ):
-        values[key] = what.config.get(key, _ANY) or _ANY
-    if not full and what.adapter is not None:
-        values |= _adapter_values(what)
-    if what.responses is not None:
-        values |= {
-            "response_part": what.responses.get("response_part") or "auto",
-            "instruction_part": what.responses.get("instruction_part"),
-        }
-    text_field = what.config.get("dataset_text_field")
-    if isinstance(text_field, str) and text_field != "text" and "formatting_func" not in what.trainer:
-        values["text column"] = text_field
-    return values
-
-
-def _adapter_values(what: Described) -> dict[str, Any]:
-    assert what.adapter is not None
-    unsloth = what.adapter_kind == "unsloth"
-    default = 16 if unsloth else 8
-    targets = what.adapter.get("target_modules")
-    values = {
-        "r": what.adapter.get("r", default),
-        "lora_alpha": what.adapter.get("lora_alpha", default),
-        "lora_dropout": what.adapter.get("lora_dropout") or 0.0,
-        "target_modules": _ANY if targets is None else targets,
-        "modules_to_save": what.adapter.get("modules_to_save"),
-        "use_rslora": bool(what.adapter.get("use_rslora")),
-        "bias": what.adapter.get("bias") or "none",
-        "random_state": what.adapter.get("random_state", 3407) if unsloth else _ANY,
-    }
-    plain = {
-        *values,
-        "use_gradient_checkpointing",
-        "max_seq_length",
-        "task_type",
-        "inference_mode",
-        "peft_type",
-        "base_model_name_or_path",
-        "revision",
-        "loftq_config",
-    }
-    rest = {key: value for key, value in what.adapter.items() if key not in plain and value is not None}
-    return values | {f"adapter's {key}": value for key, value in rest.items()}
-
-
-def config_values(config: Config) -> dict[str, Any]:
-    model, lora, data, training = config.model, config.lora, config.data, config.training
-    values = {
-        "model": model.model_name_or_path,
-        "class": model.loader,
-        "load_in_16bit": bool(model.loader_kwargs.get("load_in_16bit")),
-        "global batch": training.global_batch_size,
-        "text column": data.columns.get("text", data.dataset_text_field),
-        "logging_steps": config.logging.logging_steps,
-        **{f"adapter's {key}": value for key, value in lora.adapter_kwargs.items()},
-    }
-    for section in (model, lora, data, training):
-        values |= {key: value for key, value in asdict(section).items() if key not in values}
-    return values | training.extra
 
 
 CHECKS: dict[str, Callable[[Notebook, Plan, Conversion, list[Trace]], None]] = {

@@ -366,6 +366,7 @@ def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
         rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
     lora = stand_ins.record.get("lora")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
+    more["bits per frozen weight"] = stand_ins.record.get("bits")
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,

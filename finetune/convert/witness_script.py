@@ -42,7 +42,8 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
             None if config.model.loader == "FastModel" else list(PROJECTIONS)
         )
         lora = stand_ins.adapter(values)
-    more = {"max_length": config.data.max_length, "packing": config.data.packing}
+    bits = 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else 16
+    more = {"max_length": config.data.max_length, "packing": config.data.packing, "bits per frozen weight": bits}
     return {"settings": stand_ins.settings(args) | more, "lora": lora, "rows": tokenized(data.train, stand_ins)}
 
 
@@ -101,6 +102,7 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         raise LookupError("the script does not reach train()")
     trainer = found[0]
     more = {"max_length": trainer.given.max_length, "packing": bool(trainer.given.packing)}
+    more["bits per frozen weight"] = stand_ins.record.get("bits")
     return {
         "settings": stand_ins.settings(trainer.given) | more,
         "lora": stand_ins.record.get("lora"),

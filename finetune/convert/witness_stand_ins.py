@@ -164,6 +164,7 @@ def _replace_models(folder: str) -> None:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
     def model(*_: Any, **given: Any) -> Any:
+        record["bits"] = bits(given)
         found = tiny_model()
         if given.get("output_loading_info"):
             return found, {}
@@ -235,18 +236,20 @@ def _replace_unsloth() -> None:
 
     trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
     sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
+    loads = _defaults_on_gpu("loader.py", "from_pretrained")
     for name, source in sources.items():
         loader = getattr(unsloth, name, None)
         if loader is None:
             continue
         load, adapt = inspect.signature(loader.from_pretrained), inspect.signature(loader.get_peft_model)
-        defaults = _defaults_on_gpu(source)
+        defaults = _defaults_on_gpu(source, "get_peft_model")
 
         def from_pretrained(*given: Any, _signature: Any = load, **named: Any) -> Any:
             import transformers
 
             values = _bound(_signature, given, named)
             record["loader"] = {"max_seq_length": values.get("max_seq_length")}
+            record["bits"] = bits(loads | values)
             model = tiny_model()
             model.max_seq_length = values.get("max_seq_length")
             return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
@@ -267,8 +270,20 @@ def _replace_unsloth() -> None:
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
 
 
-def _defaults_on_gpu(source: str) -> dict[str, Any]:
-    """Defaults of `get_peft_model` in one of Unsloth's modules for GPUs, which cannot be imported without one."""
+def bits(given: dict[str, Any]) -> int:
+    """Bits per weight in which a loader with these arguments holds the base model; 16 stands for unquantized."""
+    quantization = given.get("quantization_config")
+    if quantization is not None:
+        given = quantization if isinstance(quantization, dict) else vars(quantization)
+        four, eight = (given.get(f"load_in_{n}bit", given.get(f"_load_in_{n}bit")) for n in (4, 8))
+        return 4 if four else 8 if eight else 16
+    if given.get("full_finetuning") or given.get("load_in_16bit"):
+        return 16
+    return 8 if given.get("load_in_8bit") else 4 if given.get("load_in_4bit") else 16
+
+
+def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
+    """Defaults of a function in one of Unsloth's modules for GPUs, which cannot be imported without one."""
     import unsloth
 
     with open(os.path.join(os.path.dirname(unsloth.__file__ or ""), "models", source), encoding="utf-8") as stream:
@@ -280,7 +295,7 @@ def _defaults_on_gpu(source: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "get_peft_model" and node.args.defaults:
+        if isinstance(node, ast.FunctionDef) and node.name == function and node.args.defaults:
             names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
             for name, value in zip(names, node.args.defaults, strict=True):
                 value = constants.get(value.id, value) if isinstance(value, ast.Name) else value

@@ -899,29 +899,12 @@ def test_every_deletion_is_seen(notebook: Callable[..., Path]) -> None:
             pytest.fail(f"nobody sees that `{gone}` is gone")
 
 
-WRONG_SETTINGS = {
-    "rate": ("learning_rate: 0.0002", "learning_rate: 0.0001"),
-    "rank": ("r: 8", "r: 16"),
-    "batch": ("global_batch_size: 8", "global_batch_size: 16"),
-    "length": ("max_length: 1024", "max_length: 2048"),
-    "bits": ("load_in_4bit: true", "load_in_4bit: false"),
-    "steps": ("max_steps: 60", "max_steps: 61"),
-    "unknown": ("seed: 3407", "sead: 3407"),
-    "markers": ("response_part: auto", 'response_part: "A:"'),
-}
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("mistake", WRONG_SETTINGS)
-def test_settings_that_differ_are_seen(mistake: str, notebook: Callable[..., Path]) -> None:
-    responses = (
-        "from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer)\n"
-    )
-    found, plan, traces, conversion = steps(notebook(*with_cells(train=responses + TRAIN)))
-    right, wrong = WRONG_SETTINGS[mistake]
-    assert right in conversion.config
+def test_settings_that_the_loader_refuses_are_seen(notebook: Callable[..., Path]) -> None:
+    found, plan, traces, conversion = steps(notebook(*with_cells()))
+    assert "seed: 3407" in conversion.config
     with pytest.raises(NotVerified, match="V5"):
-        CHECKS["V5"](found, plan, replace(conversion, config=conversion.config.replace(right, wrong)), traces)
+        CHECKS["V5"](found, plan, replace(conversion, config=conversion.config.replace("seed:", "sead:")), traces)
 
 
 @pytest.mark.process

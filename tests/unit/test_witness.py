@@ -58,6 +58,10 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
         "rank": planted(right.config, "r: 8", "r: 9"),
         "column": planted(right.config, "format: text", "format: text\n  columns: {text: note}"),
         "mask": "".join(line for line in right.config.splitlines(True) if "_part:" not in line),
+        "batch": planted(right.config, "global_batch_size: 8", "global_batch_size: 16"),
+        "length": planted(right.config, "max_length: 1024", "max_length: 128"),
+        "steps": planted(right.config, "max_steps: 60", "max_steps: 61"),
+        "bits": planted(right.config, "load_in_4bit: true", "load_in_4bit: false"),
         "imports": right.config,
     }
     files = {f"{name}.yaml": text for name, text in settings.items()}
@@ -74,6 +78,8 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
     assert "LoRA r: the notebook trains with 8, the script with 9" in found["rank"]
     assert "row 0 (rows with messages): token ids differ" in found["column"]
     assert "row 0 (rows with messages): labels differ from token" in found["mask"]
+    for name in ("batch", "length", "steps", "bits"):
+        assert "the notebook" in found[name], name
     assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
     assert len(theirs["runs"][0]["rows"]) == ROWS - 1, "one row is cut before its answer"
