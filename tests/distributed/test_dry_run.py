@@ -139,6 +139,7 @@ def test_no_go_where_the_loss_is_not_finite(tiny_model: Path, tiny_data: Path, t
     assert not list(tmp_path.glob(".dry-run*"))
 
 
+@pytest.mark.campaign
 def test_beside_a_run_that_uses_the_folder_a_dry_run_works_and_a_second_run_does_not(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

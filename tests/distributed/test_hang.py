@@ -58,6 +58,7 @@ def test_a_stopped_rank_is_named(tiny_model: Path, tiny_data: Path, tmp_path: Pa
         assert f"rank      : {rank} " in root_cause and "SIGKILL" in root_cause, of_launcher
 
 
+@pytest.mark.campaign
 def test_a_stopped_rank_0_is_named(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """It hosts the store, which stops with it, and run.json, which the other rank then writes."""
     done, report, error = stuck("stop", 0, tiny_model, tiny_data, tmp_path)

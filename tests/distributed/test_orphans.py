@@ -109,7 +109,8 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(
     assert not (out / ".finetune.lock").exists()
 
 
-@pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.campaign), "torchrun"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", ["python", "torchrun"])
 def test_sigterm_saves_in_a_container(tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str) -> None:
     """As process 1, to which the kernel passes no signal that it has no handler for. The launcher of a rank may be
     process 1, which is also where orphans go."""
@@ -168,6 +169,7 @@ sys.exit(train.main())
 """
 
 
+@pytest.mark.campaign
 def test_a_rank_that_waits_for_a_stopped_one_ends_after_sigterm(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
