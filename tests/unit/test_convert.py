@@ -857,7 +857,7 @@ def test_the_cage_holds_where_names_are_let_in(monkeypatch: pytest.MonkeyPatch, 
         "import sys; sys.argv = ['x']\n"
         f"sys.path.insert(0, {str(Path(trace.__file__).parent)!r})\n"
         "import os, socket, subprocess, shutil, stubs\n"
-        "stubs._lock()\n"
+        "stubs.lock()\n"
         "for attempt in (lambda: open('/etc/hostname'), lambda: os.system('true'), lambda: os.remove('x'), lambda: socket.socket(),\n"
         "                lambda: subprocess.run(['true']), lambda: os.listdir('.'), lambda: shutil.rmtree('x'), lambda: os.fork()):\n"
         "    try:\n        attempt()\n    except stubs.Unsafe:\n        continue\n    sys.exit(5)\n"
