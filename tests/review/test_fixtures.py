@@ -129,11 +129,7 @@ def test_host_lead_and_memory_of_healthy_gpus_are_far_from_the_thresholds() -> N
 
 # --- recorded anew ----------------------------------------------------------------------------------------------------
 
-
-RECORDED_ANEW = [
-    "slow-rank-compute",
-    *(pytest.param(name, marks=pytest.mark.campaign) for name in ("healthy-lora", "leak")),
-]
+IN_FULL = [pytest.param(name, marks=pytest.mark.campaign) for name in ("healthy-lora", "leak")]
 
 
 @pytest.mark.process
