@@ -234,6 +234,7 @@ sys.exit(train.main())
 """
 
 
+@pytest.mark.campaign
 def test_a_restarted_launch_goes_on(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """From its own newest checkpoint, in a folder that held another run, which it was to overwrite."""
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)

@@ -117,6 +117,7 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
         assert apart(one, tmp_path / folder) < 2e-5
 
 
+@pytest.mark.campaign
 def test_lora_and_its_checkpoints_do_not_depend_on_sharding(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """With the best model at the end, and gradients reduced in every pass, which an adapter does not do by default."""
     best = ("--training.eval_steps", "2", "--training.load_best_model_at_end", "true", "--training.greater_is_better")

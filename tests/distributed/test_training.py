@@ -228,7 +228,9 @@ def test_a_failing_rank_ends_all_and_shows_its_own_error(
     assert "the fault of this test" in record["error"]
 
 
-@pytest.mark.parametrize(("how", "kind"), [("1 rank", "SIGINT"), ("torchrun", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("1 rank", "SIGINT"), pytest.param("torchrun", "SIGTERM", marks=pytest.mark.campaign)]
+)
 def test_a_signal_saves_and_ends_with_130(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, how: str, kind: str
 ) -> None:

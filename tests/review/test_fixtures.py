@@ -129,11 +129,10 @@ def test_host_lead_and_memory_of_healthy_gpus_are_far_from_the_thresholds() -> N
 
 # --- recorded anew ----------------------------------------------------------------------------------------------------
 
-IN_FULL = [pytest.param(name, marks=pytest.mark.campaign) for name in ("healthy-lora", "leak")]
-
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["slow-rank-compute", *IN_FULL])
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["healthy-lora", "slow-rank-compute", "leak"])
 def test_a_run_recorded_now_gives_the_same(name: str, tmp_path: Path) -> None:
     """Up to three times: on a busy machine a rank may really be slow, or communication take long."""
     rule = record.RUNS[name].rule
