@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import UserError
 from finetune.runtime.command import DONE, print_line, run_with_options
 from finetune.runtime.files import write_json
-from finetune.runtime.options import Options, count, path
+from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
     from finetune.chat.speaker import Speaker
@@ -27,6 +27,7 @@ NOTES = (
 )
 MAX_NEW_TOKENS = 512
 BATCH_SIZE = 8
+BACKENDS = ("auto", "unsloth", "transformers")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +48,9 @@ def own_options() -> Options:
     found.add("--seed", count, "N", "seed of sampling (default: 42)", 42)
     found.add("--batch-size", count, "N", f"prompts answered together (default: {BATCH_SIZE})", BATCH_SIZE)
     found.add("--base", str, "NAME", "the base model's folder or name, if it has moved since the run")
+    found.add(
+        "--backend", one_of(*BACKENDS), "NAME", "auto (Unsloth where it is faster), unsloth or transformers", "auto"
+    )
     found.add_switch("--trust-remote-code", "allow Python code that comes with the model to run")
     found.add_switch("--serve", "load nothing; print the commands that export the model and serve it")
     return found
@@ -88,7 +92,13 @@ def run(argv: list[str]) -> int:
 
     from finetune.chat import load
 
-    loaded = load.load(found, base=options.base, trust_remote_code=options.trust_remote_code, compare=options.compare)
+    loaded = load.load(
+        found,
+        base=options.base,
+        trust_remote_code=options.trust_remote_code,
+        compare=options.compare,
+        backend=options.backend,
+    )
     speaker = _speaker(options, found, loaded)
     print_line(f"{loaded.about}. {speaker.about}.")
     if prompts is not None:
@@ -109,8 +119,8 @@ def _check(options: argparse.Namespace) -> None:
     from finetune.runtime import distributed
 
     if options.serve:
-        for name in ("compare", "prompts", "system", "raw", "temperature", "base", "trust_remote_code"):
-            if getattr(options, name) not in (None, False):
+        for name in ("compare", "prompts", "system", "raw", "temperature", "base", "backend", "trust_remote_code"):
+            if getattr(options, name) not in (None, False, "auto"):
                 raise UserError(
                     f"--serve and --{name.replace('_', '-')} are both given: --serve loads no model. Keep one."
                 )

@@ -40,15 +40,25 @@ class Loaded:
             yield self.model
 
 
-def load(found: Trained, *, base: str | None = None, trust_remote_code: bool = False, compare: bool = False) -> Loaded:
+def load(
+    found: Trained,
+    *,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+    compare: bool = False,
+    backend: str = "auto",
+) -> Loaded:
     """The model and tokenizer of `found` on this machine's first GPU, or on the CPU.
 
     Args:
         base: name or folder of the base model, if it is not where the run found it.
         compare: load the base model as well. With an adapter it is the same model, the adapter switched off.
+        backend: what generates: "transformers", "unsloth", or "auto", which is Unsloth for an adapter that Unsloth
+            trained, on a GPU.
 
     Raises:
-        UserError: the base model is not found, is another one than the adapter was trained on, or files are damaged.
+        UserError: the base model is not found, is another one than the adapter was trained on, or files are damaged;
+            or Unsloth was asked for and cannot generate with this.
         RunError: the GPU has too little memory.
     """
     name = base or found.base
@@ -56,7 +66,7 @@ def load(found: Trained, *, base: str | None = None, trust_remote_code: bool = F
         raise UserError(f"{found.folder} does not record its base model. Name it with --base.")
     if found.adapter is not None or compare:
         _check_base(found, str(name), base is not None)
-    stack = bootstrap.start("transformers", "error")
+    stack = bootstrap.start(_backend(backend, found, base), "error", setting="--backend")
     import torch
 
     dtype = getattr(torch, found.dtype) if found.dtype else None
@@ -70,7 +80,10 @@ def load(found: Trained, *, base: str | None = None, trust_remote_code: bool = F
         with _loading(Path(str(name)), "base model"):
             return _causal_lm(str(name), found.bits, dtype, revision=revision, **common)
 
-    if found.adapter is not None:
+    if stack.backend == "unsloth":
+        with _loading(found.folder, "adapter"):
+            model = _with_unsloth(found, dtype, **common)
+    elif found.adapter is not None:
         model = _with_adapter(base_model(), found.folder)
     else:
         with _loading(found.folder, "model"):
@@ -82,8 +95,50 @@ def load(found: Trained, *, base: str | None = None, trust_remote_code: bool = F
             one.config.use_cache = True
     kind = f"adapter {found.folder} on {name}" if found.adapter is not None else f"model {found.folder}"
     quantized = f", base in {found.bits} bits" if found.bits and found.adapter is not None else ""
-    about = f"Loaded the {kind}{quantized}, {str(model.dtype).removeprefix('torch.')} on {stack.device}"
+    placed = f"{str(model.dtype).removeprefix('torch.')} on {stack.device}, with {stack.backend}"
+    about = f"Loaded the {kind}{quantized}, {placed}"
     return Loaded(model=model, base=before, tokenizer=tokenizer, about=about)
+
+
+def _backend(asked: str, found: Trained, base: str | None) -> str:
+    """The backend for `bootstrap.start`. Unsloth generates 1.7 times as fast on an H200 (benchmarks/answers_gpu.py),
+    and loads an adapter only with the base model that the adapter names.
+
+    Raises:
+        UserError: Unsloth was asked for and cannot load this.
+    """
+    if asked == "transformers":
+        return asked
+    named = found.adapter.get("base_model_name_or_path") if found.adapter else None
+    if asked == "unsloth":
+        if named is None:
+            raise UserError("--backend is unsloth, which answers with adapters only. Remove it.")
+        if base not in (None, named):
+            raise UserError(
+                f"--backend is unsloth, which loads the base model that the adapter names ({named}), and --base is "
+                f"{base}. Keep one of them."
+            )
+        return asked
+    import torch
+
+    fits = found.record.get("backend") == "unsloth" and named is not None and base in (None, named)
+    return "auto" if fits and torch.cuda.is_available() else "transformers"
+
+
+def _with_unsloth(found: Trained, dtype: Any, **arguments: Any) -> Any:
+    import unsloth
+
+    length = found.setting("data.max_length", int) or 2048  # Unsloth extends its tables when a row is longer
+    model, _ = unsloth.FastLanguageModel.from_pretrained(
+        str(found.folder),
+        max_seq_length=length,
+        dtype=dtype,
+        load_in_4bit=found.bits == 4,
+        load_in_8bit=found.bits == 8,
+        **arguments,
+    )
+    unsloth.FastLanguageModel.for_inference(model)
+    return model
 
 
 def _check_base(found: Trained, name: str, named: bool) -> None:

@@ -238,7 +238,7 @@ def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], se
         own = where[name].get_tensor(name)
         if merged:
             changed.add(name)
-        if why := _difference(own, tensor.detach().cpu().float(), exact=not merged):
+        if why := _difference(own.to(tensor.device), tensor.detach().float(), exact=not merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": len(changed), "not_compared": unknown, "wrong": wrong}, changed

@@ -17,7 +17,7 @@ from finetune.export.source import Source
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, files
 from finetune.runtime.command import DONE, print_line, run_with_options
-from finetune.runtime.options import Options, path
+from finetune.runtime.options import Options, one_of, path
 
 PURPOSE = (
     "Export a finished run or one of its checkpoints as an adapter, a merged 16-bit model, a GGUF file, or to the Hub."
@@ -38,13 +38,13 @@ def own_options() -> Options:
     """The options of this command."""
     found = Options("export", PURPOSE, notes=NOTES, configuration=False, usage="RUN|CHECKPOINT --to FORM --out DIR")
     found.add_argument("source", type=path, metavar="RUN|CHECKPOINT", help="output folder of a run, or a checkpoint")
-    found.add("--to", _one_of(*FORMS, "hub"), "FORM", "adapter, merged, gguf or hub")
+    found.add("--to", one_of(*FORMS, "hub"), "FORM", "adapter, merged, gguf or hub")
     found.add("--out", path, "DIR", "new folder for the export; with --to hub also an earlier export of the same run")
     found.add("--base", str, "DIR", "the base model's folder or name, if it is not where the run found it")
     found.add("--shard-size", _gigabytes, "GB", "largest file of a merged model, in GB (default 5)")
     found.add("--gguf-type", str.lower, "TYPE", "f16 (default), bf16, f32, or a type of llama-quantize such as q4_k_m")
     found.add("--llama-cpp", path, "DIR", "folder with llama.cpp's convert_hf_to_gguf.py")
-    found.add("--form", _one_of(*FORMS), "FORM", "with --to hub: what goes up (default: adapter, or the full model)")
+    found.add("--form", one_of(*FORMS), "FORM", "with --to hub: what goes up (default: adapter, or the full model)")
     found.add("--repo", str, "USER/NAME", "with --to hub: the repository")
     found.add_switch("--upload", "with --to hub: really upload; without it the files are listed")
     found.add_switch("--public", "with --to hub: create a public repository instead of a private one")
@@ -364,15 +364,6 @@ def _existing(out: Path) -> Path:
         if one.exists():
             raise UserError(f"--out {out} is below {one}, which is a file. Give another folder.")
     return Path(out.absolute().anchor)
-
-
-def _one_of(*allowed: str) -> Any:
-    def kind(text: str) -> str:
-        if text not in allowed:
-            raise argparse.ArgumentTypeError(f"expected {', '.join(allowed[:-1])} or {allowed[-1]}, got {text!r}")
-        return text
-
-    return kind
 
 
 def _gigabytes(text: str) -> int:

@@ -142,6 +142,17 @@ def counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def one_of(*allowed: str) -> Any:
+    """One of these words."""
+
+    def kind(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"expected {', '.join(allowed[:-1])} or {allowed[-1]}, got {text!r}")
+        return text
+
+    return kind
+
+
 def price(text: str) -> float:
     """A finite number of at least 0."""
     try:

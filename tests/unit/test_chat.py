@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune import chat, train
+from finetune.chat import load as loading
 from finetune.engine import trained
 from finetune.errors import UserError
 from tests import tiny
@@ -393,3 +396,55 @@ def test_serving_prints_commands_that_a_shell_reads(run: Path, tmp_path: Path) -
     export, server = (shlex.split(line) for line in found["llama.cpp"])
     assert export[3:5] == ["--to", "gguf"] and server[0] == "llama-server"
     assert json.loads(shlex.split(found["ask"])[-1])["model"] == "it's a run"
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "trained_by", "base", "gpu", "expected"),
+    [
+        ("auto", "unsloth", None, True, "auto"),
+        ("auto", "unsloth", "BASE", True, "auto"),
+        ("auto", "unsloth", None, False, "transformers"),
+        ("auto", "transformers", None, True, "transformers"),
+        ("auto", "unsloth", "elsewhere", True, "transformers"),
+        ("transformers", "unsloth", None, True, "transformers"),
+        ("unsloth", "transformers", None, False, "unsloth"),
+    ],
+)
+def test_which_backend_answers(
+    asked_for: str,
+    trained_by: str,
+    base: str | None,
+    gpu: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    adapter = {"base_model_name_or_path": "BASE"}
+    found = trained.Trained(given=tmp_path, folder=tmp_path, adapter=adapter, record={"backend": trained_by})
+    assert loading._backend(asked_for, found, base) == expected
+
+
+def test_unsloth_is_refused_for_what_it_would_not_load(tmp_path: Path) -> None:
+    full = trained.Trained(given=tmp_path, folder=tmp_path, adapter=None)
+    assert loading._backend("auto", full, None) == "transformers"
+    with pytest.raises(UserError, match="adapters only"):
+        loading._backend("unsloth", full, None)
+    adapter = {"base_model_name_or_path": "BASE"}
+    with pytest.raises(UserError, match=r"names \(BASE\), and --base is elsewhere"):
+        loading._backend("unsloth", trained.Trained(given=tmp_path, folder=tmp_path, adapter=adapter), "elsewhere")
+
+
+@pytest.mark.unsloth
+@pytest.mark.process
+@pytest.mark.campaign
+def test_unsloth_gives_the_same_answers(run: Path, tiny_model: Path, prompts: Path, tmp_path: Path) -> None:
+    """In a process of its own: Unsloth must be imported before transformers."""
+    target = tmp_path / "answers.json"
+    words = [sys.executable, "-m", "finetune", "chat", str(run), "--prompts", str(prompts), "--compare"]
+    words += ["--backend", "unsloth", "--max-new-tokens", str(LONGEST), "--json", str(target)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for one in json.loads(target.read_text())["answers"]:
+        assert one["answer"]["text"] == reference(tiny_model, run, asked(one["prompt"]))
+        assert one["base"]["text"] == reference(tiny_model, None, asked(one["prompt"]))
