@@ -22,6 +22,7 @@ from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
 from finetune.errors import UserError
+from finetune.plural import counted
 from finetune.runtime import distributed, files
 
 CANNOT_CHANGE = frozenset(
@@ -381,11 +382,11 @@ def check_length(config: Config, found: Found, total: int) -> None:
         given = (
             f"training.max_steps is {training.max_steps}"
             if training.max_steps > 0
-            else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {total} steps"
+            else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {counted(total, 'step')}"
         )
         raise UserError(
-            f"{given}, and {found.path} is at step {found.step} already. Set at least {found.step} steps, or give "
-            "an earlier checkpoint as training.resume_from_checkpoint."
+            f"{given}, and {found.path} is at step {found.step} already. Set at least {counted(found.step, 'step')}, "
+            "or give an earlier checkpoint as training.resume_from_checkpoint."
         )
 
 

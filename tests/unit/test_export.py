@@ -542,6 +542,31 @@ def test_without_a_converter_the_command_says_what_to_install(
     assert "pip install 'finetune[gguf]'" in ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
 
 
+def test_the_converter_gets_what_transformers_does_not_save(run_folder: Path, base: Path, tmp_path: Path) -> None:
+    """The SentencePiece file of the base model, added tokens, and whether a text begins with the first token."""
+    from transformers import AutoTokenizer
+
+    origin, other = Path(shutil.copytree(base, tmp_path / "origin")), Path(shutil.copytree(base, tmp_path / "other"))
+    for folder in (origin, other):
+        (folder / gguf.SENTENCEPIECE).write_bytes(folder.name.encode())
+    changed = json.loads((other / "tokenizer.json").read_text())
+    changed["model"]["vocab"]["another piece"] = len(changed["model"]["vocab"])
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    tokenizer = AutoTokenizer.from_pretrained(run_folder)
+    gguf.complete_tokenizer(run_folder, (tmp_path / "nothing", other), tokenizer)
+    assert not (run_folder / gguf.SENTENCEPIECE).exists()
+    gguf.complete_tokenizer(run_folder, (other, origin), tokenizer)
+    assert (run_folder / gguf.SENTENCEPIECE).read_bytes() == b"origin"
+    written = json.loads((run_folder / "tokenizer_config.json").read_text())
+    assert written["add_bos_token"] is False
+    names = {int(number): one["content"] for number, one in written["added_tokens_decoder"].items()}
+    assert names and all(tokenizer.convert_ids_to_tokens(number) == name for number, name in names.items())
+    assert AutoTokenizer.from_pretrained(run_folder)("a b").input_ids == tokenizer("a b").input_ids
+    parts = {"bos_token_id": 7, "added_tokens_decoder": {}, "__call__": lambda self, text: {"input_ids": [7, 1]}}
+    gguf.complete_tokenizer(run_folder, (), type("WithFirst", (), parts)())
+    assert json.loads((run_folder / "tokenizer_config.json").read_text())["add_bos_token"] is True
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("in_this_process")
 def test_the_converter_of_the_user_runs_on_the_merged_model(
