@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
@@ -346,6 +347,28 @@ def test_a_disk_without_space(
     words = ends(capsys, [str(run_folder), "--to", "merged", "--out", str(tmp_path / "out")], 2)
     assert "needs 64 MiB, and its disk has 1 MiB free" in words
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["weights", "card"])
+def test_a_disk_that_fills_up_while_writing(
+    part: str, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another program took since the space was looked at."""
+    write = Merge.write
+
+    def full(self: Merge, folder: Path, shard: int) -> None:
+        write(self, folder, shard)
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
+
+    def full_card(folder: Path, *given: Any) -> None:
+        (folder / "README.md").write_text("ha")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "README.md"))
+
+    monkeypatch.setattr(*((Merge, "write", full) if part == "weights" else (card, "write", full_card)))
+    out = tmp_path / "out"
+    words = ends(capsys, [str(run_folder), "--to", "merged", "--out", str(out), "--no-verify"], 1)
+    assert "disk" in words and "space" in words
+    assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
 def test_options_that_do_not_fit(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
