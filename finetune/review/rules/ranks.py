@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from finetune.plural import counted
 from finetune.review.finding import Finding, confidence, duration, number, percent
 from finetune.review.rules import straggler, timing
 from finetune.review.run import Run
@@ -44,7 +43,7 @@ def communication(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline="Communication between the GPUs limits the run",
         figures=(f"exposed communication {duration(share * step)} per step", f"{percent(share)} of the step"),
         evidence=f"Gradients travel while nothing is computed for {percent(share)} of the step of {duration(step)} on "
-        f"{counted(run.world_size, 'rank')} (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
+        f"{run.world_size} ranks (threshold {percent(COMMUNICATION)}); no rank is behind.{one}{unknown}",
         advice=f"{larger}, or a larger training.global_batch_size; `finetune advise` measures what is worth it, "
         "`finetune doctor` shows the links and NCCL settings",
         gain=f"at most {percent(-share)} of the step; half of it with twice the work per step"
