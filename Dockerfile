@@ -7,7 +7,8 @@
 # Without a command it lists the commands of finetune. To stop a run with a checkpoint: docker stop -t 120.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
-# The compiler and Python's headers are for Triton, which compiles kernels at run time.
+# The compiler and Python's headers are for Triton, which compiles kernels at run time. Their versions are Ubuntu's.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential git make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -18,8 +19,8 @@ COPY . .
 RUN make install GPU=1 && .venv/bin/pip cache purge
 
 # The user of id 1000 that Ubuntu's image has. Mount folders that it may write, or give --user.
-RUN mkdir /cache /work && chown ubuntu:ubuntu /cache /work
-USER ubuntu
+RUN mkdir /cache /work && chown 1000:1000 /cache /work
+USER 1000
 ENV PATH=/opt/finetune/.venv/bin:$PATH \
     HF_HOME=/cache/huggingface \
     FINETUNE_CACHE=/cache/finetune \

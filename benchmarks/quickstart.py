@@ -1,13 +1,17 @@
 """Write docs/quickstart.md: a session on a CPU, from `init` to the exported model, with what each command printed.
 
-    python -m benchmarks.quickstart [--llama-cpp DIR]
+    pip install -e '.[gguf]' && git clone https://github.com/ggml-org/llama.cpp
+    python -m benchmarks.quickstart --llama-cpp llama.cpp
 
-The model and the rows are the demo's, so that the transcript needs no download. About 3 minutes on 2 cores.
+The rows are the demo's, and the model is the demo's with a SentencePiece tokenizer, so that the transcript needs no
+download: llama.cpp's converter takes SentencePiece files as they are, and knows other tokenizers only by name. About 4
+minutes on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -16,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from finetune.engine import demo
 
@@ -24,15 +29,19 @@ PAGE = ROOT / "docs" / "quickstart.md"
 MOST_LINES = 40  # of one command's output
 SETTINGS = "--training.max_steps 260 --training.learning_rate 2e-3 --training.global_batch_size 64"
 INIT = "finetune init my.yaml --model my-model --data rows.jsonl --method full --output-dir outputs/my-model"
+LLAMA_CPP = "llama.cpp"  # in the working folder
 INTRODUCTION = """# Quickstart
 
 A session on a CPU, as `python -m benchmarks.quickstart` ran it: write a configuration, train, talk to the result,
-export it, load it without this project. `my-model` is the demo's small model with random weights, and `rows.jsonl` the
-demo's task; with your own, the commands are the same. It is trained in full, because an adapter on random weights
-learns nothing.
+export it, load it without this project, convert it for llama.cpp. `my-model` is a small model with random weights, and
+`rows.jsonl` the demo's task; with your own, the commands are the same. It is trained in full, because an adapter on
+random weights learns nothing.
+
+The last two sections need llama.cpp's source in `llama.cpp` and `pip install 'finetune[gguf]'`.
 """
 RELOAD = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
 model = AutoModelForCausalLM.from_pretrained("exported")
 tokenizer = AutoTokenizer.from_pretrained("exported")
 for prompt in open("prompts.txt").read().splitlines():
@@ -41,64 +50,128 @@ for prompt in open("prompts.txt").read().splitlines():
     answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1]:]
     print(tokenizer.decode(answer, skip_special_tokens=True))
 """
+ASK_LLAMA = """\
+import xllamacpp  # llama.cpp as a wheel
+
+parameters = xllamacpp.CommonParams()
+parameters.model.path = "exported-gguf/model-f16.gguf"
+server = xllamacpp.Server(parameters)
+for prompt in open("prompts.txt").read().splitlines():
+    chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16, "temperature": 0.0}
+    print(server.handle_chat_completions(chat)["choices"][0]["message"]["content"])
+"""
+PROGRAMS = {"reload.py": RELOAD, "ask_llama.py": ASK_LLAMA}
+GGUF = f"finetune export outputs/my-model --to gguf --llama-cpp {LLAMA_CPP} --out exported-gguf"
+SECTIONS = (
+    ("Write a configuration", INIT),
+    ("Train", f"accelerate launch -m finetune.train --config my.yaml {SETTINGS}"),
+    ("Talk to the result", "finetune chat outputs/my-model --prompts prompts.txt --json answers.json"),
+    ("Export", "finetune export outputs/my-model --to merged --out exported"),
+    ("Load it without this project", "python reload.py"),
+    ("GGUF", GGUF),
+    ("Ask llama.cpp", "python ask_llama.py 2> log.txt"),
+)
+END = (
+    "The answers of `finetune chat`, of plain transformers with the exported model and of llama.cpp with the GGUF file "
+    "are equal.\n"
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--llama-cpp", help="folder of llama.cpp with convert_hf_to_gguf.py")
+    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder with convert_hf_to_gguf.py")
     options = parser.parse_args()
+    parts = [INTRODUCTION]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prompts = prepare(work)
-        gguf = f" --llama-cpp {options.llama_cpp}" if options.llama_cpp else ""
-        sections = [
-            ("Write a configuration", INIT),
-            ("Train", f"accelerate launch -m finetune.train --config my.yaml {SETTINGS}"),
-            ("Talk to the result", "finetune chat outputs/my-model --prompts prompts.txt --json answers.json"),
-            ("Export", "finetune export outputs/my-model --to merged --out exported"),
-            ("Load it without this project", "python reload.py"),
-            ("GGUF", f"finetune export outputs/my-model --to gguf --out exported-gguf{gguf}"),
-        ]
-        parts = [INTRODUCTION]
-        for title, command in sections:
-            parts += [f"## {title}\n", transcript(command, work, fails=title == "GGUF" and not gguf)]
-        answers = [one["answer"]["text"] for one in json.loads((work / "answers.json").read_text())["answers"]]
-        loaded = run("python reload.py", work).stdout.strip().splitlines()
-        if answers != loaded:
-            raise SystemExit(f"chat answered {answers}, the exported model {loaded}, to {prompts}")
-        parts += ["The answers of `finetune chat` and of plain transformers with the exported model are equal.\n"]
-    PAGE.write_text("\n".join(parts), encoding="utf-8")
+        prepare(work)
+        (work / LLAMA_CPP).symlink_to(options.llama_cpp.resolve())
+        printed = {}
+        for title, command in SECTIONS:
+            printed[title] = run(command, work)
+            program = PROGRAMS.get(command.split()[1])
+            shown = [f"```python\n{program}```\n"] if program else []
+            parts += [f"## {title}\n", *shown, transcript(command, printed[title], work)]
+        chat = [one["answer"]["text"] for one in json.loads((work / "answers.json").read_text())["answers"]]
+    others = [printed[title].strip().splitlines() for title in ("Load it without this project", "Ask llama.cpp")]
+    if any(answers != chat for answers in others):
+        raise SystemExit(f"chat answered {chat}, the exported model {others[0]}, the GGUF file {others[1]}")
+    PAGE.write_text("\n".join([*parts, END]), encoding="utf-8")
     return 0
 
 
-def prepare(work: Path) -> list[str]:
-    """The model, the rows, three held-out prompts, and the program that loads the export. Returns the prompts."""
+def prepare(work: Path) -> None:
+    """The model, the rows, three held-out prompts, and the programs that load the exports."""
     paths = demo.materialize(work / "demo")
-    shutil.copytree(paths.model_dir, work / "my-model")
     shutil.copy(paths.train_file, work / "rows.jsonl")
+    rows = [json.loads(line) for line in paths.train_file.read_text().splitlines()]
+    write_model(work / "my-model", paths.model_dir, [one["content"] for row in rows for one in row["messages"]])
     rows = [json.loads(line) for line in paths.eval_file.read_text().splitlines()[:3]]
     prompts = [row["messages"][0]["content"] for row in rows]
     (work / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    (work / "reload.py").write_text(RELOAD)
-    return prompts
+    for name, program in PROGRAMS.items():
+        (work / name).write_text(program)
 
 
-def run(command: str, work: Path) -> subprocess.CompletedProcess[str]:
-    """One command in the working folder, as typed in a shell with the project's environment active."""
+def write_model(folder: Path, source: Path, texts: list[str]) -> None:
+    """The demo's model with random weights, and a SentencePiece tokenizer trained on `texts`."""
+    import sentencepiece
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+
+    names = {"bos": demo.END_OF_TEXT, "eos": demo.TURN_END, "pad": demo.PAD, "unk": "<unk>"}
+    pieces: dict[str, Any] = {f"{name}_piece": text for name, text in names.items()}
+    pieces |= {f"{name}_id": place for place, name in enumerate(("unk", "bos", "eos", "pad"))}
+    file = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*texts, "system", "user", "assistant"]),
+        model_writer=file,
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,  # any text can be encoded
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        control_symbols=[demo.TURN_START],
+        minloglevel=2,
+        **pieces,
+    )
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(file.getvalue())
+    tokenizer = LlamaTokenizer.from_pretrained(
+        folder,
+        additional_special_tokens=[demo.TURN_START],
+        add_prefix_space=False,
+        model_max_length=256,
+        **{f"{name}_token": text for name, text in names.items()},
+    )
+    tokenizer.chat_template = demo.CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig.from_pretrained(source)
+    config.vocab_size = len(tokenizer)
+    for name in ("bos", "eos", "pad"):
+        setattr(config, f"{name}_token_id", pieces[f"{name}_id"])
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def run(command: str, work: Path) -> str:
+    """What a command prints in the working folder, typed in a shell with the project's environment active. Ends this
+    program if the command fails."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PATH": path, "FINETUNE_CACHE": str(work / "cache"), "HF_HUB_OFFLINE": "1"}
     env |= {"COLUMNS": "110", "TQDM_DISABLE": "1"}
-    return subprocess.run(
+    done = subprocess.run(
         command, shell=True, cwd=work, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-
-
-def transcript(command: str, work: Path, *, fails: bool = False) -> str:
-    """The command and what it printed, as Markdown. Ends this program if it does not end as expected."""
-    done = run(command, work)
-    if (done.returncode != 0) is not fails:
+    if done.returncode != 0:
         raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}")
-    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).replace(f"{work}/", "").replace(str(work), ".")
+    return done.stdout
+
+
+def transcript(command: str, printed: str, work: Path) -> str:
+    """The command and what it printed, as Markdown, without paths of this machine."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed).replace(f"{work}/", "").replace(str(work), ".")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2

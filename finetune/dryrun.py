@@ -27,6 +27,7 @@ from finetune.config import Batch, Config, resolve_batch
 from finetune.engine import checkpoints, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import strategy
+from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import bootstrap, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
@@ -255,7 +256,7 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
         return {"attempts": [], "reason": "the settings allow no other size"}
 
     def attempt(size: int) -> Attempt:
-        with console().status(f"trying {size} rows per micro-batch"):
+        with console().status(f"trying {counted(size, 'row')} per micro-batch"):
             return trials.try_size(trial.trainer, job.layout, size, memory)
 
     attempts = trials.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
@@ -279,7 +280,7 @@ def check_collectives(gpus: int) -> dict[str, Any] | None:
     arguments = ["comm", "--world-sizes", str(gpus), "--sizes", str(SMOKE_BYTES), "--runs", "1", "--steps", "5"]
     with (
         tempfile.TemporaryDirectory(prefix="smoke-") as folder,
-        console().status(f"testing an all-reduce over {gpus} GPUs"),
+        console().status(f"testing an all-reduce over {counted(gpus, 'GPU')}"),
     ):
         place = Path(folder) / "comm.json"
         command = [sys.executable, "-m", "finetune.bench", *arguments, "--json", str(place)]
@@ -312,7 +313,7 @@ def is_out_of_memory(error: RunError) -> bool:
 def _too_large(message: str, sizes: dict[str, Any]) -> str:
     if sizes.get("flag"):
         return (
-            f"{message} Tried: the largest micro-batch that fits has {sizes['largest_that_fits']} rows "
+            f"{message} Tried: the largest micro-batch that fits has {counted(sizes['largest_that_fits'], 'row')} "
             f"({sizes['flag']})."
         )
     if sizes["attempts"]:
@@ -389,17 +390,17 @@ def table(measured: dict[str, Any]) -> Table:
     """The measured figures."""
     memory, step, whole = measured["memory"], measured["step"], measured["projection"]
     shown = Table(title="Dry run", title_justify="left", show_header=False)
-    shown.add_row("longest row", f"{measured['longest_row_tokens']:,} tokens")
+    shown.add_row("longest row", f"{counted(measured['longest_row_tokens'], 'token')}")
     device = "" if memory["device_gib"] is None else f" of {memory['device_gib']:.1f} GiB"
     shown.add_row("peak memory, longest rows", f"{memory['peak_gib']:.2f} GiB{device}")
     parts = [f"{name} {1e3 * seconds:,.1f}" for name, seconds in step.items()]
     shown.add_row("typical step, in ms", f"{1e3 * sum(step.values()):,.1f} = {' + '.join(parts)}")
     shown.add_row("throughput, one device", f"{whole['tokens_per_second']:,.0f} tokens/s on typical rows")
-    length = f"{whole['steps']:,.0f} steps in {duration(3600 * whole['hours_on_one_device'])}"
+    length = f"{counted(whole['steps'], 'step')} in {duration(3600 * whole['hours_on_one_device'])}"
     shown.add_row("whole run, one device", f"{length}, including {whole['start_up_seconds']:.0f} s of startup")
     if measured["collectives"]:
         found = measured["collectives"]
-        shown.add_row(f"all-reduce over {found['world_size']} GPUs", found["message"])
+        shown.add_row(f"all-reduce over {counted(found['world_size'], 'GPU')}", found["message"])
     losses = measured["losses"]
     shown.add_row(f"loss, first and last of {len(losses)}", f"{losses[0]:.4f}, {losses[-1]:.4f}")
     shown.add_row("saved and reloaded", "equal")

@@ -19,6 +19,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
+from finetune.plural import counted
 from finetune.runtime import cpu_threads, nccl, subprocesses
 from finetune.runtime.command import console
 from finetune.runtime.hardware import Hardware
@@ -168,7 +169,7 @@ def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
         found.append(Change(name="no checkpointing", arguments=arguments, same_result=True))
     for size in other_micro_batches(config, base):
         arguments = (PER_DEVICE, str(size))
-        found.append(Change(name=f"{size} rows at a time", arguments=arguments, same_result=True))
+        found.append(Change(name=f"{counted(size, 'row')} at a time", arguments=arguments, same_result=True))
     return found
 
 
@@ -297,7 +298,7 @@ def measured_for(
         try:
             size = per_device_of(config, world, chosen)
         except UserError as error:
-            found[world] = f"the global batch does not fit {world} devices: {str(error).splitlines()[0]}"
+            found[world] = f"the global batch does not fit {counted(world, 'device')}: {str(error).splitlines()[0]}"
             continue
         same_device = world == 1 or bench.cpu_cores is None  # ranks on a CPU share its cores
         if same_device and not others and size == base.per_device:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.plural import counted
 from finetune.redact import redact_arguments
 from finetune.runtime import launch_lines, nccl
 from finetune.runtime.hardware import Hardware
@@ -33,7 +34,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
     chosen = nccl.settings(machine) if world > 1 else ()
     on_cpu = machine.device == "cpu"
     profile = (
-        f"# {world} rank(s) of one machine, as advised.\n"
+        f"# {counted(world, 'rank')} of one machine, as advised.\n"
         "compute_environment: LOCAL_MACHINE\n"
         # With MULTI_CPU accelerate starts one process, regardless of num_processes.
         f"distributed_type: {'MULTI_GPU' if world > 1 else chr(34) + 'NO' + chr(34)}\n"

@@ -13,6 +13,7 @@ from finetune.config import Config, scaled_learning_rate
 from finetune.dryrun import duration
 from finetune.measure import rules
 from finetune.measure.measurements import Measurement
+from finetune.plural import counted
 from finetune.runtime.command import print_line
 from finetune.runtime.hardware import Hardware
 
@@ -113,10 +114,10 @@ def cells(row: Row, priced: bool) -> list[str]:
 def describe(row: Row) -> str:
     """One sentence on several devices: why or why not, and from which length of the run."""
     place = "" if row.here else f"not here, predicted from {row.source}: " if row.source else "not here: "
-    text = f"{row.world_size} devices: {place}{row.reason}"
+    text = f"{counted(row.world_size, 'device')}: {place}{row.reason}"
     if row.prediction is not None and row.break_even_steps is not None:
         first, steps = math.ceil(row.break_even_steps), row.prediction.steps
-        text += f". They finish first in runs of {first:,} steps or more; this run has {steps:,.0f}"
+        text += f". They finish first in runs of {counted(first, 'step')} or more; this run has {steps:,.0f}"
     if row.price_of_an_hour_saved is not None:
         text += f". Each hour saved costs {row.price_of_an_hour_saved:,.2f}"
     return text + "."

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.measure.rules import EFFICIENCY_TO_JUSTIFY, MEMORY_MARGIN
+from finetune.plural import counted
 
 LEAST_GAIN = 1.03  # in tokens/s; a smaller gain cannot be distinguished from noise
 
@@ -130,7 +131,7 @@ def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float 
     if several.hours >= one.hours:
         return (
             f"this run ends before {world} devices make up for their longer start-up; they break even at "
-            f"{row.break_even_steps or 0:,.0f} steps"
+            f"{counted(row.break_even_steps or 0, 'step')}"
         )
     if efficiency < EFFICIENCY_TO_JUSTIFY:
         return f"{faster:.2f} times as fast with {world} devices, {efficiency:.0%} efficiency, is below 70 %: {lost}"
@@ -156,7 +157,7 @@ def choose(found: Sequence[Row], *, fastest: bool = False) -> Row | None:
 def in_a_sentence(chosen: Row, found: Sequence[Row]) -> str:
     """The decision and its reason."""
     if chosen.world_size > 1:
-        return f"{chosen.world_size} devices: {chosen.reason}"
+        return f"{counted(chosen.world_size, 'device')}: {chosen.reason}"
     others = [row for row in found if row.world_size > 1 and row.here]
     if not others:
         return "one device: there is no second one"

@@ -87,8 +87,8 @@ def check_world(world_size: int, machine: Hardware, *, least: int = 1) -> None:
         raise UserError(f"too few ranks to communicate: --world-sizes {world_size}. Give two ranks or more.")
     if machine.device == "cuda" and world_size > machine.count:
         raise UserError(
-            f"too many ranks: --world-sizes {world_size}, but {machine.count} GPU(s) are visible and each rank needs "
-            "one. Use a smaller world size, or make more GPUs visible with CUDA_VISIBLE_DEVICES."
+            f"too many ranks: --world-sizes {world_size}, but the number of visible GPUs is {machine.count}, and each "
+            "rank needs one. Use a smaller world size, or make more GPUs visible with CUDA_VISIBLE_DEVICES."
         )
 
 

@@ -14,6 +14,7 @@ from finetune.errors import RunError, UserError
 from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
 from finetune.measure.protocol import apart
+from finetune.plural import counted
 from finetune.runtime.command import console, print_line
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import in_words, settings
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     print_line(in_words(machine, settings(machine)))
     if sent:
         total = sum(sent)
-        console().print(f"gradients of a step: {total:,} bytes in {len(sent)} bucket(s)", highlight=False)
+        console().print(f"gradients of a step: {total:,} bytes in {counted(len(sent), 'bucket')}", highlight=False)
     if options.settings:
         tried = comm.variants(machine)
     else:
@@ -95,7 +96,9 @@ def job_buckets(arguments: list[str]) -> list[int]:
 
 def show(found: dict[str, Any]) -> None:
     """Print one run as a table: a row per size with latency and bus bandwidth of each collective."""
-    title = f"{found['world_size']} ranks, {found['backend']}, {found['variant']}: median time, bus bandwidth"
+    title = (
+        f"{counted(found['world_size'], 'rank')}, {found['backend']}, {found['variant']}: median time, bus bandwidth"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("bytes", justify="right")
     for name in found["collectives"]:
@@ -121,7 +124,7 @@ def compare(runs: list[dict[str, Any]]) -> None:
     first = runs[0]["collectives"]["all_reduce"]
     bucket = min(range(len(first)), key=lambda place: abs(first[place]["bytes"] - BUCKET_BYTES))
     places = sorted({0, bucket, len(first) - 1})
-    title = f"{runs[0]['world_size']} ranks, all-reduce by setting (=: 95 % intervals overlap)"
+    title = f"{counted(runs[0]['world_size'], 'rank')}, all-reduce by setting (=: 95 % intervals overlap)"
     table = Table(title=title, title_justify="left")
     table.add_column("setting")
     for place in places:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from finetune.bench import comm, conditions, launch
 from finetune.measure.protocol import WARM_UP
+from finetune.plural import counted
 from finetune.runtime.command import console, print_line
 from finetune.runtime.hardware import survey, topology_line
 
@@ -25,7 +26,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
     runs = []
     for world in world_sizes:
         found = launch.ranks(
-            "finetune.bench.compute_rank", world, request, title=f"compute and copy rates of {world} device(s)"
+            "finetune.bench.compute_rank", world, request, title=f"compute and copy rates of {counted(world, 'device')}"
         )
         before, after = found.pop("states")
         kept = {"kind": "compute", "world_size": world, "hardware": machine.to_dict()}

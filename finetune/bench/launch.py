@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
+from finetune.plural import counted
 from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import console, print_line
 
@@ -115,7 +116,7 @@ def _failure(code: int, output: str, world_size: int) -> UserError:
         name = signal.Signals(-number).name
         return RunError(f"rank {rank} of {world_size} died ({name}); the others were stopped")
     own = re.split(r"^[EIW]\d{4} [^\n]*torch/distributed/elastic", output, maxsplit=1, flags=re.MULTILINE)[0]
-    return RunError(f"the benchmark on {world_size} rank(s) failed with exit code {code}: {own[-3000:]}")
+    return RunError(f"the benchmark on {counted(world_size, 'rank')} failed with exit code {code}: {own[-3000:]}")
 
 
 def choose_world_sizes(given: list[int] | None, gpus: int, *, least: int = 1) -> list[int]:

@@ -11,6 +11,7 @@ from finetune.bench.launch import choose_world_sizes
 from finetune.config import Config, load, resolve_batch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
+from finetune.plural import counted
 from finetune.runtime.command import print_line
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import settings
@@ -50,7 +51,7 @@ def dividing(config: Config, world_sizes: Sequence[int], *, asked: bool) -> list
         except UserError as error:
             if asked:
                 raise
-            print_line(f"skipping {world} ranks: {error}")
+            print_line(f"skipping {counted(world, 'rank')}: {error}")
     if not kept:
         raise UserError(f"no world size divides the global batch: {list(world_sizes)}. Set --world-sizes to see why.")
     return kept
@@ -85,7 +86,7 @@ def measure(
     if environment is None:
         environment = {one.name: one.value for one in settings(machine)} if world_size > 1 else {}
     request = {"arguments": list(arguments), "runs": runs, "steps": steps, "warm_up": warm_up}
-    title = f"{runs} x {steps} training steps on {world_size} rank(s)"
+    title = f"{runs} x {counted(steps, 'training step')} on {counted(world_size, 'rank')}"
     found = launch.ranks("finetune.bench.step_rank", world_size, request, title=title, environment=environment)
     states = [one.pop("states") for one in found["ranks"]]
     seconds = found["ranks"][0]["seconds"]

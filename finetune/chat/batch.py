@@ -13,6 +13,7 @@ from rich.text import Text
 
 from finetune.chat.speaker import Answer, Speaker
 from finetune.errors import UserError
+from finetune.plural import counted
 from finetune.runtime.command import DONE, console, print_line
 from finetune.runtime.files import write_json
 
@@ -29,13 +30,13 @@ def run(speaker: Speaker, prompts: Sequence[str], batch_size: int, json: Path | 
         given["base"] = answers(speaker, encoded, batch_size, base=True)
     if json:
         write_json(json, result(speaker, prompts, given))
-        print_line(f"{len(prompts)} answers are in {json}.")
+        print_line(f"{counted(len(prompts), 'answer is', 'answers are')} in {json}.")
     else:
         _print(prompts, given)
     unfinished = sum(not one.finished for one in given["answer"])
     if unfinished:
         print_line(
-            f"{unfinished} of {len(prompts)} answers were cut at {speaker.manner.max_new_tokens} tokens. "
+            f"{unfinished} of {len(prompts)} answers were cut at {counted(speaker.manner.max_new_tokens, 'token')}. "
             "--max-new-tokens allows more.",
             style="yellow",
         )

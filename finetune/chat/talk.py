@@ -19,6 +19,7 @@ from transformers import TextStreamer
 from finetune.chat.batch import printable
 from finetune.chat.speaker import Answer, Messages, Speaker
 from finetune.errors import UserError
+from finetune.plural import counted
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line
 from finetune.runtime.files import write_json
 
@@ -96,7 +97,9 @@ class Conversation:
             shown = turn.get("base" if side == "base" else "answer")
             if shown is not None and not shown["finished"]:
                 whose = f"{side} " if len(self.sides) > 1 else ""
-                print_line(f"({whose}cut at {shown['tokens']} tokens; --max-new-tokens allows more)", style="yellow")
+                print_line(
+                    f"({whose}cut at {counted(shown['tokens'], 'token')}; --max-new-tokens allows more)", style="yellow"
+                )
 
     def _with(self, said: Messages, text: str) -> Messages:
         return [*said, {"role": "user", "content": text}] if said else self.speaker.opening(text)

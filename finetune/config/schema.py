@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import UserError
+from finetune.plural import counted
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
@@ -27,7 +28,7 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = counted(len(self.problems), "problem")
         lines = [f"The configuration has {count}; nothing was started.", *(f"  - {text}" for text in self.problems)]
         super().__init__("\n".join(lines))
 

@@ -77,11 +77,11 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("disable_tqdm", "progress is a bar on a terminal and plain lines elsewhere"),
     (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
-        "publish the finished folder with `hf upload`",
+        "publish a finished run with `finetune export RUN --to hub --repo USER/NAME --upload`",
     ),
     (
         "deepspeed fsdp fsdp_config parallelism_config",
-        "only DDP is supported: each GPU holds the whole model",
+        "use training.strategy: shard to split the model over the GPUs",
     ),
     ("local_rank", "the launcher sets it"),
 )

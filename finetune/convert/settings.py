@@ -11,6 +11,7 @@ import re
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import MANAGED, sft_fields
 from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments
 from finetune.convert.read import Refusal
@@ -406,7 +407,9 @@ def _other_fields(settings: Settings, given: dict[str, Any], what: Described) ->
             continue
         if row is not None and row.outcome == "refused":
             raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
-        if key in MANAGED or (row is not None and row.outcome == "ignored") or key not in fields:
+        if key in ("report_to", "run_name") and isinstance(value, str | list) and (to := _trackers(given)):
+            settings.set(*(("logging.report_to", to) if key == "report_to" else ("training.run_name", value)))
+        elif key in MANAGED or (row is not None and row.outcome == "ignored") or key not in fields:
             reason = row.detail if row is not None else ""
             why = reason or MANAGED.get(key) or "the installed TRL has no such field"
             settings.notes.append(f"{what.config_name}: {key}={short(value)} is left out: {why}")
@@ -417,6 +420,14 @@ def _other_fields(settings: Settings, given: dict[str, Any], what: Described) ->
     for key, value in what.trainer.items():
         if value is not None:
             _trainer_argument(settings, key, value)
+
+
+def _trackers(given: dict[str, Any]) -> list[str]:
+    """The services of report_to beside TensorBoard; empty if one of them is unknown, such as `all`."""
+    value = given.get("report_to")
+    names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    services = [name for name in names if name not in ("none", "tensorboard")]
+    return services if all(name in TRACKERS for name in services) else []
 
 
 _MASKS_PADDING = "DataCollatorForLanguageModeling"

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from finetune.plural import counted
+
 BUCKETS = (
     32,
     64,
@@ -110,7 +112,7 @@ class Ledger:
 def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
     """One sentence per reason for dropping rows, with the first row it applies to."""
     return [
-        f"{name}: {count:,} rows dropped ({reason}), first {one['examples'][reason]}"
+        f"{name}: {counted(count, 'row')} dropped ({reason}), first {one['examples'][reason]}"
         for name, one in ledgers.items()
         for reason, count in sorted(one["dropped"].items())
     ]

@@ -28,6 +28,7 @@ from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
 from finetune.data.template import Encoded, Encoder, load_template
 from finetune.errors import UserError
+from finetune.plural import counted
 from finetune.runtime import bootstrap, distributed
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
@@ -505,7 +506,7 @@ def _nothing_left(split: str, ledger: Ledger, sources: Iterable[Source]) -> str:
         f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
     )
     return (
-        f"{names}: none of the {ledger.rows_read:,} rows ({split}) has a supervised token. Dropped: "
+        f"{names}: none of {counted(ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped: "
         f"{reasons or 'none'}. Check the first row listed for each reason, and the settings data.columns, data.format, "
         "data.max_length, data.assistant_only_loss and data.response_part."
     )

@@ -13,6 +13,7 @@ from finetune.doctor import tested_versions
 from finetune.doctor.look import Found, cut_batch, wants_cpu
 from finetune.engine import checkpoints, session
 from finetune.errors import UserError
+from finetune.plural import counted
 
 BUSY_SHARE = 0.9  # a GPU with less of its memory free is in use by something else
 SHARED_MEMORY_GIB = 1.0  # NCCL's troubleshooting guide asks for `docker run --shm-size=1g`; Docker's default is 64 MB
@@ -152,7 +153,7 @@ def _profile(config: Config, found: Found) -> Verdict:
         return "warning", f"distributed_type MULTI_CPU starts one process and not {total}; {advice}"
     if gpus and not profile.get("use_cpu") and total // machines > gpus:
         return "warning", f"it starts {total // machines} processes here and {gpus} GPUs are visible; {advice}"
-    return "ok", f"{total} processes on {machines} machine(s)"
+    return "ok", f"{counted(total, 'process', 'processes')} on {counted(machines, 'machine')}"
 
 
 def _output(config: Config, found: Found) -> Verdict:
@@ -214,7 +215,7 @@ def _batch(config: Config, found: Found) -> Verdict:
     if possible[-1] in refused:
         fit = ", ".join(str(world) for world in possible if world not in refused)
         return "warning", f"not all {most} GPUs here can be used, but {fit}: {refused[most]}"
-    return "ok", f"exact on {possible[-1]} rank(s)"
+    return "ok", f"exact on {counted(possible[-1], 'rank')}"
 
 
 def _4bit(config: Config, found: Found) -> Verdict:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.doctor.look import Found
+from finetune.plural import counted
 from finetune.redact import MASK, is_secret_name, redact_tree
 
 Rows = list[tuple[str, str]]
@@ -88,7 +89,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
     if found["topology"]:
         yield "Topology", _topology_rows(found)
     shared = machine["shared_memory_gib"]
-    rows = [("processor", f"{machine['processor']}, {machine['cores']} cores for this process")]
+    rows = [("processor", f"{machine['processor']}, {counted(machine['cores'], 'core')} for this process")]
     rows += [("memory", f"{machine['memory_gib']:.1f} GiB, {machine['free_gib']:.1f} free")]
     yield "Machine", [*rows, ("/dev/shm", "unknown: there is none" if shared is None else f"{shared:.2f} GiB")]
     if "error" in stack:
@@ -98,7 +99,7 @@ def sections(found: Found) -> Iterable[tuple[str, Rows]]:
         rows = [(patch["name"], _verdict(patch)) for patch in stack["patches"]]
         yield "Patches", rows or [("none", "Unsloth's are not checked on this backend")]
     if found["batch"]:
-        yield "Batch", [(f"{one['world_size']} rank(s)", _cut(one)) for one in found["batch"]]
+        yield "Batch", [(counted(one["world_size"], "rank"), _cut(one)) for one in found["batch"]]
     yield "Folders", [(one["name"], _folder_line(one)) for one in found["folders"]]
     parts = {"ranks": launcher, "accelerate's default": found["accelerate_profile"] or {"profile": "none"}}
     yield "Launcher", [(name, ", ".join(f"{key} {value}" for key, value in of.items())) for name, of in parts.items()]

@@ -10,7 +10,10 @@ from finetune.errors import UserError
 
 _EXACT = "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's own code"
 _ORDER = "`seed` alone sets the order of the data, so that any number of GPUs takes the same steps"
-_LAUNCHED = "only DDP is supported: each GPU holds the whole model. Launch with a profile from accelerate_configs/"
+_LAUNCHED = (
+    "in a script each GPU holds the whole model (DDP). Launch with a profile from accelerate_configs/; to split a "
+    "model, train it by a configuration with training.strategy: shard"
+)
 
 # Field of SFTConfig -> (the values that are kept; why others are not, and what to do). A field not listed is kept.
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -53,14 +53,13 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> No
     given = config.lora.target_modules
     if isinstance(targets, str):
         if targets != "all-linear" and not _matches_regex(targets, names):
-            raise UserError(_missing("lora.target_modules", targets, linear))
+            raise UserError(_missing("lora.target_modules", [targets], linear))
     elif targets:
         missing = [target for target in targets if not _found(target, names)]
         if missing and (given is not None or len(missing) == len(targets)):
-            raise UserError(_missing("lora.target_modules", missing[0], linear))
-    for target in config.lora.modules_to_save or []:
-        if not _found(target, names):
-            raise UserError(_missing("lora.modules_to_save", target, names))
+            raise UserError(_missing("lora.target_modules", missing, linear))
+    if missing := [name for name in config.lora.modules_to_save or [] if not _found(name, names)]:
+        raise UserError(_missing("lora.modules_to_save", missing, names))
 
 
 def _matches_regex(pattern: str, names: list[str]) -> bool:
@@ -77,10 +76,10 @@ def _found(target: str, names: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
-def _missing(key: str, target: str, names: list[str]) -> str:
+def _missing(key: str, targets: list[str], names: list[str]) -> str:
     """The message, with the last parts of the model's module names, most similar first."""
     known = list(dict.fromkeys(part for part in (name.rpartition(".")[2] for name in names) if not part.isdigit()))
-    near = get_close_matches(target, known, n=len(known) or 1, cutoff=0.5)
-    listed = [*near, *(name for name in known if name not in near)][:20]
-    nearest = f" The nearest is {near[0]}." if near else ""
-    return f"{key} matches no module of the model: `{target}`.{nearest} The model has {', '.join(listed)}."
+    near = {target: get_close_matches(target, known, n=len(known) or 1, cutoff=0.5) for target in targets}
+    listed = list(dict.fromkeys([*(name for found in near.values() for name in found), *known]))[:20]
+    shown = [f"`{target}`{f' (nearest is {found[0]})' if found else ''}" for target, found in near.items()]
+    return f"{key} matches no module of the model: {', '.join(shown)}. The model has {', '.join(listed)}."

@@ -259,14 +259,14 @@ random weights, not a pretrained one, on instructions made up for it; nothing is
 trained (full fine-tuning), because a LoRA adapter on random weights has nothing to build on. The model is of no use
 afterwards; the run shows that the installation works, by the same code that fine-tunes your own model.
 
-To fine-tune your own model on your own data, write my.yaml:
+To fine-tune your own model on your own data, write my.yaml, or let `finetune init` write it:
 
     model:
       model_name_or_path: unsloth/Llama-3.2-1B-Instruct   # a hub name or a folder
     data:
       train_file: my_data.jsonl                           # {"messages": [{"role": "user", "content": "..."}, ...]}
     training:
-      output_dir: output/my-model
+      output_dir: outputs/my-model
 
 and start it:
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError
+from finetune.plural import counted
 from finetune.runtime import distributed
 
 if TYPE_CHECKING:  # importing it imports torch
@@ -193,8 +194,8 @@ def ranks_hold_the_global_batch(facts: list[Facts], timeout: int) -> str | None:
         rows, passes = one.batch
         if len(facts) * rows * passes != one.global_batch_size:
             return (
-                f"{len(facts)} ranks x {rows} rows x {passes} accumulated is not the global batch of "
-                f"{one.global_batch_size}: the trainer's arguments were changed after they were created"
+                f"{counted(len(facts), 'rank')} x {counted(rows, 'row')} x {passes} accumulated is not the "
+                f"global batch of {one.global_batch_size}: the trainer's arguments were changed after they were created"
             )
     return None
 

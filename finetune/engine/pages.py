@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.engine.monitor import RankRecord
+from finetune.plural import counted
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
 LONGEST_SAMPLE = 2000  # characters of a prompt, an answer or a reference
@@ -123,7 +124,7 @@ def data_page(ledgers: dict[str, dict[str, Any]], layouts: dict[str, dict[str, A
     if any(leaked):
         rows.append(["also in the training rows", *("" if one is None else f"{one['rows']:,}" for one in leaked)])
     for note in sorted({note for one in each for note in one.get("notes", {})}):
-        rows.append([note, *(f"{one.get('notes', {}).get(note, 0):,} rows" for one in each)])
+        rows.append([note, *(counted(one.get("notes", {}).get(note, 0), "row") for one in each)])
     page = table(["", *splits], rows)
     examples = [
         [name, reason, example] for name, one in ledgers.items() for reason, example in sorted(one["examples"].items())

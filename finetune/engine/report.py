@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import scaled_learning_rate
+from finetune.plural import counted
 from finetune.runtime import distributed, interrupt
 from finetune.runtime.command import console, print_line
 
@@ -32,10 +33,11 @@ def print_introduction(job: Job, start: Start) -> None:
         f"{method(job)} of {config.model.model_name_or_path} with {job.stack.backend} ({job.stack.reason}) on {world} "
         f"x {job.hardware.name}{_threads(job)}: {job.size.trainable_parameters:,} trainable parameters"
     )
-    rows = "rows" if job.unpacked_because else f"packs of {job.layout.packs.pack_length} tokens"
+    row = "row" if job.unpacked_because else "pack"
+    length = "" if job.unpacked_because else f" of {job.layout.packs.pack_length} tokens"
     print_line(
-        f"Each step: {batch.global_batch_size} {rows} = {world} ranks x {batch.per_device} rows x {batch.accumulation} "
-        "accumulated"
+        f"Each step: {counted(batch.global_batch_size, row)}{length} = {counted(world, 'rank')} x "
+        f"{counted(batch.per_device, row)} x {batch.accumulation} accumulated"
     )
     training = config.training
     if training.learning_rate_rule != "none":
@@ -70,7 +72,7 @@ def _threads(job: Job) -> str:
     if job.stack.device != "cpu":
         return ""
     count = torch.get_num_threads()
-    return f" ({count} thread{'s' if count > 1 else ''} each)"
+    return f" ({counted(count, 'thread')} each)"
 
 
 def method(job: Job) -> str:
@@ -127,7 +129,7 @@ def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str)
     Args:
         prediction: how right the dry run's prediction was, as a sentence.
     """
-    parts = [f"{results['steps']} steps, {results['tokens']:,} tokens"]
+    parts = [f"{counted(results['steps'], 'step')}, {counted(results['tokens'], 'token')}"]
     if results["eval_loss_after"] is not None:
         parts.append(f"held-out loss {results['eval_loss_before']:.4f} -> {results['eval_loss_after']:.4f}")
     scores = [("exact match", results["exact_match_before"], results["exact_match_after"])]
@@ -136,7 +138,7 @@ def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str)
     shown = [f"{name} {was:.4f} -> {now:.4f}" for name, was, now in scores if now is not None]
     if shown:
         count = results["answers_scored"]
-        parts.append(f"held-out {', '.join(shown)} ({count} answer{'s' if count != 1 else ''})")
+        parts.append(f"held-out {', '.join(shown)} ({counted(count, 'answer')})")
     if results["tokens_per_second_per_gpu"]:
         parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
     print_line("; ".join(parts) + ".")

@@ -22,6 +22,8 @@ from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
 from finetune.errors import UserError
+from finetune.plural import counted
+from finetune.redact import redact_tree
 from finetune.runtime import distributed, files
 
 CANNOT_CHANGE = frozenset(
@@ -381,15 +383,36 @@ def check_length(config: Config, found: Found, total: int) -> None:
         given = (
             f"training.max_steps is {training.max_steps}"
             if training.max_steps > 0
-            else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {total} steps"
+            else f"training.num_train_epochs is {training.num_train_epochs:g}, which is {counted(total, 'step')}"
         )
         raise UserError(
-            f"{given}, and {found.path} is at step {found.step} already. Set at least {found.step} steps, or give "
-            "an earlier checkpoint as training.resume_from_checkpoint."
+            f"{given}, and {found.path} is at step {found.step} already. Set at least {counted(found.step, 'step')}, "
+            "or give an earlier checkpoint as training.resume_from_checkpoint."
         )
 
 
 # --- after the model is loaded, before the first write --------------------------------------------------------------
+
+
+def _plan_changes(checkpoint: Path, config: Config) -> str:
+    """The keys that set the plan and differ from run.json beside the checkpoint, or what may differ if none does."""
+    try:
+        had = files.read_json(checkpoint.resolve().parent / record.FILE_NAME)["config"]
+        was = {f"training.{key}": had["training"][key] for key in ("seed", "global_batch_size")}
+        was |= {f"data.{key}": value for key, value in had["data"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        was = {}
+    now = {f"data.{one.name}": getattr(config.data, one.name) for one in dataclasses.fields(config.data)}
+    now |= {f"training.{key}": getattr(config.training, key) for key in ("seed", "global_batch_size")}
+    changed = [
+        f"{key} was {json.dumps(was[key])}, now {json.dumps(files.plain(value))}"
+        for key, value in now.items()
+        if key in was and redact_tree(files.plain(value)) != was[key]
+    ]
+    return "; ".join(changed) or (
+        "the rows, their tokenizer or masks, training.seed or training.global_batch_size have changed (run.json in its "
+        "output folder has the old configuration)"
+    )
 
 
 def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: int) -> Start:
@@ -406,12 +429,10 @@ def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: i
             start = compared(config, start)
     if start.found.path is None:
         return start
-    had = start.found.manifest.get("plan")
-    if had != plan_digest:
+    if start.found.manifest.get("plan") != plan_digest:
         raise UserError(
-            f"{start.found.path} belongs to another plan of steps ({had} against {plan_digest}): the data, its "
-            "tokenizer or masks, training.seed or training.global_batch_size have changed. Restore them (run.json in "
-            "its output folder has the old configuration), or start a new run in another training.output_dir."
+            f"{start.found.path} belongs to another plan of steps: {_plan_changes(start.found.path, config)}. Restore "
+            "what was, or start a new run in another training.output_dir."
         )
     check_length(config, start.found, total)
     check_shapes(model, start.found.path)

@@ -33,6 +33,10 @@ from finetune.runtime import distributed
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
+_LOWER_RATE = (
+    "Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in place of float16; then "
+    "resume from the last checkpoint with training.resume_from_checkpoint: true."
+)
 _EVALUATION = re.compile(r"eval_((?P<set>.+)_)?loss")
 
 
@@ -310,8 +314,7 @@ class RunLogger(TrainerCallback):
         if bad:
             raise RunError(
                 f"The loss of step {bad[0]} is not finite ({record.losses[bad[0] - first]}). Further training is "
-                "pointless. Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in "
-                "place of float16; then resume from the last checkpoint with training.resume_from_checkpoint: true."
+                f"pointless. {_LOWER_RATE}"
             )
 
     def _log_ranks(self, ranks: list[RankRecord], step: int) -> None:
@@ -405,12 +408,15 @@ class RunLogger(TrainerCallback):
             if self.writer and value is not None:
                 self.writer.add_scalar(tag(metric) + shown, float(value), step)
                 self.reported[BY_NAME[metric].key.replace("eval", prefix, 1)] = float(value)
-        if self.writer and self._trainer.eval_document_losses:
-            losses = np.array(self._trainer.eval_document_losses)
+        losses = np.array(self._trainer.eval_document_losses or [])
+        losses = losses[np.isfinite(losses)]
+        if self.writer and losses.size:
             self.writer.add_histogram(tag("eval_document_loss") + shown, losses, step)
         if self.progress and self._training_since is not None:
             words = f"held-out loss{shown} {loss:.4f}, perplexity {values['eval_perplexity']:.4g}"
             self.progress.line(state, words if accuracy is None else f"{words}, token accuracy {accuracy:.1%}")
+        if step > 0 and not math.isfinite(loss):  # all ranks hold the same loss
+            raise RunError(f"The evaluation loss after step {step} is not finite ({loss}). {_LOWER_RATE}")
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._training_since is None:

@@ -17,6 +17,7 @@ from finetune.engine import shard
 from finetune.engine.metrics import exact_match
 from finetune.engine.model import generate
 from finetune.errors import RunError
+from finetune.plural import counted
 from finetune.runtime import activity, distributed, user_code
 
 MOST_NEW_TOKENS = 256
@@ -98,7 +99,7 @@ class Result:
         """The scores as a sentence that says how many answers they are of."""
         labels = {"exact_match": "exact match"}
         named = [f"{labels.get(name, name)} {value:.4g}" for name, value in self.scores.items()]
-        return f"{', '.join(named)} ({len(self.answers)} answer{'s' if len(self.answers) != 1 else ''})"
+        return f"{', '.join(named)} ({counted(len(self.answers), 'answer')})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from finetune.data import sources
 from finetune.engine import checkpoints, preflight, resume
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
+from finetune.plural import counted
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher, user_code
 from finetune.runtime.command import console
@@ -358,7 +359,7 @@ def out_of_memory(job: Job) -> Iterator[None]:
         if training.strategy != "shard" and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
             alternatives.append("training.strategy: shard on several GPUs")
         raise RunError(
-            f"CUDA ran out of memory: {job.batch.per_device} rows of up to {longest} tokens per GPU. "
+            f"CUDA ran out of memory: {counted(job.batch.per_device, 'row')} of up to {longest} tokens per GPU. "
             f"To use less, {remedy}" + (f", or use {' or '.join(alternatives)}" if alternatives else "") + ". "
             f"({out_of_memory_details(error)})"
         ) from error

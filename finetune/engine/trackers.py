@@ -28,6 +28,9 @@ _NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "DVC_NO_ANALYTICS": "1",
 }
+# Services whose callback in transformers 5 shows the trainer's keys as they are, `loss` and `eval_loss`. The others
+# prefix them themselves.
+_UNPREFIXED = frozenset(("azure_ml", "dagshub", "dvclive", "mlflow"))
 # Our keys in the trainer's logs that a tracker gets under TRL's.
 _RENAMED = frozenset(metric.name for metric in METRICS if metric.logged)
 
@@ -94,10 +97,12 @@ class Tracker:
         return call
 
     def _completed(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """The trainer's logs with the figures of TensorBoard, if they are a record or an evaluation of the run."""
+        """The trainer's logs with the figures of TensorBoard, if they are a record or an evaluation of the run. Their
+        names get their `train/` or `eval/` here if the callback does not add it."""
         is_record = "loss" in logs or any(key in logs for key in self._reported)
         logs = {key: value for key, value in logs.items() if key not in _RENAMED}
-        return logs | self._reported if is_record else logs
+        logs = logs | self._reported if is_record else logs
+        return integration_utils.rewrite_logs(logs) if self.name in _UNPREFIXED else logs
 
     def _call(self, event: str, *args: Any, **kwargs: Any) -> None:
         if self._failed:

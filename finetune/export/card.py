@@ -11,6 +11,7 @@ import yaml
 
 from finetune.config.schema import DEFAULTS, KEYS
 from finetune.export.source import Source
+from finetune.plural import counted
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
 
@@ -89,7 +90,7 @@ def _title(source: Source) -> str:
 
 
 def _summary(source: Source, base: str, form: str) -> str:
-    steps = f" for {source.step} steps" if source.step else ""
+    steps = f" for {counted(source.step, 'step')}" if source.step else ""
     how = "all weights trained" if source.adapter is None else f"a LoRA adapter of rank {source.adapter.get('r')}"
     shape = {"adapter": "", "merged": ", merged into the model", "gguf": ", merged and converted to GGUF"}[form]
     return f"{base}, fine-tuned by supervised fine-tuning{steps}: {how}{shape if source.adapter else ''}."
@@ -117,8 +118,8 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
     for split, counts in (record.get("ledger") or {}).items():
         if isinstance(counts, dict) and "rows_kept" in counts:
             tokens = counts.get("tokens")
-            yield f"- {split}: {counts['rows_kept']:,} rows" + (
-                f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+            yield f"- {split}: {counted(counts['rows_kept'], 'row')}" + (
+                f", {counted(tokens, 'token')}" if isinstance(tokens, int) else ""
             )
 
 

@@ -14,6 +14,7 @@ from finetune.export import card, gguf, hub, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
+from finetune.plural import counted
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, files
 from finetune.runtime.command import DONE, print_line, run_with_options
@@ -129,7 +130,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
     check_space(out, needed * (1 if tools is None else 3) + SPARE_BYTES)
     finding: dict[str, Any] | None = None
-    from finetune.engine import checkpoints
+    from finetune.engine import checkpoints, preflight
 
     with checkpoints.no_space(_existing(out), "the export"), files.staging(out) as folder:
         model = folder if tools is None else folder / ".merged"
@@ -138,7 +139,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         if merge is None:
             write_adapter(found, model, public=options.to == "hub")
         else:
-            print_line(f"Writing {merge.bytes / 1e9:,.2f} GB, {merge.changed} of {len(merge.steps)} tensors merged")
+            size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
+            print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
             merge.write(model, options.shard_size or 5_000_000_000)
             write_generation_config(found, model, tokenizer)
             if options.trust_remote_code:
@@ -148,6 +150,8 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
             finding = verified(options, found, model, tokenizer)
         result: dict[str, Any] = {"verification": finding}
         if tools is not None:
+            named = preflight.folder_of(found.name)
+            gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
             result |= write_gguf(options, folder, model, tools, tokenizer, kind)
             finding = result.get("gguf_verification") or finding
         card.write(folder, found, form, verify.sentence(finding) if finding else None)
@@ -321,7 +325,7 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
     print_line(f"{'Uploading' if options.upload else 'Would upload'} to {options.repo} ({visibility}):")
     for one in listed:
         print_line(f"  {one['bytes']:>15,}  {one['name']}")
-    print_line(f"  {total:>15,}  bytes in {len(listed)} files")
+    print_line(f"  {total:>15,}  bytes in {counted(len(listed), 'file')}")
     address = hub.upload(options.out, options.repo, private=not options.public) if options.upload else None
     if address is None:
         print_line("Nothing was uploaded. Fill in README.md, then add --upload.")

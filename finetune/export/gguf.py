@@ -7,14 +7,17 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.runtime import subprocesses
+from finetune.runtime import files, subprocesses
 
 CONVERTER = "convert_hf_to_gguf.py"
 QUANTIZER = "llama-quantize"
+SENTENCEPIECE = "tokenizer.model"
 CHECKER = "xllamacpp"
 EXACT = ("f16", "bf16", "f32")  # types that the converter writes and the check can bound
 
@@ -82,6 +85,40 @@ def check_verifier() -> None:
 def exact(kind: str) -> str:
     """The type that the converter writes: `kind`, or float16 for types that are quantized from it."""
     return kind if kind in EXACT else "f16"
+
+
+def complete_tokenizer(folder: Path, origins: Iterable[Path], tokenizer: Any) -> None:
+    """Add to a merged model what the converter reads and transformers 5 does not save: the SentencePiece file, without
+    which pieces lose their scores; added tokens in tokenizer_config.json; and whether a text begins with the first
+    token, which the converter otherwise assumes of SentencePiece.
+
+    Args:
+        folder: the merged model, of which only the GGUF file remains.
+        origins: folders that the tokenizer may come from; the file is taken if its tokenizer has the same vocabulary.
+        tokenizer: the one in `folder`.
+    """
+    own = _vocabulary(folder)
+    for origin in origins:
+        if (folder / SENTENCEPIECE).exists() or own is None:
+            break
+        if (origin / SENTENCEPIECE).is_file() and _vocabulary(origin) in (own, None):
+            shutil.copyfile(origin / SENTENCEPIECE, folder / SENTENCEPIECE)
+    file = folder / "tokenizer_config.json"
+    config = files.read_json(file) if file.is_file() else {}
+    added = {
+        str(number): {"content": str(token), "special": bool(getattr(token, "special", False))}
+        for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+    }
+    bos = tokenizer.bos_token_id
+    begins = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+    files.write_json(file, {"added_tokens_decoder": added} | config | {"add_bos_token": begins})
+
+
+def _vocabulary(folder: Path) -> Any:
+    """Pieces and merges of tokenizer.json; None if there is no such file."""
+    file = folder / "tokenizer.json"
+    model = files.read_json(file).get("model", {}) if file.is_file() else {}
+    return (model.get("vocab"), model.get("merges")) if model else None
 
 
 def convert(tools: Tools, model: Path, file: Path, kind: str) -> None:

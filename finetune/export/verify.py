@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError
+from finetune.plural import counted
 from finetune.runtime import subprocesses
 
 PROGRAM = Path(__file__).with_name("check.py")
@@ -82,8 +83,10 @@ def sentence(found: dict[str, Any]) -> str:
     equal, ties = (sum(one["outcome"] == outcome for one in answers) for outcome in ("equal", "tie"))
     tokens = sum(one["tokens"] for one in answers)
     near = f" ({ties} up to a tie)" if ties else ""
-    tensors = f"{found['tensors']['compared']} tensors equal up to one rounding, " if "tensors" in found else ""
+    tensors = (
+        f"{counted(found['tensors']['compared'], 'tensor')} equal up to one rounding, " if "tensors" in found else ""
+    )
     return (
-        f"{tensors}{equal + ties} of {len(answers)} greedy answers equal{near} over {tokens} tokens, logits differ by "
-        f"{logits['difference']:.2g} (bound {logits['bound']:.2g})"
+        f"{tensors}{equal + ties} of {len(answers)} greedy answers equal{near} over {counted(tokens, 'token')}, "
+        f"logits differ by {logits['difference']:.2g} (bound {logits['bound']:.2g})"
     )

@@ -18,6 +18,7 @@ from finetune.engine import preflight
 from finetune.errors import UserError
 from finetune.measure import strategy
 from finetune.measure.rules import MEMORY_MARGIN
+from finetune.plural import counted
 from finetune.runtime.hardware import Hardware
 
 BYTES_PER_PARAMETER = 2  # bfloat16
@@ -135,7 +136,7 @@ def method(model: Model, machine: Hardware) -> tuple[str, str]:
 def machine_in_words(machine: Hardware) -> str:
     """The GPUs found, such as `2 x NVIDIA H200, 139 GiB each`; or the processor."""
     if machine.device == "cpu":
-        return f"no GPU: runs use the CPU ({machine.cpu_cores} cores, {machine.ram_gib:.0f} GiB of memory)"
+        return f"no GPU: runs use the CPU ({counted(machine.cpu_cores, 'core')}, {machine.ram_gib:.0f} GiB of memory)"
     each = " each" if machine.count > 1 else ""
     return f"{machine.count} x {machine.name}, {machine.memory_gib or 0:.0f} GiB{each}"
 

@@ -18,6 +18,7 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.errors import UserError
 from finetune.measure.predict import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Curve, Gradients, Work, all_reduce_curve
+from finetune.plural import counted
 from finetune.runtime import bootstrap
 from finetune.runtime.files import write_json
 
@@ -111,7 +112,8 @@ class Measurement:
         """
         if self.global_batch_size % (world_size * self.per_device):
             raise UserError(
-                f"The global batch does not divide exactly: {self.global_batch_size} rows on {world_size} ranks in "
+                f"The global batch does not divide exactly: {counted(self.global_batch_size, 'row')} on "
+                f"{counted(world_size, 'rank')} in "
                 f"micro-batches of {self.per_device}. Choose another number of GPUs or micro-batch size."
             )
         accumulation = self.global_batch_size // (world_size * self.per_device)

@@ -19,6 +19,7 @@ from typing import Any
 from finetune.config import Config, resolve_batch
 from finetune.errors import UserError
 from finetune.measure import rules
+from finetune.plural import counted
 from finetune.redact import redact_arguments
 from finetune.runtime import distributed, launch_lines
 from finetune.runtime.command import print_line
@@ -120,7 +121,7 @@ def largest_world(config: Config, gpus: int) -> int:
 
 def devices(count: int) -> str:
     """The number of ranks in words."""
-    return "one device" if count == 1 else f"{count} ranks"
+    return "one device" if count == 1 else counted(count, "rank")
 
 
 def _too_few(gpus: int) -> str:

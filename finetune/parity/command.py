@@ -24,6 +24,7 @@ from rich.table import Table
 from finetune.config import Config, ConfigError, load, resolve_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
+from finetune.plural import counted
 from finetune.runtime import launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
@@ -162,12 +163,12 @@ def start(case: Case, out: Path, steps: int, without: str, arguments: list[str])
     program = ["-m", "finetune.parity.run", str(out), str(steps), without, strategy, backend]
     command = [*launch_lines.ranks(world_size), *program, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with console().status(f"{steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, {strategy}"):
+    with console().status(f"{counted(steps, 'step')} on {counted(world_size, 'rank')}, {strategy}"):
         done = subprocesses.run(command, env=env)
     if done.returncode:
         message = subprocesses.first_error(done.stderr + done.stdout)
         kind = UserError if done.returncode == 2 or message else RunError
-        raise kind(f"The run on {world_size} ranks failed: {message or (done.stdout + done.stderr)[-3000:]}")
+        raise kind(f"The run on {counted(world_size, 'rank')} failed: {message or (done.stdout + done.stderr)[-3000:]}")
     return json.loads((out / "run.json").read_text())
 
 
@@ -301,7 +302,9 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
 def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None:
     """Print a table of all comparisons, then every failure with the tensors that differ most."""
     sharded = ", sharded," if reference.get("sharding") else ""
-    title = f"Compared with {reference['world_size']} rank(s){sharded} after {reference['steps']} steps"
+    title = (
+        f"Compared with {counted(reference['world_size'], 'rank')}{sharded} after {counted(reference['steps'], 'step')}"
+    )
     # Fits 80 columns with exponents of three digits: rich would cut figures that do not fit.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     columns = ("ranks", "gradient\nratio - 1", "1 - cosine", "norm", "loss", "held-out\nloss", "weights", "result")
@@ -316,7 +319,7 @@ def print_comparison(reference: dict[str, Any], found: list[Comparison]) -> None
     console().print(table)
     for one in found:
         for failure in one.failures:
-            print_line(f"{one.world_size} ranks, {one.strategy}: {failure}", style="red")
+            print_line(f"{counted(one.world_size, 'rank')}, {one.strategy}: {failure}", style="red")
         if one.failures:
             for name, ratio, cosine in one.tensors[:WORST_SHOWN]:
                 print_line(f"  {name}: ratio {ratio:.4f}, cosine {cosine:.6f}")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from finetune.errors import UserError
+from finetune.plural import counted
 from finetune.review import events
 from finetune.review import ranks as rank_records
 from finetune.review.events import Series
@@ -336,7 +337,7 @@ def _no_run(folder: Path) -> str:
     below = find(folder)
     if below:
         names = ", ".join(str(path) for path in below[:3])
-        return f"no run: `{folder}` holds {len(below)} runs, such as {names}. Give the folder of a run."
+        return f"no run: `{folder}` holds {counted(len(below), 'run')}, such as {names}. Give the folder of a run."
     return f"no run: `{folder}` has neither {RUN_FILE} nor event files. Give the training.output_dir of a run."
 
 

@@ -183,6 +183,6 @@ def test_a_dry_run_whose_time_is_up_reports_what_it_has_or_ends(tiny_model: Path
 def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     done = launch.run("1 rank", arguments(tiny_model, tmp_path), cache=tmp_path)
-    assert done.returncode == 2 and "none of the 1 rows (train) has a supervised token" in done.stdout
+    assert done.returncode == 2 and "none of 1 row (train) has a supervised token" in done.stdout
     done = launch.run("2 ranks", arguments(tiny_model, tiny_data), cache=tmp_path)
     assert done.returncode != 0 and "--dry-run runs on one device" in done.stdout

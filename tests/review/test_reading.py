@@ -200,7 +200,7 @@ def test_runs_in_a_folder_are_found(tmp_path: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     make_run(tmp_path / "all" / "a")
     (tmp_path / "empty").mkdir()
-    for folder, text in (("missing", "is not a folder"), ("empty", "has neither run.json"), ("all", "holds 1 runs")):
+    for folder, text in (("missing", "is not a folder"), ("empty", "has neither run.json"), ("all", "holds 1 run,")):
         with pytest.raises(UserError, match=text):
             runs.read(tmp_path / folder)
 

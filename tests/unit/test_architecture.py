@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "finetune"
 # From the ground up. A name is a file or a folder of the package.
 FLOORS = (
-    {"errors", "redact"},
+    {"errors", "plural", "redact"},
     {"config"},
     {"runtime"},
     {"data"},

@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "no labels": (
         '{"messages": [{"role": "user", "content": "hi"}]}\n',
         [],
-        ["none of the 1 rows", "no_assistant", "no labels.jsonl:1"],
+        ["none of 1 row", "no_assistant", "no labels.jsonl:1"],
     ),
     "encoding": (b'{"text": "caf\xe9"}\n', [], ["UTF-8"]),
     "mapping": (

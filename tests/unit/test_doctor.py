@@ -317,7 +317,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
 @pytest.mark.process
 def test_batch_on_the_gpus_that_are_here(two_gpus: dict[str, Any]) -> None:
     data = ("--model.model_name_or_path", "m", "--data.train_file", "x.jsonl", "--training.global_batch_size")
-    assert verdict("batch", two_gpus, *data, "16") == ("ok", "exact on 2 rank(s)")
+    assert verdict("batch", two_gpus, *data, "16") == ("ok", "exact on 2 ranks")
     state, reason = verdict("batch", two_gpus, *data, "15")
     assert state == "warning" and reason.startswith("not all 2 GPUs here can be used, but 1: ")
     four = two_gpus | {"launcher": {"world_size": 4, "local_world_size": 2}}

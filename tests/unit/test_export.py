@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
@@ -348,6 +349,28 @@ def test_a_disk_without_space(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("part", ["weights", "card"])
+def test_a_disk_that_fills_up_while_writing(
+    part: str, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another program took since the space was looked at."""
+    write = Merge.write
+
+    def full(self: Merge, folder: Path, shard: int) -> None:
+        write(self, folder, shard)
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
+
+    def full_card(folder: Path, *given: Any) -> None:
+        (folder / "README.md").write_text("ha")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "README.md"))
+
+    monkeypatch.setattr(*((Merge, "write", full) if part == "weights" else (card, "write", full_card)))
+    out = tmp_path / "out"
+    words = ends(capsys, [str(run_folder), "--to", "merged", "--out", str(out), "--no-verify"], 1)
+    assert "disk" in words and "space" in words
+    assert not out.exists() and not list(tmp_path.glob(".*"))
+
+
 def test_options_that_do_not_fit(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "out")]
     given = [str(run_folder), *out]
@@ -540,6 +563,31 @@ def test_without_a_converter_the_command_says_what_to_install(
         gguf.find(tmp_path / "none", "f16", "m")
     monkeypatch.setattr(gguf, "CHECKER", "a_module_that_is_not_there")
     assert "pip install 'finetune[gguf]'" in ends(capsys, [str(run_folder), "--to", "gguf", "--out", str(out)], 2)
+
+
+def test_the_converter_gets_what_transformers_does_not_save(run_folder: Path, base: Path, tmp_path: Path) -> None:
+    """The SentencePiece file of the base model, added tokens, and whether a text begins with the first token."""
+    from transformers import AutoTokenizer
+
+    origin, other = Path(shutil.copytree(base, tmp_path / "origin")), Path(shutil.copytree(base, tmp_path / "other"))
+    for folder in (origin, other):
+        (folder / gguf.SENTENCEPIECE).write_bytes(folder.name.encode())
+    changed = json.loads((other / "tokenizer.json").read_text())
+    changed["model"]["vocab"]["another piece"] = len(changed["model"]["vocab"])
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    tokenizer = AutoTokenizer.from_pretrained(run_folder)
+    gguf.complete_tokenizer(run_folder, (tmp_path / "nothing", other), tokenizer)
+    assert not (run_folder / gguf.SENTENCEPIECE).exists()
+    gguf.complete_tokenizer(run_folder, (other, origin), tokenizer)
+    assert (run_folder / gguf.SENTENCEPIECE).read_bytes() == b"origin"
+    written = json.loads((run_folder / "tokenizer_config.json").read_text())
+    assert written["add_bos_token"] is False
+    names = {int(number): one["content"] for number, one in written["added_tokens_decoder"].items()}
+    assert names and all(tokenizer.convert_ids_to_tokens(number) == name for number, name in names.items())
+    assert AutoTokenizer.from_pretrained(run_folder)("a b").input_ids == tokenizer("a b").input_ids
+    parts = {"bos_token_id": 7, "added_tokens_decoder": {}, "__call__": lambda self, text: {"input_ids": [7, 1]}}
+    gguf.complete_tokenizer(run_folder, (), type("WithFirst", (), parts)())
+    assert json.loads((run_folder / "tokenizer_config.json").read_text())["add_bos_token"] is True
 
 
 @pytest.mark.process

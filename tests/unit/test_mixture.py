@@ -80,7 +80,7 @@ def test_held_out_rows_have_no_copy_among_the_training_rows(tmp_path: Path, toke
 
 
 def test_a_source_without_usable_rows_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"mine: none of the 1 rows \(eval\) has a supervised token"):
+    with pytest.raises(UserError, match=r"mine: none of 1 row \(eval\) has a supervised token"):
         given = {"train": [source("one", texts("one", 3))], "eval": [source("mine", [{"text": ""}])]}
         prepare_splits(config(tmp_path), tokenizer, given)
     assert not list((tmp_path / "c").glob("*/"))

@@ -347,7 +347,7 @@ def test_another_kind_of_training_and_other_data_are_refused(
     runs(out, *SIX, *CHANGED, "--model.full_finetuning", "true", code=2)
     assert "model.full_finetuning: was false, now true" in words(capsys)
     runs(out, *SIX, *CHANGED, "--training.seed", "7", code=2)
-    assert "another plan of steps" in words(capsys)
+    assert "belongs to another plan of steps: training.seed was 42, now 7. Restore what was" in words(capsys)
     assert state(out) == before
 
 

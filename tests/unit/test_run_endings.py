@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from finetune import train
 from finetune.config import load
@@ -51,6 +53,28 @@ def test_early_stopping_ends_the_run(arguments: list[str], tmp_path: Path) -> No
     content = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (content["status"], content["steps"], content["total_steps"]) == ("done", 6, 12)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_weights_that_the_last_step_spoils_are_reported(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of the last step is that of the weights before it. Their evaluation is not a number."""
+
+    def spoil(trainer: Any) -> None:
+        class Spoil(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                for parameter in model.parameters():
+                    parameter.data.mul_(math.nan if parameter.requires_grad else 1.0)
+
+        trainer.add_callback(Spoil())
+
+    arguments[arguments.index("--training.max_steps") + 1] = "1"
+    arguments[arguments.index("--training.eval_steps") + 1] = "0"
+    assert run(arguments, Hooks(trainer=spoil)) == 1
+    printed = capsys.readouterr().err
+    assert "error: The evaluation loss after step 1 is not finite (nan). Lower training.learning_rate" in printed
+    assert "Traceback" not in printed
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
 
 
 def test_a_disk_that_is_full_at_the_very_end(

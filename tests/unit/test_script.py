@@ -175,7 +175,7 @@ def test_held_out_rows(tmp_path: Path, tokenizer: Any) -> None:
         ((ROWS, ROWS, ROWS), "returned 3 values"),
         ([["text"]], "build_dataset():row 1: a row must be an object with named fields"),
         ([{"words": "x"}], "no row format matches"),
-        ([{"text": ""}], "mine.py: none of the 1 rows"),
+        ([{"text": ""}], "mine.py: none of 1 row"),
         ([], "no row format matches"),
     ],
 )

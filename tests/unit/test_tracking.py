@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -326,6 +327,28 @@ def test_a_tracker_gets_what_tensorboard_shows_under_the_names_of_trl(
     assert {"train/grad_norm", "train/learning_rate", "train/num_tokens", "eval/mean_token_accuracy"} <= set(logged)
 
 
+@pytest.mark.parametrize("name", ["mlflow", "dvclive", "azure_ml", "dagshub"])
+def test_the_names_are_the_same_where_the_callback_of_transformers_adds_no_prefix(name: str) -> None:
+    """Those callbacks show what they get; the others would write train/train/loss."""
+    shown: list[dict[str, float]] = []
+
+    class Plain(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            shown.append(logs)
+
+    callback = Plain()
+    tracker = trackers.Tracker(name, callback, {"eval_loss": 3.0, "eval_exact_match": 0.5})
+    callback.on_log(None, None, None, logs={"eval_loss": 3.0})
+    tracker.end()
+    assert shown == [{"eval/loss": 3.0, "eval/exact_match": 0.5}]
+    tracker = trackers.Tracker(name, callback, {})
+    callback.on_log(None, None, None, logs={"loss": 2.0, "grad_norm": 1.0})
+    tracker.end()
+    assert shown[1:] == [{"train/loss": 2.0, "train/grad_norm": 1.0}]
+    own = inspect.getsource(integration_utils.INTEGRATION_TO_CALLBACK[name].on_log)
+    assert "rewrite_logs" not in own  # else the prefix would come twice
+
+
 def test_nothing_is_reported_without_being_asked(run: Callable[..., int], stand_in: type[StandIn]) -> None:
     assert run("--logging.generate_samples", "0") == 0
     assert stand_in.calls == []
@@ -390,14 +413,14 @@ def test_wandb_offline(run: Callable[..., int], tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.filterwarnings("default")
 def test_mlflow_in_a_local_store(run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' callback for it adds no train/ and eval/."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
     assert run("--logging.report_to", "mlflow") == 0
     found = sqlite3.connect(tmp_path / "runs.db")
     assert found.execute("select status from runs").fetchall() == [("FINISHED",)]
-    steps = found.execute("select key, step from metrics where key in ('loss', 'eval_loss') order by 1, 2").fetchall()
-    assert set(steps) == {("eval_loss", 0), ("eval_loss", 2), ("eval_loss", 4), ("loss", 2), ("loss", 4)}
+    steps = found.execute("select key, step from metrics where key like '%loss' order by 1, 2").fetchall()
+    assert {("eval/loss", 0), ("eval/loss", 2), ("eval/loss", 4), ("train/loss", 2), ("train/loss", 4)} <= set(steps)
+    assert all(key.startswith(("train/", "eval/")) for key, _ in steps)
 
 
 @pytest.mark.filterwarnings("default")

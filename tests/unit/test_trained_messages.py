@@ -499,7 +499,7 @@ def test_prepare_honors_weights_and_prints_the_notes(folder: Path, capsys: pytes
     ledger = json.loads(report.read_text(encoding="utf-8"))["ledger"]["train"]
     assert ledger["notes"] == {note: 1} and ledger["dropped"] == {"invalid_weight": 1}
     layouts = {"train": {"packing_efficiency": None}}
-    assert f"| {note} | 1 rows |" in pages.data_page({"train": ledger}, layouts, include_rows=False)
+    assert f"| {note} | 1 row |" in pages.data_page({"train": ledger}, layouts, include_rows=False)
 
 
 def test_every_setting_reaches_the_rows_and_the_cache_key(folder: Path) -> None:

@@ -146,7 +146,11 @@ def config(*arguments: str, model: Path | str = "m"):
 
 # arguments, what is said
 TARGETS = {
-    "one of two": (["--lora.target_modules", "[q_prj, v_proj]"], ["`q_prj`", "nearest is q_proj", "down_proj"]),
+    "one of two": (["--lora.target_modules", "[q_prj, v_proj]"], ["`q_prj` (nearest is q_proj). The", "down_proj"]),
+    "two of two": (
+        ["--lora.target_modules", "[q_prj, vproj]"],
+        ["`q_prj` (nearest is q_proj), `vproj` (nearest is v_proj)"],
+    ),
     "all": (["--lora.target_modules", "[query]"], ["`query`", "q_proj"]),
     "to save": (["--lora.modules_to_save", "[lm_hed]"], ["lora.modules_to_save", "nearest is lm_head"]),
 }

@@ -14,6 +14,7 @@ from finetune.bench.study import lora as study_lora
 from finetune.bench.study import report as study_report
 from finetune.errors import UserError
 from finetune.measure.protocol import WARM_UP
+from finetune.plural import counted
 from finetune.runtime.command import print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import Hardware, survey, topology_line
@@ -135,7 +136,7 @@ def measure(
         if batch % world == 0
     ]
     request = {"cases": cases, "runs": options.runs, "steps": options.steps, "warm_up": WARM_UP, "ddp": ddp}
-    title = f"dense models on {world} rank(s)" + (" in DDP" if ddp else "")
+    title = f"dense models on {counted(world, 'rank')}" + (" in DDP" if ddp else "")
     title += f", {comm.show(environment)}" if environment and world > 1 else ""
     measured = launch.ranks("finetune.bench.study.rank", world, request, title=title, environment=environment)
     found = {}

@@ -10,6 +10,7 @@ from rich.markdown import Markdown
 
 from finetune.bench import timeline
 from finetune.bench.study import published
+from finetune.plural import counted
 from finetune.runtime.command import console, print_line
 from finetune.runtime.files import write_json
 
@@ -41,8 +42,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         "# The study of one GPU against several, repeated",
         "",
         f"{found['topology']}; torch {found['versions']['torch']}; {found['date']}; float32, Adam, random samples "
-        f"already on the device. {protocol['runs']} runs of {protocol['steps']} steps, each after "
-        f"{protocol['warm_up']} warm-up steps, without outliers "
+        f"already on the device. {counted(protocol['runs'], 'run')} of {counted(protocol['steps'], 'step')}, "
+        f"each after {protocol['warm_up']} warm-up steps, without outliers "
         "(modified Z-score above 3.5); ranks share the global batch, as in the study. "
         "+- is half the 95 % confidence interval of the mean step over the runs.",
         "",

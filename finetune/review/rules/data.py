@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from finetune.plural import counted
 from finetune.review.finding import Finding, percent
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, text
@@ -28,7 +29,10 @@ def leak(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="leak",
         level="warning",
         headline="Evaluation rows are in the training data",
-        figures=(f"{rows:,}{of} evaluation rows", percent(rows / read) if read else "number of rows not recorded"),
+        figures=(
+            counted(rows, f"{of} evaluation row".strip()),
+            percent(rows / read) if read else "number of rows not recorded",
+        ),
         evidence=f"{rows:,}{of} evaluation rows have the same tokens as a training row (threshold 1){where}.",
         advice="remove them from data.train_file, or set data.eval_fraction instead of data.eval_file",
         gain="an evaluation loss that measures generalization" + (f" on all {read:,} rows" if read else ""),

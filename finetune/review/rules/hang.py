@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.plural import counted
 from finetune.review.finding import Finding, duration
 from finetune.review.run import Run
 from finetune.review.values import count, mapping, number, sequence, text
@@ -34,8 +35,8 @@ def check(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="hang",
         level="warning" if ended else "note",
         headline=f"{who} {what}",
-        figures=(where, f"{len(answered)} ranks answered"),
-        evidence=f"{who} {what}: {where}; {len(answered)} ranks answered.{waits}{'.' if waits else ''}",
+        figures=(where, f"{counted(len(answered), 'rank')} answered"),
+        evidence=f"{who} {what}: {where}; {counted(len(answered), 'rank')} answered.{waits}{'.' if waits else ''}",
         advice="read hang/report.md and the Python stacks in hang/rank-N.txt; if the rank was only slow, "
         f"training.ddp_timeout: {_longer(run.hang, seconds)}",
         gain=f"the steps after step {run.steps or step or 0}" if ended else f"{duration(seconds or 0.0)} per pause",

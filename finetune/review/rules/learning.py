@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from finetune.plural import counted
 from finetune.review.events import Series
 from finetune.review.finding import Finding, number, percent
 from finetune.review.finding import steps as named
@@ -70,7 +71,10 @@ def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         rule="not-finite",
         level="warning",
         headline=f"The run is not finite from step {first} on",
-        figures=(f"{sum(map(len, bad.values()))} values are NaN or infinite", f"the first at step {first} of {total}"),
+        figures=(
+            f"NaN or infinite: {counted(sum(map(len, bad.values())), 'value')}",
+            f"the first at step {first} of {total}",
+        ),
         evidence=f"NaN or infinity in {where}. dtype {dtype}, learning rate {_rate_at(run, first)}.",
         advice=f"{half}{_lower_rate(run)}{from_there}",
         gain=f"{max(total - first + 1, 1)} of {total} steps that train",
@@ -151,7 +155,7 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"{number(found.noise)}.",
         advice=f"{_lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
         + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
-        gain=f"{number(height)} nats lower loss, and the {total - found.least_step} steps since",
+        gain=f"{number(height)} nats lower loss, and the {counted(total - found.least_step, 'step')} since",
         lost=(total - found.least_step) / max(total, 1),
         confidence="high" if height >= 4 * found.noise else "medium",
         charts=("loss", "gradient_norm", "learning_rate"),
@@ -196,7 +200,7 @@ def spikes(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"{number(score)}.",
         advice=f"look at the rows of {named(found, 3)} (each step of the plan has fixed rows); "
         f"training.max_grad_norm: {number(most / 2 if most else 0.5)}",
-        gain=f"{len(found)} steps ({percent(len(found) / total)}) that do not disturb the others",
+        gain=f"{counted(len(found), 'step')} ({percent(len(found) / total)}) that do not disturb the others",
         lost=len(found) / total,
         confidence="high" if score >= 2 * SPIKE_Z else "medium",
         charts=("loss", "gradient_norm"),
@@ -230,7 +234,7 @@ def frozen(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"{number(float(rates.values.max())) if len(rates) else 'not recorded'}.",
         advice="check what trains: lora.target_modules, lora.modules_to_save and the loss mask (`finetune prepare` "
         "shows one row with its supervised tokens)",
-        gain=f"{run.steps or len(series)} steps that train",
+        gain=f"{counted(run.steps or len(series), 'step')} that train",
         lost=1.0,
         confidence="medium" if "fell" in figures[0] else "high",
         charts=("loss", "gradient_norm", "learning_rate"),
@@ -277,7 +281,7 @@ def plateau(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     if half > max(2 * error, PLATEAU_FALL * whole) or _other_course(run) or overfitting(run) is not None:
         return None
     hours = run.series("hours").last
-    saved = f"{hours / 2:.2g} h" if hours else f"{(run.steps or len(values)) // 2} steps"
+    saved = f"{hours / 2:.2g} h" if hours else f"{counted((run.steps or len(values)) // 2, 'step')}"
     return Finding(
         rule="plateau",
         level="note",
@@ -397,7 +401,7 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         evidence=f"The evaluation loss was least at step {best}, {number(least)}, and is {end / least:.2f} times that "
         f"(threshold {OVERFIT}), while the training loss fell from {number(then)} to {number(now)}.",
         advice=f"training.max_steps: {max(best, 1)}" + (f"; use {checkpoint}" if checkpoint else "; save_steps there"),
-        gain=f"{percent(1 - least / end)} lower evaluation loss, {total - best} steps saved",
+        gain=f"{percent(1 - least / end)} lower evaluation loss, {counted(total - best, 'step')} saved",
         lost=(total - best) / max(total, 1),
         confidence="high" if end >= 1.05 * least else "medium",
         charts=("eval_loss", "loss"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.plural import counted
 from finetune.review.finding import Finding, confidence, duration, number, percent
 from finetune.review.rules import ranks, straggler, timing
 from finetune.review.run import Run
@@ -157,8 +158,9 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"{percent(full)} of the memory in use",
             f"{percent(speed / best[1])} of the best micro-batch's speed",
         ),
-        evidence=f"With {size} rows per forward pass the fullest GPU uses {percent(full)} of its memory (threshold "
-        f"{percent(ROOM)}) at {number(speed)} tokens/s; the dry run measured {number(best[1])} with {best[0]} rows.",
+        evidence=f"With {counted(size, 'row')} per forward pass the fullest GPU uses {percent(full)} of its memory "
+        f"(threshold {percent(ROOM)}) at {number(speed)} tokens/s; the dry run measured {number(best[1])} with "
+        f"{counted(best[0], 'row')}.",
         advice=f"training.per_device_train_batch_size: {min(best[0], fits)}   # same global batch, same result",
         gain=f"up to {best[1] / speed:.2f} times the tokens/s",
         lost=1 - speed / best[1],
