@@ -276,6 +276,8 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
         sharded, settings = shards(config, machine)
         text += f" {sharded}"
         content["shard"] = settings
+        if result is None and settings is not None and (reason := keep_sharding(config, machine, settings, names)):
+            text += f" training.strategy: auto will shard it on this machine, because {reason}."
     print_line(text)
     if options.json:
         from finetune.runtime.files import write_json
@@ -308,6 +310,44 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
         f"{needed / 2**30:.1f} of {machine.memory_gib:.1f} GiB on each (computed; activations are not included)."
     )
     return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "flags": ["--training.strategy", "shard"]}
+
+
+def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
+    """Write the advice that `training.strategy: auto` follows for a model that nothing else makes fit. Returns the
+    reason; None, and no advice, if this machine cannot do it.
+
+    Args:
+        settings: as `shards` returns them.
+        tried: names of the changes with which one GPU was full, measured.
+    """
+    from datetime import UTC, datetime
+
+    from finetune.advise.machine import devices_here
+    from finetune.runtime import nccl
+    from finetune.runtime.files import write_json
+
+    world = settings["world_size"]
+    if world > devices_here(machine):
+        return None
+    try:
+        resolve_batch(config.training, world, config.data)
+    except UserError:  # the global batch does not divide
+        return None
+    also = f", also with {tried}" if tried else ""
+    reason = (
+        f"one GPU is full{also}, and sharded over {world} each holds {settings['gib_per_gpu']:.1f} GiB without "
+        "activations"
+    )
+    advice = {
+        "kind": "advice",
+        "world_size": world,
+        "strategy": "shard",
+        "reason": reason,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": {one.name: one.value for one in nccl.settings(machine)},
+    }
+    write_json(strategy.advice_file(config, machine.count), advice)
+    return reason
 
 
 def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:

@@ -113,15 +113,20 @@ class Profile(TrainerCallback):
 
 
 class FirstGradients(TrainerCallback):
-    """Looks at the gradients of the first step, once."""
+    """Looks at the gradients of the first step, once, and at the memory of a model that must be sharded."""
 
-    def __init__(self) -> None:
-        self._done = False
+    def __init__(self, sharded: bool = False) -> None:
+        self._done, self._checks_memory = False, sharded
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._done:
             invariants.check_gradients(kwargs["model"])
             self._done = True
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._checks_memory:
+            invariants.check_memory(kwargs["model"], kwargs["optimizer"], str(getattr(args.optim, "value", args.optim)))
+            self._checks_memory = False
 
 
 class ParityDump(TrainerCallback):

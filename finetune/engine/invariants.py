@@ -291,6 +291,27 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def check_memory(model: Any, optimizer: Any, name: str) -> None:
+    """Check after the first optimizer step that no rank holds more of a sharded model than predicted.
+
+    Args:
+        name: as `training.optim`.
+
+    Raises:
+        UserError: on every rank, naming the first that does.
+    """
+    from finetune.engine import shard_memory
+
+    expected = shard_memory.predicted(model, distributed.ranks().world_size, name)
+    everyone = distributed.gather_objects(shard_memory.too_much(shard_memory.held(model, optimizer), expected))
+    for rank, wrong in enumerate(everyone):
+        if wrong is not None:
+            raise UserError(
+                f"memory per rank as predicted: rank {rank} holds {wrong}. Part of the model is not sharded; was it "
+                "changed after it was sharded?"
+            )
+
+
 def check_gradients(model: Any) -> None:
     """Check after the first backward that every trainable weight has a gradient, on every rank.
 

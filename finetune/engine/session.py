@@ -179,6 +179,7 @@ def build_trainer(
     reports = trackers.callbacks(config.logging.trackers) if dashboard is not None else []
     own = callbacks.of_the_user(job.user_code) if dashboard is not None else []
     profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
+    first = callbacks.FirstGradients(shard.wanted(config))
     trainer = SFTTrainer(
         model=job.model,
         args=args,
@@ -187,7 +188,16 @@ def build_trainer(
         plan=job.plan(),
         layout=job.layout,
         eval_layout=job.eval_layout,
-        callbacks=[logger, *tracker, stop, callbacks.FirstGradients(), *profile, *dump, *reports, *own],
+        callbacks=[
+            logger,
+            *tracker,
+            stop,
+            first,
+            *profile,
+            *dump,
+            *reports,
+            *own,
+        ],
         reduces_once=shard.reduces_once(config),
     )
     with bootstrap.quiet_ranks():

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
+from finetune.engine import shard_memory
 from finetune.errors import UserError
 from finetune.runtime import distributed
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -112,10 +113,12 @@ def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.M
     for _, module in units(model):
         if fill is not None:
             fill(module)
-        fully_shard(module, mesh=mesh, mp_policy=policy(dtype, root=False), reshard_after_forward=True)
+        module.gathered_by = own = policy(dtype, root=False)  # type: ignore[assignment]  # FSDP2 has no public way to read it
+        fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=True)
     if fill is not None:
         fill(base_of(model))
-    fully_shard(base_of(model), mesh=mesh, mp_policy=policy(dtype, root=True))
+    base_of(model).gathered_by = own = policy(dtype, root=True)
+    fully_shard(base_of(model), mesh=mesh, mp_policy=own)
 
 
 def fsdp_modules(model: Any) -> Iterator[FSDPModule]:
@@ -193,7 +196,8 @@ def look(model: Any) -> Sharding:
     modules = list(fsdp_modules(model))
     named = list(model.named_parameters())
     split = [one for _, one in named if isinstance(one, DTensor)]
-    policies = [module._get_fsdp_state()._mp_policy for module in modules]
+    unknown = MixedPrecisionPolicy()  # of what other code has sharded: no type is float32, which the invariants refuse
+    policies = [getattr(module, "gathered_by", unknown) for module in modules]
     total = sum(one.numel() for _, one in named)
     return Sharding(
         units=len(modules),
@@ -206,10 +210,22 @@ def look(model: Any) -> Sharding:
     )
 
 
-def record(model: Any) -> dict[str, Any]:
-    """What run.json has about the sharding of a model; `local_elements` per rank. Every rank calls it."""
+def record(model: Any, optimizer: str) -> dict[str, Any]:
+    """What run.json has about the sharding of a model; `local_elements` and `parameter_bytes` per rank. Every rank
+    calls it before training.
+
+    Args:
+        optimizer: as `training.optim`.
+    """
     found = look(model)
-    return asdict(found) | {"local_elements": distributed.gather_objects(found.local_elements)}
+    own = found.local_elements, shard_memory.held(model).parameters
+    elements, held = zip(*distributed.gather_objects(own), strict=True)
+    predicted = asdict(shard_memory.predicted(model, distributed.ranks().world_size, optimizer))
+    return asdict(found) | {
+        "local_elements": list(elements),
+        "parameter_bytes": list(held),
+        "predicted_bytes_per_rank": predicted,
+    }
 
 
 def _names(found: Any) -> tuple[str, ...]:

@@ -27,18 +27,20 @@ from finetune.runtime.command import print_line
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The number of ranks, the reason, and the environment variables for their communication."""
+    """The number of ranks, the reason, the environment variables for their communication, and whether each rank gets a
+    part of the model."""
 
     world_size: int
     reason: str
     environment: Mapping[str, str]
+    shards: bool = False
 
 
 def apply(config: Config) -> None:
     """Keep this launch, or replace this process by a launcher of several ranks.
 
     Raises:
-        UserError: `single` on several ranks.
+        UserError: `single` on several ranks; `auto` on several ranks, for a model that has to be sharded.
     """
     strategy, world = config.training.strategy, distributed.ranks().world_size
     if strategy == "single" and world > 1:
@@ -54,13 +56,23 @@ def apply(config: Config) -> None:
         return
     gpus = visible_gpus()
     decision = decide(config, gpus) if strategy == "auto" else all_gpus(config, gpus)
-    print_line(f"training.strategy {strategy}: {devices(decision.world_size)}, because {decision.reason}")
+    sharded = ", each with a part of the model (shard)" if decision.shards else ""
+    print_line(f"training.strategy {strategy}: {devices(decision.world_size)}{sharded}, because {decision.reason}")
     if decision.world_size > 1:
         relaunch(decision)
 
 
 def check_launch(world: int, decision: Decision) -> None:
-    """Warn if `auto` would have started a different number of ranks than were launched."""
+    """Warn if `auto` would have started a different number of ranks than were launched.
+
+    Raises:
+        UserError: it would have sharded the model, which the launched ranks would each hold whole.
+    """
+    if decision.shards:
+        raise UserError(
+            f"training.strategy is auto and the model has to be sharded, because {decision.reason}; but {world} ranks "
+            "were launched. Set training.strategy to shard, or start one process with `python -m finetune.train ...`."
+        )
     if decision.world_size != world:
         print_line(
             f"warning: training.strategy auto would take {devices(decision.world_size)}, because {decision.reason}. "
@@ -77,6 +89,7 @@ def decide(config: Config, gpus: int) -> Decision:
             world_size=advice["world_size"],
             reason=f"{advice['reason']} (`finetune advise`, {advice['when']})",
             environment=advice["environment"],
+            shards=advice.get("strategy") == "shard",
         )
     measure = "`finetune advise` can measure it"
     if gpus < 2:
@@ -137,6 +150,8 @@ def relaunch(decision: Decision) -> None:
     Environment variables that the user has set keep their values.
     """
     target, arguments = given_command()
+    if decision.shards:
+        arguments = [*arguments, "--training.strategy", "shard"]  # the last one counts
     command = [*launch_lines.torchrun(decision.world_size), *target, *arguments]
     print_line(f"  {shlex.join(redact_arguments(command))}")
     sys.stdout.flush()

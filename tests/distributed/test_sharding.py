@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,9 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
     assert found["reduce_dtypes"] == ["float32"] and found["output_dtype"] == "float32"
     total = sum(value.numel() for value in weights(two).values())
     assert sum(found["local_elements"]) == total and max(found["local_elements"]) < 0.53 * total
+    parts = sum(math.ceil(len(value) / 2) * value[0].nbytes for value in weights(two).values())
+    assert found["parameter_bytes"] == [parts, parts]  # of weights, which the last rank pads; gradients were checked
+    assert found["predicted_bytes_per_rank"] == {"parameters": parts, "gradients": parts, "optimizer": 2 * parts}
     assert {"every_matrix_is_sharded", "sharded_gradients_are_reduced_in_float32"} <= set(sharded["invariants"])
 
     kept = {file.name for file in (two / "checkpoint-3").iterdir()}
@@ -115,6 +119,26 @@ def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
         assert run["resumed_from"].endswith("checkpoint-3")
         assert worst(single["losses"][3:], run["losses"]) < 1e-5
         assert apart(one, tmp_path / folder) < 2e-5
+
+
+@pytest.mark.campaign
+def test_a_run_goes_on_from_sharded_to_ddp_and_back(tied_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """On two ranks both times; the losses are those of the runs that were not interrupted."""
+    full = ("--model.full_finetuning", "--training.learning_rate", "1e-3", "--logging.generate_samples", "0")
+    batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size", "2")
+    words = settings(tied_model, tiny_data, *full, *batch)
+    ddp, sharded = tmp_path / "ddp", tmp_path / "shard"
+    copied = launch.train("2 ranks", words, out=ddp, cache=tmp_path)
+    split = launch.train("2 ranks", [*words, *SHARD], out=sharded, cache=tmp_path)
+    assert copied["sharding"] is None and split["sharding"]["units"] == 4
+    assert worst(copied["losses"], split["losses"]) < 1e-5
+    to_ddp = resumed("2 ranks", words, sharded, tmp_path / "to ddp", tmp_path)
+    to_shard = resumed("2 ranks", [*words, *SHARD], ddp, tmp_path / "to shard", tmp_path)
+    assert to_ddp["sharding"] is None and to_shard["sharding"]["sharded_fraction"] == 1.0
+    for run, folder in ((to_ddp, "to ddp"), (to_shard, "to shard")):
+        assert run["world_size"] == 2 and run["resumed_from"].endswith("checkpoint-3")
+        assert worst(copied["losses"][3:], run["losses"]) < 1e-5
+        assert apart(ddp, tmp_path / folder) < 2e-5
 
 
 @pytest.mark.campaign

@@ -19,7 +19,7 @@ from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Row
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.measure import measurements, sharding
+from finetune.measure import measurements, sharding, strategy
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import MIB, Curve, Gradients, Work
 from finetune.parity import command as parity
@@ -456,6 +456,38 @@ def test_a_model_that_fits_no_gpu_may_fit_sharded(
     assert "It cannot be sharded (training.strategy: shard): sharding load_in_8bit" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_auto_is_advised_to_shard_only_if_nothing_else_fits(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs whose memory is full with every change of settings, 8-bit Adam and LoRA among them."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    bench = FakeBench({})
+    monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
+    found = sharding.sizes(tiny_model)
+    assert found is not None
+    needed = sharding.bytes_per_gpu(found, 2, sharding.Storage(layer=2, outside=2, full=True))
+    machine = replace(host(card(0), card(1)), memory_gib=1.01 * needed / 0.8 / 2**30)
+    monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: machine)
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "t.jsonl")]
+    words.append("--model.full_finetuning")
+    seven = [*words, "--training.global_batch_size", "7"]  # which two GPUs cannot share
+    assert advise.main(seven) == 1 and "auto will shard" not in capsys.readouterr().out
+    assert advise.main(words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "training.strategy: auto will shard it on this machine, because one GPU is full, also with" in said
+    advice = strategy.find_advice(load(words, command="advise"), machine.count)
+    assert advice is not None and (advice["strategy"], advice["world_size"]) == ("shard", 2)
+    assert any("adamw_8bit" in asked for asked in bench.asked) and "LoRA in place of all weights" in advice["reason"]
+    decision = strategy.decide(load(words, command="advise"), machine.count)
+    assert decision.shards and decision.world_size == 2
+    strategy.advice_file(load(words, command="advise"), machine.count).unlink()
+    bench.results[""], bench.otherwise = FULL, Tried(measured=measurement())  # any change helps: it is the user's
+    assert advise.main(words) == 1
+    assert "It fits with" in capsys.readouterr().out
+    assert strategy.find_advice(load(words, command="advise"), machine.count) is None
 
 
 def test_the_whole_story_on_two_like_gpus(

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetune.config import ConfigError, load
-from finetune.engine import shard, shard_checkpoints, shard_loading, shard_quantized, tensor_files
+from finetune.engine import (
+    invariants,
+    shard,
+    shard_checkpoints,
+    shard_loading,
+    shard_memory,
+    shard_quantized,
+    tensor_files,
+)
 from finetune.errors import RunError, UserError
 from finetune.runtime.distributed import Ranks
 from finetune.runtime.hooks import Hooks
@@ -296,3 +305,27 @@ def test_what_cannot_be_loaded_by_unit_is_loaded_in_turns(
     with shard_loading.turn(1, 3):
         turns.append("load")
     assert turns == ["wait", "load", "wait", "wait"]
+
+
+# --- memory per rank --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_holds_the_whole_model_holds_more_than_predicted() -> None:
+    """Of what `fully_shard` leaves alone, in each of parameters, gradients and optimizer state."""
+    model, ids = Model(tied=True), torch.tensor([[1, 2, 3]])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ids).sum().backward()
+    optimizer.step()
+    found, elements = shard_memory.held(model, optimizer), sum(one.numel() for one in model.parameters())
+    assert found == shard_memory.Held(parameters=4 * elements, gradients=4 * elements, optimizer=8 * elements)
+    assert shard_memory.predicted(model, 1, "adamw_torch") == found
+    half = shard_memory.predicted(model, 2, "adamw_torch")
+    assert half == shard_memory.Held(parameters=2 * elements, gradients=2 * elements, optimizer=4 * elements)
+    assert shard_memory.too_much(found, found) is None
+    for name in ("parameters", "gradients", "optimizer"):
+        worse = replace(half, **{name: getattr(found, name)})
+        assert (shard_memory.too_much(worse, half) or "").endswith(f"of {name}, predicted are {getattr(half, name):,}")
+    part = nn.Module()
+    part.weight = nn.Parameter(torch.zeros(8, 4)[:4])  # of a larger storage, which it keeps
+    with pytest.raises(UserError, match="memory per rank as predicted: rank 0 holds 128 bytes of parameters"):
+        invariants.check_memory(part, torch.optim.SGD(part.parameters()), "sgd")

@@ -92,6 +92,24 @@ def test_ddp_with_a_batch_that_no_number_holds(here: Any, capsys: Any) -> None:
     assert "the global batch does not divide exactly over any number of GPUs from 2 to 4" in said
 
 
+def test_auto_shards_a_model_that_nothing_else_makes_fit(here: Any, capsys: Any) -> None:
+    """On ranks that it starts; ranks that were launched would each load the whole model."""
+    content = {"world_size": 2, "reason": "one GPU is full", "when": "today", "environment": {}, "strategy": "shard"}
+    here(gpus=4)
+    write_json(strategy.advice_file(config("auto"), 4), content)
+    with pytest.raises(Started) as started:
+        strategy.apply(config("auto"))
+    command, _ = started.value.args
+    assert command[-4:] == ["--training.strategy", "auto", "--training.strategy", "shard"]
+    job = ["--model.model_name_or_path", "m", "--data.train_file", "t.jsonl"]
+    assert load([*job, *command[-4:]]).training.strategy == "shard"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 ranks, each with a part of the model (shard), because one GPU is full (`finetune advise`, today)" in said
+    here(gpus=4, ranks=4)
+    with pytest.raises(UserError, match="has to be sharded, because one GPU is full .* but 4 ranks were launched"):
+        strategy.apply(config("auto"))
+
+
 def test_auto_applies_the_advice_with_its_environment(here: Any, monkeypatch: Any, capsys: Any) -> None:
     here(gpus=4)
     advise(2, 4)

@@ -1,0 +1,73 @@
+"""Bytes that a rank holds of a sharded model: predicted from the shapes of its parameters, and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+# Tensors of a parameter's shape that an optimizer keeps for each trained one.
+STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes on one rank, outside of a forward or backward pass. `optimizer` is None if it is not known."""
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+
+
+def predicted(model: Any, world_size: int, optimizer: str) -> Held:
+    """What each rank may hold at most.
+
+    FSDP2 splits a parameter along its first dimension into parts of ceil(rows / ranks) rows and pads the last one
+    (`FSDPParam._init_sharded_param`, torch/distributed/fsdp). Gradients have the same parts in the parameter's type,
+    and Adam keeps two more tensors. Only shapes are read, which are the same if nothing is sharded.
+
+    Args:
+        optimizer: as `training.optim`.
+    """
+    total = trained = 0
+    for parameter in model.parameters():
+        rows, *others = parameter.shape or (1,)
+        part = math.ceil(rows / world_size) * math.prod(others) * parameter.element_size()
+        total += part
+        trained += part if parameter.requires_grad else 0
+    states = STATES.get(optimizer)
+    return Held(parameters=total, gradients=trained, optimizer=None if states is None else states * trained)
+
+
+def held(model: Any, optimizer: Any = None) -> Held:
+    """What this rank holds, by the storages of its tensors. The steps that an optimizer counts are left out."""
+    parameters = list(model.parameters())
+    state = {} if optimizer is None else optimizer.state
+    kept = [one for of_one in state.values() for one in of_one.values() if torch.is_tensor(one) and one.dim() > 0]
+    return Held(
+        parameters=_bytes(parameters),
+        gradients=_bytes(one.grad for one in parameters if one.grad is not None),
+        optimizer=sum(_local(one).nbytes for one in kept),
+    )
+
+
+def too_much(found: Held, expected: Held) -> str | None:
+    """What is held beyond the prediction, in words; None if nothing is."""
+    for name, most in vars(expected).items():
+        if most is not None and getattr(found, name) > most:
+            return f"{getattr(found, name):,} bytes of {name}, predicted are {most:,}"
+    return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of their storages, each once: the gradients of a unit are views of one."""
+    storages = [_local(one).untyped_storage() for one in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}.values())
