@@ -39,6 +39,7 @@ class Facts:
     batch: tuple[int, int]  # rows (or packs) per device and forward pass, and passes per optimizer step
     global_batch_size: int  # rows (or packs) per step of the plan, over all ranks
     sharding: Sharding | None  # what is sharded; None if nothing was asked to be
+    changed_weights: tuple[str, ...]  # frozen weights whose bytes change when a sharded model gathers them
 
 
 def gather(trainer: Any) -> list[Facts]:
@@ -71,6 +72,7 @@ def own_facts(trainer: Any) -> Facts:
         batch=(trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps),
         global_batch_size=trainer.plan.global_batch_size,
         sharding=sharding(trainer),
+        changed_weights=_changed_weights(trainer),
     )
 
 
@@ -79,6 +81,12 @@ def sharding(trainer: Any) -> Sharding | None:
     from finetune.engine.shard import look
 
     return None if trainer.reduces_once is None else look(trainer.model)
+
+
+def _changed_weights(trainer: Any) -> tuple[str, ...]:
+    from finetune.engine import shard_digests
+
+    return () if trainer.reduces_once is None else shard_digests.changed(trainer.model)
 
 
 def divisor(trainer: Any) -> str:
@@ -229,6 +237,18 @@ def sharded_gradients_are_reduced_in_float32(facts: list[Facts], timeout: int) -
     return None
 
 
+def gathered_weights_keep_their_bytes(facts: list[Facts], timeout: int) -> str | None:
+    """Frozen weights, packed ones above all, are the same bytes on every rank before they are sharded and when their
+    units gather them."""
+    for one in facts:
+        if one.changed_weights:
+            return (
+                f"rank {one.rank} gathers {counted(len(one.changed_weights), 'frozen weight')} with other bytes than "
+                f"were loaded ({', '.join(one.changed_weights[:3])}); this torch or its NCCL copies them wrongly"
+            )
+    return None
+
+
 Check = Callable[[list[Facts], int], str | None]
 CHECKS: tuple[Check, ...] = (
     as_many_processes_as_launched,
@@ -242,6 +262,7 @@ CHECKS: tuple[Check, ...] = (
     ranks_hold_the_global_batch,
     every_matrix_is_sharded,
     sharded_gradients_are_reduced_in_float32,
+    gathered_weights_keep_their_bytes,
 )
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
-from finetune.engine import shard_memory
+from finetune.engine import shard_digests, shard_memory
 from finetune.errors import UserError
 from finetune.runtime import distributed
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -113,10 +113,12 @@ def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.M
     for _, module in units(model):
         if fill is not None:
             fill(module)
+        shard_digests.remember(module, policy(dtype, root=False).param_dtype)
         module.gathered_by = own = policy(dtype, root=False)  # type: ignore[assignment]  # FSDP2 has no public way to read it
         fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=True)
     if fill is not None:
         fill(base_of(model))
+    shard_digests.remember(base_of(model), policy(dtype, root=True).param_dtype)
     base_of(model).gathered_by = own = policy(dtype, root=True)
     fully_shard(base_of(model), mesh=mesh, mp_policy=own)
 

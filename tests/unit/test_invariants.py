@@ -37,6 +37,7 @@ def facts(rank: int) -> Facts:
         batch=(2, 3),
         global_batch_size=12,
         sharding=None,
+        changed_weights=(),
     )
 
 
@@ -83,6 +84,7 @@ UNUSED = "no_search_for_unused_parameters_under_reentrant_checkpointing"
         ("every_matrix_is_sharded", {"sharding": replace(SHARDED, whole_matrices=("a.weight",))}, "1 matrices whole"),
         (REDUCED, {"sharding": replace(SHARDED, reduce_dtypes=("bfloat16",))}, "reduces gradients in bfloat16"),
         (REDUCED, {"sharding": replace(SHARDED, output_dtype="none")}, "returns outputs in none"),
+        ("gathered_weights_keep_their_bytes", {"changed_weights": ("a.w", "b.w")}, "2 frozen weights with other bytes"),
         ("ranks_hold_the_global_batch", {"batch": (2, 1)}, "2 ranks x 2 rows x 1 accumulated is not"),
     ],
 )  # fmt: skip
