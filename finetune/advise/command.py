@@ -300,7 +300,8 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
         return "Whether training.strategy: shard helps is not known: the sizes of its layers cannot be read here.", None
     here = devices_here(machine)
     margin = rules.MEMORY_MARGIN * machine.memory_gib * 2**30
-    fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), sharding.storage(config))
+    stored = sharding.storage(config)
+    fits = sharding.smallest_world(found, margin, (2, 4, 8, 16, 32, 64), stored)
     if fits is None:
         return "Sharded over 64 GPUs (training.strategy: shard) it does not fit either.", None
     world, needed = fits
@@ -309,7 +310,10 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
         f"With training.strategy: shard it fits on {world} GPUs{where}: weights, gradients and optimizer state need "
         f"{needed / 2**30:.1f} of {machine.memory_gib:.1f} GiB on each (computed; activations are not included)."
     )
-    return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "flags": ["--training.strategy", "shard"]}
+    rows = {str(ranks): sharding.bytes_per_gpu(found, ranks, stored) / 2**30 for ranks in (2, 4, 8)}
+    text += f" On {', '.join(rows)} GPUs each needs {', '.join(f'{one:.1f}' for one in rows.values())} GiB."
+    flags = ["--training.strategy", "shard"]
+    return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "gib_by_world_size": rows, "flags": flags}
 
 
 def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:

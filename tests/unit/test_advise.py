@@ -451,6 +451,9 @@ def test_a_model_that_fits_no_gpu_may_fit_sharded(
     needed = 8 * whole / shard["world_size"] + 2 * whole + 4 * max(found.layer, found.outside)
     assert shard["gib_per_gpu"] == pytest.approx(needed / 2**30, rel=1e-4)
     assert shard["gib_per_gpu"] <= 0.8 * 0.00095 and shard["world_size"] > 2
+    by_size = [8 * whole / ranks + 2 * whole + 4 * max(found.layer, found.outside) for ranks in (2, 4, 8)]
+    assert list(shard["gib_by_world_size"].values()) == pytest.approx([one / 2**30 for one in by_size], rel=1e-4)
+    assert list(shard["gib_by_world_size"]) == ["2", "4", "8"] and "On 2, 4, 8 GPUs each needs 0.0, 0.0, 0.0" in said
     assert f"it fits on {shard['world_size']} GPUs, of which 2 are here" in said
     assert advise.main([*words, "--model.load_in_8bit"]) == 1
     assert "It cannot be sharded (training.strategy: shard): sharding load_in_8bit" in " ".join(
