@@ -101,6 +101,9 @@ class Rewriter(ast.NodeTransformer):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: publish the finished folder with `hf upload`")
             self.reasons.append("nothing is published by a script")
             return True
+        if call is not None and only_installs(node):
+            self.reasons.append("packages are installed before the script starts")
+            return True
         if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
             return True  # its calls become environment variables
         if self._of_secrets(node):
@@ -236,6 +239,28 @@ def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
 
 def calls(node: ast.AST) -> list[ast.Call]:
     return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+_PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
+
+
+def commands(node: ast.AST) -> list[str]:
+    """The commands that it starts, as far as they are literals."""
+    return [command for command in map(_command, calls(node)) if command is not None]
+
+
+def only_installs(node: ast.AST) -> bool:
+    """Whether it starts commands, and each installs packages."""
+    parts = [part for command in commands(node) for part in re.split(r"&&|;|\|\|?", command)]
+    return bool(commands(node)) and all(_PIP.search(part) for part in parts if part.strip())
+
+
+def _command(call: ast.Call) -> str | None:
+    """The words of a command that a call starts, as far as they are literals; None if it starts none."""
+    if not re.search(r"(^|\.)(run|call|check_call|check_output|Popen|getoutput|system|popen)$", ast.unparse(call.func)):
+        return None
+    words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
+    return " ".join(str(word) for word in words)
 
 
 def method(call: ast.Call) -> str:

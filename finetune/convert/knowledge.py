@@ -269,6 +269,16 @@ def matches(kind: str, dotted: str) -> bool:
     return _pattern(kind).fullmatch(dotted) is not None
 
 
+@cache
+def known_packages() -> frozenset[str]:
+    """Top-level names of packages that a notebook may import."""
+    dotted = {
+        name.split(".")[0] for kind in ("service", "account", "other model") for name, _ in _rows(kind) if "." in name
+    }
+    names = named("computes") | named("makes") | named("shows") | named("configured") | named("installed") | dotted
+    return frozenset(name for name in names if name.isidentifier()) - {"config"}
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 # What becomes of an argument in the settings form. In the drop-in form it stays, unless its row says otherwise.

@@ -52,6 +52,7 @@ class Plan:
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
     key: dict[str, int] = field(default_factory=dict)  # loader, adapter, trainer, responses, train -> place
+    own_modules: frozenset[str] = frozenset()  # top-level names of modules of the notebook's repository
     early_saves: set[int] = field(default_factory=set)  # before training; left out
 
 
