@@ -80,6 +80,9 @@ class Rewriter(ast.NodeTransformer):
 
     def _expressions(self, node: ast.stmt) -> ast.stmt:
         """Rewrite the expressions of a statement, not those of the statements inside, which are done already."""
+        if isinstance(node, ast.Assign) and _key(node.targets[0]) == "device_map" and not _is_none(node.value):
+            node.value = self._this_device()
+            return node
         if isinstance(node, ast.ImportFrom | ast.Global):
             return self.visit(node)
         for name, value in ast.iter_fields(node):
@@ -156,6 +159,8 @@ class Rewriter(ast.NodeTransformer):
             self.reasons.append("secrets come from environment variables")
             return variable
         self.generic_visit(node)
+        if name == "dict":
+            self._without_map(node)
         if last in ("SFTTrainer", *CONFIGS):
             node.func = ast.Name("SFTTrainer" if last == "SFTTrainer" else "SFTConfig", ast.Load())
         elif last in _PROVIDED and name.split(".")[0] == "trl":
@@ -170,6 +175,23 @@ class Rewriter(ast.NodeTransformer):
         node.keywords = [item for item in node.keywords if item.arg != "push_to_hub" or last == "SFTConfig"]
         return node
 
+    def _without_map(self, node: ast.Call) -> None:
+        """`dict(device_map="auto")`, which a loader is given."""
+        for item in node.keywords:
+            if item.arg == "device_map" and not _is_none(item.value):
+                item.value = self._this_device()
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        self.generic_visit(node)
+        for number, key in enumerate(node.keys):
+            if isinstance(key, ast.Constant) and key.value == "device_map" and not _is_none(node.values[number]):
+                node.values[number] = self._this_device()
+        return node
+
+    def _this_device(self) -> ast.expr:
+        self.reasons.append("each rank has its own device")
+        return ast.parse('{"": PartialState().device}', mode="eval").body
+
     def _loader(self, node: ast.Call, name: str) -> None:
         """Load onto this rank's device. Unsloth finds it by itself."""
         given = [item for item in node.keywords if item.arg in ("device_map", "max_memory")]
@@ -178,8 +200,7 @@ class Rewriter(ast.NodeTransformer):
         node.keywords = [item for item in node.keywords if item not in given]
         self.reasons.append("each rank has its own device")
         if any(item.arg == "device_map" for item in given) and not re.search(r"\bFast\w*Model\b|Tokenizer", name):
-            device = ast.parse('{"": PartialState().device}', mode="eval").body
-            node.keywords.append(ast.keyword(arg="device_map", value=device))
+            node.keywords.append(ast.keyword(arg="device_map", value=self._this_device()))
 
     def _moves_a_model(self, node: ast.Call) -> bool:
         """`AutoModel.from_pretrained(...).to("cuda")`"""
@@ -202,6 +223,15 @@ class Rewriter(ast.NodeTransformer):
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         return node
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _key(node: ast.expr) -> object:
+    """The key of `options["device_map"]`."""
+    return node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else None
 
 
 def _names(node: ast.ImportFrom) -> list[str]:

@@ -315,8 +315,10 @@ def _loaders(form: Form) -> set[int]:
     trained: set[str] = set()
     for call in (call for node in nodes for call in code.calls(node)):
         if program.dotted(call.func).endswith("SFTTrainer"):
-            given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
-            trained |= {one.id for one in given if isinstance(one, ast.Name)}
+            values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            trained |= {one.id for one in values if isinstance(one, ast.Name)}
+            casts = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Name)]
+            trained |= {one.id for one in casts if one.id in form.plan.models}  # `cast(PreTrainedModel, model)`
     given = [one.id for one in ast.walk(nodes[form.train]) if isinstance(one, ast.Name)]
     trained |= {name for name in given if "model" in name.lower()}  # given to a function or class that trains
     made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]

@@ -242,8 +242,9 @@ def _top(form: Form, used: set[str]) -> list[str]:
         imports = [line for line in imports if line != "import os"]
     ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
     more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    own_seed = form.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
-    more += ["from transformers import set_seed"] if "set_seed" in used and not has_seed else []
+    more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
     more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))

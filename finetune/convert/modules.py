@@ -91,7 +91,8 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
             continue
         part = _Part(roots=roots, done=set(done))
         try:
-            part.add(path, _wanted(node, path, statements))
+            wanted = _wanted(node, path, statements)
+            part.add(path, wanted)
             part.alias(node)
             _refuse_clashes(part, statements, statement)
         except _Unclear:
@@ -104,7 +105,9 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
         ]
         place = statements.index(statement)
         statements[place : place + 1] = made
-        notes.append(f"cell {statement.cell}: what the notebook uses of {path.name} is in the script: {_list(node)}")
+        notes.append(
+            f"cell {statement.cell}: what the notebook uses of {path.name} is in the script: {', '.join(sorted(wanted))}"
+        )
     if notes:
         notebook.statements = statements
     return notes
@@ -113,10 +116,6 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
 def _package(module: str) -> bool:
     top = module.split(".")[0]
     return top in sys.stdlib_module_names or top in known_packages()
-
-
-def _list(node: ast.ImportFrom) -> str:
-    return ", ".join(alias.name for alias in node.names)
 
 
 def _parsed(source: str) -> ast.stmt:
@@ -161,7 +160,20 @@ def _wanted(node: ast.ImportFrom, path: Path, statements: list[Statement]) -> se
         except ValueError as error:
             raise _Unclear from error
     read = {name for one in statements for name in effects(one.node).all_reads | effects(one.node).changes}
-    return {name for name in bound & read if not name.startswith("_")}
+    public = {name for name in bound & read if not name.startswith("_")}
+    return {name for name in public if not _replaced(name, node, statements)}
+
+
+def _replaced(name: str, node: ast.ImportFrom, statements: list[Statement]) -> bool:
+    """Whether the notebook defines the name itself before a statement runs that reads it."""
+    place = next(n for n, one in enumerate(statements) if one.node is node)
+    for one in statements[place + 1 :]:
+        if name in effects(one.node).binds:
+            return True
+        definition = isinstance(one.node, ast.FunctionDef | ast.ClassDef)
+        if name in (effects(one.node).reads if definition else effects(one.node).all_reads):
+            return False
+    return False
 
 
 @dataclass(kw_only=True)
