@@ -340,7 +340,17 @@ def _only_writes(node: ast.stmt) -> bool:
 
 
 def _dumps(call: ast.Call) -> bool:
-    return method(call) in ("makedirs", "mkdir", "rmtree", "copyfile", "unzip", "extractall", "urlretrieve")
+    return method(call) in (
+        "makedirs",
+        "mkdir",
+        "rmtree",
+        "copytree",
+        "move",
+        "copyfile",
+        "unzip",
+        "extractall",
+        "urlretrieve",
+    )
 
 
 def _function_writes(program: Program, name: str) -> bool:

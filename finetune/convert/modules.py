@@ -106,7 +106,8 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
         place = statements.index(statement)
         statements[place : place + 1] = made
         notes.append(
-            f"cell {statement.cell}: what the notebook uses of {path.name} is in the script: {', '.join(sorted(wanted))}"
+            f"cell {statement.cell}: what the notebook uses of {path.name} is in the script:"
+            f" {', '.join(sorted(wanted))}"
         )
     if notes:
         notebook.statements = statements
