@@ -51,7 +51,6 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         raise Refusal("R1", f"{name} is not supervised fine-tuning", cells.get(name))
     _refuse_other_hardware_and_models(nodes)
     _refuse_images_and_audio(nodes)
-    _refuse_own_modules(notebook, nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
         raise Refusal("R1", f"{others[0]} is not supported; only trl.SFTTrainer is", cells.get(others[0]))
@@ -128,30 +127,6 @@ def _all(*nodes: ast.AST) -> int:
     return sum(map(trainings, nodes))
 
 
-# Names that people give to modules of their own repository.
-_OWN_MODULES = re.compile(r"^(utils?|helpers?|configs?|src|common|prompts?|prompting|my_\w+|\w+_utils)$")
-
-
-def _refuse_own_modules(notebook: Notebook, nodes: list[tuple[int, ast.AST]]) -> None:
-    """Refuse modules of the notebook's repository whose names the notebook uses: their code is not here."""
-    read = {node.id for _, node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    for cell, node in nodes:
-        if isinstance(node, ast.Import):
-            modules = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [(node.module or ".", alias.asname or alias.name) for alias in node.names]
-        else:
-            continue
-        for module, name in modules:
-            own = module.startswith(".") or _OWN_MODULES.match(module.split(".")[0])
-            if (own or getattr(node, "level", 0)) and name in read:
-                raise Refusal(
-                    "R4",
-                    f"it imports {module}, a module that is not in the notebook; paste its code into a cell",
-                    cell,
-                )
-
-
 def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:
     """Cells of live `X.train()` calls, except on a model."""
     cells = []
@@ -164,10 +139,26 @@ def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:
     return cells
 
 
+# Classes of models that read images as well, which train on text with a tokenizer in place of a processor.
+_ALSO_TEXT = frozenset({"AutoModelForImageTextToText", "AutoModelForMultimodalLM"})
+_IMAGES = re.compile(
+    r"images?|pixel_values|videos?|PIL|process_vision_info|\w*(Image|Vision)Processor\w*|\w*VisionData\w*"
+)
+
+
+def _words(node: ast.AST) -> list[str]:
+    """Names and short texts of a node."""
+    value = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    named = [getattr(node, key, None) for key in ("id", "attr", "arg", "name")]
+    module = (getattr(node, "module", None) or "").split(".")
+    return [word for word in [value, *named, *module] if isinstance(word, str) and word]
+
+
 def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
     # Naming a class is not loading it, because a branch may choose another: `kind = AutoModelForImageTextToText`.
     named = {id(node.value) for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)}
     processor = any(isinstance(node, ast.Name | ast.Attribute) and _name(node) == "AutoProcessor" for _, node in nodes)
+    text_only = not processor and not any(_IMAGES.fullmatch(word) for _, node in nodes for word in _words(node))
     for cell, node in nodes:
         text = ""
         if processor and isinstance(node, ast.keyword) and node.arg in _INPUTS:
@@ -185,6 +176,8 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
         if re.search(r"\bfinetune_vision_layers\s*=\s*True\b", text):
             raise Refusal("R3", "the notebook trains on images (finetune_vision_layers); only text is supported", cell)
         for word in re.findall(r"\w+", text):
+            if word in _ALSO_TEXT and text_only:
+                continue
             for kind in ("audio", "images"):
                 if matches(kind, word):
                     raise Refusal("R3", f"the notebook trains on {kind} ({word}); only text is supported", cell)

@@ -138,6 +138,7 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", wit
 
 def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
     """The verified conversion in this form. With `auto`, an error names the reasons against both forms."""
+    from finetune.convert.modules import MissingModule
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
 
@@ -154,6 +155,8 @@ def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
         if keep_inference:
             conversion.report["notes"].append("--keep-inference: inference is only written in the settings form")
         return conversion
+    except MissingModule:
+        raise
     except (Refusal, NotVerified, RunError) as second:
         other = getattr(second, "reason", str(second))
         if other == first.reason:
@@ -178,6 +181,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.drop_in_script import convert_to_drop_in
     from finetune.convert.inline import name_the_trainer
+    from finetune.convert.modules import refuse_missing
     from finetune.convert.names import Program
     from finetune.convert.roles import live_statements
 
@@ -185,16 +189,20 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     name_the_trainer(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
-    return notebook, convert_to_drop_in(notebook, program, notes, why)
+    conversion = convert_to_drop_in(notebook, program, notes, why)
+    refuse_missing(notebook, conversion.script)
+    return notebook, conversion
 
 
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
+    from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
-    return notebook, remove_secrets(notebook)
+    notes = inline_modules(notebook, path.parent)
+    return notebook, notes + remove_secrets(notebook)
 
 
 def _finish(conversion: Any, again: Any, checks: dict[str, str], traces: Any) -> None:
@@ -255,22 +263,23 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
+    from finetune.convert.modules import refuse_missing
     from finetune.convert.names import Program
     from finetune.convert.plan import make_plan
-    from finetune.convert.read import read
     from finetune.convert.roles import live_statements
-    from finetune.convert.secrets import remove_secrets
     from finetune.convert.settings import make_settings
     from finetune.convert.trace import trace_notebook
 
-    notebook = read(path)
-    notes = remove_secrets(notebook) + inline_setup(notebook) + data_in_memory(notebook)
+    notebook, notes = _without_secrets(path)
+    notes = notes + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     traces = traces or trace_notebook(program.statements)
     plan = make_plan(notebook, program, traces)
     settings = make_settings(plan, traces)
-    return notebook, plan, traces, emit(notebook, plan, settings, notes, keep_inference=keep_inference)
+    conversion = emit(notebook, plan, settings, notes, keep_inference=keep_inference)
+    refuse_missing(notebook, conversion.script)
+    return notebook, plan, traces, conversion
 
 
 def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:

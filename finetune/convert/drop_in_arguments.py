@@ -108,12 +108,28 @@ class Arguments:
             changed = any(value.id in e.changes for e in self.program.effects)
             if len(bound) == 1 and not changed:
                 return self._of_dict(place, bound[0])
+            if (given := self._of_caller(value)) is not None:
+                return [ast.keyword(arg=name, value=_item(value.id, name)) for name in given]
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
             return value.keywords
         if isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
             pairs = zip(value.keys, value.values, strict=True)
             return [ast.keyword(arg=str(key.value), value=one) for key, one in pairs if isinstance(key, ast.Constant)]
         raise self._refuse(place, f"the arguments `**{ast.unparse(value)[:60]}` are not known; write them as keywords")
+
+    def _of_caller(self, value: ast.Name) -> list[str] | None:
+        """The names in a function's `**kwargs`, if it uses them once and its only call names all it gives."""
+        nodes = [node for statement in self.program.statements for node in ast.walk(statement.node)]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and value in ast.walk(node)]
+        function = functions[-1] if functions else None
+        if function is None or function.args.kwarg is None or function.args.kwarg.arg != value.id:
+            return None
+        uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == value.id]
+        named = [node for node in nodes if isinstance(node, ast.Call) and _last(node.func) == function.name]
+        if len(uses) != 1 or len(named) != 1 or any(item.arg is None for item in named[0].keywords):
+            return None
+        own = {item.arg for item in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]}
+        return [str(item.arg) for item in named[0].keywords if item.arg not in own]
 
     def _trainer(self, place: int, call: ast.Call, configs: Sequence[tuple[int, ast.Call]]) -> None:
         keywords, moved = [], []
@@ -224,6 +240,14 @@ class Arguments:
     def _reports_elsewhere(value: ast.expr) -> bool:
         names = {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
         return not names <= {"none", "tensorboard", None}
+
+
+def _last(function: ast.expr) -> str:
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def _item(name: str, key: str) -> ast.expr:
+    return ast.Subscript(value=ast.Name(name, ast.Load()), slice=ast.Constant(key), ctx=ast.Load())
 
 
 def _given(call: ast.Call, name: str) -> bool:

@@ -80,6 +80,9 @@ class Rewriter(ast.NodeTransformer):
 
     def _expressions(self, node: ast.stmt) -> ast.stmt:
         """Rewrite the expressions of a statement, not those of the statements inside, which are done already."""
+        if isinstance(node, ast.Assign) and _key(node.targets[0]) == "device_map" and not _is_none(node.value):
+            node.value = self._this_device()
+            return node
         if isinstance(node, ast.ImportFrom | ast.Global):
             return self.visit(node)
         for name, value in ast.iter_fields(node):
@@ -100,6 +103,9 @@ class Rewriter(ast.NodeTransformer):
         if call is not None and is_push(self.program, call):
             self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: publish the finished folder with `hf upload`")
             self.reasons.append("nothing is published by a script")
+            return True
+        if call is not None and only_installs(node):
+            self.reasons.append("packages are installed before the script starts")
             return True
         if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
             return True  # its calls become environment variables
@@ -153,6 +159,8 @@ class Rewriter(ast.NodeTransformer):
             self.reasons.append("secrets come from environment variables")
             return variable
         self.generic_visit(node)
+        if name == "dict":
+            self._without_map(node)
         if last in ("SFTTrainer", *CONFIGS):
             node.func = ast.Name("SFTTrainer" if last == "SFTTrainer" else "SFTConfig", ast.Load())
         elif last in _PROVIDED and name.split(".")[0] == "trl":
@@ -167,6 +175,23 @@ class Rewriter(ast.NodeTransformer):
         node.keywords = [item for item in node.keywords if item.arg != "push_to_hub" or last == "SFTConfig"]
         return node
 
+    def _without_map(self, node: ast.Call) -> None:
+        """`dict(device_map="auto")`, which a loader is given."""
+        for item in node.keywords:
+            if item.arg == "device_map" and not _is_none(item.value):
+                item.value = self._this_device()
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        self.generic_visit(node)
+        for number, key in enumerate(node.keys):
+            if isinstance(key, ast.Constant) and key.value == "device_map" and not _is_none(node.values[number]):
+                node.values[number] = self._this_device()
+        return node
+
+    def _this_device(self) -> ast.expr:
+        self.reasons.append("each rank has its own device")
+        return ast.parse('{"": PartialState().device}', mode="eval").body
+
     def _loader(self, node: ast.Call, name: str) -> None:
         """Load onto this rank's device. Unsloth finds it by itself."""
         given = [item for item in node.keywords if item.arg in ("device_map", "max_memory")]
@@ -175,8 +200,7 @@ class Rewriter(ast.NodeTransformer):
         node.keywords = [item for item in node.keywords if item not in given]
         self.reasons.append("each rank has its own device")
         if any(item.arg == "device_map" for item in given) and not re.search(r"\bFast\w*Model\b|Tokenizer", name):
-            device = ast.parse('{"": PartialState().device}', mode="eval").body
-            node.keywords.append(ast.keyword(arg="device_map", value=device))
+            node.keywords.append(ast.keyword(arg="device_map", value=self._this_device()))
 
     def _moves_a_model(self, node: ast.Call) -> bool:
         """`AutoModel.from_pretrained(...).to("cuda")`"""
@@ -199,6 +223,15 @@ class Rewriter(ast.NodeTransformer):
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         return node
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _key(node: ast.expr) -> object:
+    """The key of `options["device_map"]`."""
+    return node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else None
 
 
 def _names(node: ast.ImportFrom) -> list[str]:
@@ -236,6 +269,28 @@ def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
 
 def calls(node: ast.AST) -> list[ast.Call]:
     return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+_PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
+
+
+def commands(node: ast.AST) -> list[str]:
+    """The commands that it starts, as far as they are literals."""
+    return [command for command in map(_command, calls(node)) if command is not None]
+
+
+def only_installs(node: ast.AST) -> bool:
+    """Whether it starts commands, and each installs packages."""
+    parts = [part for command in commands(node) for part in re.split(r"&&|;|\|\|?", command)]
+    return bool(commands(node)) and all(_PIP.search(part) for part in parts if part.strip())
+
+
+def _command(call: ast.Call) -> str | None:
+    """The words of a command that a call starts, as far as they are literals; None if it starts none."""
+    if not re.search(r"(^|\.)(run|call|check_call|check_output|Popen|getoutput|system|popen)$", ast.unparse(call.func)):
+        return None
+    words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
+    return " ".join(str(word) for word in words)
 
 
 def method(call: ast.Call) -> str:
@@ -285,7 +340,17 @@ def _only_writes(node: ast.stmt) -> bool:
 
 
 def _dumps(call: ast.Call) -> bool:
-    return method(call) in ("makedirs", "mkdir", "rmtree", "copyfile", "unzip", "extractall", "urlretrieve")
+    return method(call) in (
+        "makedirs",
+        "mkdir",
+        "rmtree",
+        "copytree",
+        "move",
+        "copyfile",
+        "unzip",
+        "extractall",
+        "urlretrieve",
+    )
 
 
 def _function_writes(program: Program, name: str) -> bool:

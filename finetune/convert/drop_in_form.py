@@ -18,9 +18,10 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
-from finetune.convert.harmless import installs, leaves, only_looks
+from finetune.convert.harmless import adds_path, installs, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
+from finetune.convert.modules import own_packages
 from finetune.convert.names import Program, free_names, root, target_names
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import Disposition, Plan, find_scratch
@@ -62,7 +63,8 @@ def decide(notebook: Notebook, program: Program) -> Form:
         Refusal: R0, R2 or R4, for what cannot run on several ranks.
     """
     unsloth = any(dotted.split(".")[0] == "unsloth" for dotted in program.imports.values())
-    form = Form(notebook=notebook, program=program, plan=Plan(program=program), train=_train(program), unsloth=unsloth)
+    plan = Plan(program=program, own_modules=own_packages(notebook))
+    form = Form(notebook=notebook, program=program, plan=plan, train=_train(program), unsloth=unsloth)
     _roles(form)
     _refuse_unsupported(form)
     _refuse_generated(form)
@@ -75,29 +77,77 @@ def decide(notebook: Notebook, program: Program) -> Form:
 
 
 def _train(program: Program) -> int:
-    """The place of the statement that trains: it calls train(), or a function that does."""
-    inside = {
-        node.name
-        for node in (statement.node for statement in program.statements)
-        if isinstance(node, ast.FunctionDef) and _trains(node)
-    }
-    called_in = [{getattr(call.func, "id", "") for call in code.calls(one.node)} for one in program.statements]
-    twice = next((name for name in sorted(inside) if sum(name in names for names in called_in) > 1), None)
-    if twice is not None:
-        raise Refusal("R2", f"{twice}() trains and is called more than once; start the script once per call instead")
+    """The place of the statement that trains: it calls train(), or a function or method that does."""
+    units = _units(program)
+    training = {name for name, node in units.items() if _trains(node)}
+    while more := {n for n, node in units.items() if n not in training and _called(node, program) & training}:
+        training |= more
+    definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    outside = [one for one in program.statements if not isinstance(one.node, definitions)]
+    sites: list[ast.AST] = [*(one.node for one in outside), *(units[name] for name in sorted(training))]
+    for node in sites:
+        _refuse_loops(node, training, program)
+    for name in sorted(training):
+        if sum(name in _called(node, program) for node in sites) > 1:
+            what = name.removeprefix(".")
+            raise Refusal("R2", f"{what}() trains and is called more than once; start the script once per call instead")
     for place, statement in enumerate(program.statements):
-        node = statement.node
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            continue
-        called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)} & inside
-        if not (_trains(node) or called):
-            continue
-        if any(isinstance(one, ast.For | ast.While) and (_trains(one) or called) for one in ast.walk(node)):
-            raise Refusal(
-                "R2", "the notebook trains in a loop; start the script once per value instead", statement.cell
-            )
-        return place
+        if statement in outside and (_trains(statement.node) or _called(statement.node, program) & training):
+            _refuse_generating(place, program, units)
+            return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
+
+
+def _units(program: Program) -> dict[str, ast.AST]:
+    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`."""
+    found: dict[str, ast.AST] = {}
+    for statement in program.statements:
+        node = statement.node
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef):
+                    found[node.name if one.name == "__init__" else f".{one.name}"] = one
+    return found
+
+
+def _called(node: ast.AST, program: Program) -> set[str]:
+    """Names of the functions and, after a dot, of the methods that it calls; `.train` is judged by `_trains`."""
+    calls = [call for call in code.calls(node) if root(call.func) not in program.imports]
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    return names | {f".{code.method(call)}" for call in calls if code.method(call) not in ("", "train")}
+
+
+_LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _refuse_loops(node: ast.AST, training: set[str], program: Program) -> None:
+    for loop in ast.walk(node):
+        if not isinstance(loop, _LOOPS) or not (_trains(loop) or _called(loop, program) & training):
+            continue
+        handlers = [one.type for one in ast.walk(loop) if isinstance(one, ast.ExceptHandler) and one.type is not None]
+        if any(re.search(r"OutOfMemory|RuntimeError|\bException", ast.unparse(one)) for one in handlers):
+            raise Refusal(
+                "R4",
+                "the notebook trains again after an error such as running out of memory; a rank that does so alone"
+                " leaves the others waiting. Keep one setting",
+            )
+        raise Refusal("R2", "the notebook trains in a loop; start the script once per value instead")
+
+
+def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST]) -> None:
+    """Refuse a class whose methods generate text before they train: the rows may depend on it."""
+    reached: set[str] = set()
+    before = [one.node for one in program.statements[: place + 1] if not isinstance(one.node, ast.ClassDef)]
+    more = {name for node in before for name in _called(node, program)} & units.keys()
+    while more - reached:
+        reached |= more
+        more = {name for one in reached for name in _called(units[one], program)} & units.keys()
+    for name in sorted(reached):
+        if name.startswith(".") and re.search(r"\.generate\(|\bpipeline\(", ast.unparse(units[name])):
+            reason = f"{name[1:]}() generates text before the training; do it once and load the rows from a file"
+            raise Refusal("R4", reason, program.statements[place].cell)
 
 
 def _trains(node: ast.AST) -> bool:
@@ -159,22 +209,29 @@ def _refuse_unsupported(form: Form) -> None:
     _refuse_repeated(form)
     for place, statement in enumerate(form.program.statements):
         head = statement.head[:80]
-        late = (
-            isinstance(statement.node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(statement.node))
-        )
-        if late and root(statement.node.targets[0]) in form.plan.trainers:  # type: ignore[attr-defined]
-            raise Refusal(
-                "R4", f"the trainer is changed after it is created (`{head}`); pass it as an argument", statement.cell
-            )
         for node in ast.walk(statement.node):
+            late = isinstance(node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(node))
+            if late and _is_trainer(form, node.targets[0], nested=node is not statement.node):  # type: ignore[attr-defined]
+                raise Refusal(
+                    "R4",
+                    f"the trainer is changed after it is created (`{head}`); pass it as an argument",
+                    statement.cell,
+                )
             if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
                 raise Refusal(
-                    "R4", f"`{statement.head[:60]}` imports every name; import the names used", statement.cell
+                    "R4",
+                    f"`{statement.head[:60]}` imports every name; import the names used, or paste its code into a cell",
+                    statement.cell,
                 )
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
                 raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+
+
+def _is_trainer(form: Form, target: ast.expr, nested: bool) -> bool:
+    """Whether an attribute belongs to a trainer; in a function or class, by its name."""
+    return root(target) in form.plan.trainers or (nested and re.search(r"\btrainer\.", ast.unparse(target)) is not None)
 
 
 def _refuse_repeated(form: Form) -> None:
@@ -232,7 +289,13 @@ def _refuse_generated(form: Form) -> None:
 def refuse_outside(form: Form) -> None:
     """Refuse kept statements that need processes, services, other models or files of shell commands."""
     before = {place for place in form.kept(MAIN) if place <= form.train}
-    refuse_dependence(form.plan, before - _loaders(form), "the statements before training")
+    gone = {
+        node.value
+        for place in before
+        for node in ast.walk(form.program.statements[place].node)
+        if isinstance(node, ast.Expr) and code.only_installs(node)
+    }
+    refuse_dependence(form.plan, before - _loaders(form), "the statements before training", gone)
     for place in before:
         statement = form.program.statements[place]
         for call in code.calls(statement.node):
@@ -252,8 +315,12 @@ def _loaders(form: Form) -> set[int]:
     trained: set[str] = set()
     for call in (call for node in nodes for call in code.calls(node)):
         if program.dotted(call.func).endswith("SFTTrainer"):
-            given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
-            trained |= {one.id for one in given if isinstance(one, ast.Name)}
+            values = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            trained |= {one.id for one in values if isinstance(one, ast.Name)}
+            casts = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Name)]
+            trained |= {one.id for one in casts if one.id in form.plan.models}  # `cast(PreTrainedModel, model)`
+    given = [one.id for one in ast.walk(nodes[form.train]) if isinstance(one, ast.Name)]
+    trained |= {name for name in given if "model" in name.lower()}  # given to a function or class that trains
     made = [node for outer in nodes for node in ast.walk(outer) if isinstance(node, ast.Assign)]
     while True:  # `model = get_peft_model(base, ...)`: the base too
         sources = {
@@ -275,7 +342,6 @@ def _loaders(form: Form) -> set[int]:
 
 _DTYPE = re.compile(r"dtype|float|half")
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
-_PIP = re.compile(r"\b(pip3?|apt|apt-get|conda|uv)\b.{0,40}\binstall\b")
 _INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\bpipeline\(|pipe\w*\(")
 _STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
 
@@ -303,7 +369,14 @@ def _before(form: Form) -> None:
             form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
 
 
-_NEVER = ("installation", "each rank has its own device", "the launcher", "the trainer sets", "saved before")
+_NEVER = (
+    "the script imports no",
+    "installation",
+    "each rank has its own device",
+    "the launcher",
+    "the trainer sets",
+    "saved before",
+)
 
 
 def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
@@ -329,6 +402,8 @@ def _droppable(form: Form, place: int) -> str | None:
         return "unused import"
     if place == form.train or sets_up(form, node):
         return None
+    if adds_path(form.program, node):
+        return "the script imports no module of the repository"
     for rule in (_installation, _environment, _account, _device, _saving_early, _showing):
         if (why := rule(form, statement)) is not None:
             return why
@@ -358,21 +433,10 @@ def _installation(form: Form, statement: Statement) -> str | None:
     runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
     if not (plain and runs):
         return None
-    commands = [command for command in map(_command, code.calls(statement.node)) if command is not None]
     only_pip = "ensurepip" in text or "pip.main" in text
-    if commands or only_pip:
-        parts = [part for command in commands for part in re.split(r"&&|;|\|\|?", command) if part.strip()]
-        if all(_PIP.search(part) for part in parts):
-            return "installation"
+    if (only_pip and not code.commands(statement.node)) or code.only_installs(statement.node):
+        return "installation"
     return None
-
-
-def _command(call: ast.Call) -> str | None:
-    """The words of a command that a call starts, as far as they are literals; None if it starts none."""
-    if not re.search(r"(^|\.)(run|call|check_call|check_output|Popen|getoutput|system|popen)$", ast.unparse(call.func)):
-        return None
-    words = [one.value for item in call.args[:1] for one in ast.walk(item) if isinstance(one, ast.Constant)]
-    return " ".join(str(word) for word in words)
 
 
 def _environment(form: Form, statement: Statement) -> str | None:

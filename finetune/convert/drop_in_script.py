@@ -20,6 +20,7 @@ from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.roles import refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.errors import RunError
 
@@ -66,6 +67,8 @@ def _format_rows(form: Form) -> None:
             function = given.get("formatting_func")
             if function is None or not _returns_list(form, function.value):
                 continue
+            if not _tokenizes(form):
+                refuse_list_of_one(form.program, function.value)
             called = ast.unparse(function.value)
             for name in ("train_dataset", "eval_dataset"):
                 if name in given and not isinstance(given[name].value, ast.Constant):
@@ -78,11 +81,16 @@ def _mapped(form: Form, rows: str, called: str) -> ast.expr:
     """The rows with the function's texts. TRL ignores the function if the rows are token ids already."""
     text = f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True'
     text += f", remove_columns=({rows}).column_names)"
-    tokenizers = "|".join(map(re.escape, dict.fromkeys([*form.plan.tokenizers, "tokenizer"])))
-    source = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
-    if re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source):
+    if _tokenizes(form):
         text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
     return ast.parse(text, mode="eval").body
+
+
+def _tokenizes(form: Form) -> bool:
+    """Whether the notebook may tokenize its rows itself."""
+    tokenizers = "|".join(map(re.escape, dict.fromkeys([*form.plan.tokenizers, "tokenizer"])))
+    source = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
 
 
 def _returns_list(form: Form, value: ast.expr) -> bool:
@@ -242,8 +250,9 @@ def _top(form: Form, used: set[str]) -> list[str]:
         imports = [line for line in imports if line != "import os"]
     ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
     more = ["from accelerate import PartialState"] if "PartialState" in used else []
+    own_seed = form.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
-    more += ["from transformers import set_seed"] if "set_seed" in used and not has_seed else []
+    more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
     more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))

@@ -7,6 +7,7 @@ import re
 
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
+    Program,
     casts_modules,
     changed_in_loop,
     effects,
@@ -30,7 +31,7 @@ def _harmless(
     last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
     if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
         return bool(INSTALLS.match(command) or NO_TRACE.match(command))
-    if matches("acts", name):
+    if matches("acts", name) or name.split(".")[0] in plan.own_modules:
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):
         return _reads_file(call)
@@ -60,6 +61,8 @@ def _harmless(
         )
     if isinstance(call.func, ast.Lambda):
         return True
+    if isinstance(call.func, ast.Call) and plan.program.dotted(call.func.func) == "numpy.vectorize":
+        return all(isinstance(item, ast.Lambda) for item in call.func.args)  # what they call is judged as well
     if root(call.func) in local and last not in named("changes") - named("fills"):
         return True
     return bool(name) and name.split(".")[0] in named("computes") and root(call.func) in plan.program.imports
@@ -211,6 +214,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return "unused definition"
     calls = calls_in(node)
+    if adds_path(plan.program, node):
+        return "the script imports no module of the repository"
     if any(matches("account", plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -242,6 +247,17 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and leaves(plan, node):
         return "unused value" if calls else "unused literal"
     return None
+
+
+def adds_path(program: Program, node: ast.stmt) -> bool:
+    """`sys.path.append(folder)`, also under an `if`. `modules.refuse_missing` finds what is imported from there."""
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(adds_path(program, one) for one in node.body)
+    call = node.value if isinstance(node, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and re.fullmatch(r"sys\.path\.(append|insert|extend)", program.dotted(call.func)) is not None
+    )
 
 
 def _leaves_arguments(plan: Plan, call: ast.Call) -> bool:

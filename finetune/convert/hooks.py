@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from finetune.convert.harmless import installs, is_pure, makes, only_looks
@@ -269,12 +269,13 @@ def _note_unseeded(plan: Plan, places: set[int]) -> None:
                 )
 
 
-def refuse_dependence(plan: Plan, places: set[int], what: str) -> None:
-    """Refuse what a function of the script cannot do, such as using shell output or processes."""
+def refuse_dependence(plan: Plan, places: set[int], what: str, left_out: Collection[ast.AST] = ()) -> None:
+    """Refuse what a function of the script cannot do, such as using shell output or processes. `left_out`: calls that
+    the script does not have."""
     for place in sorted(places):
         statement = plan.program.statements[place]
         for node in ast.walk(statement.node):
-            if isinstance(node, ast.Call):
+            if isinstance(node, ast.Call) and node not in left_out:
                 name = plan.program.dotted(node.func)
                 if name == "__shell__":
                     raise Refusal(
@@ -523,12 +524,15 @@ PLACEHOLDER = re.compile(
 )
 
 
+_SYMBOL = re.compile(r"<<[0-9a-f]{16}>>")  # an unknown value under the recording stubs
+
+
 def _texts_given(plan: Plan, place: int, calls: list[ast.Call]) -> list[str]:
     """The strings in these calls of a statement, and the values that their arguments had when it ran."""
     written = [n.value for call in calls for n in ast.walk(call) if isinstance(n, ast.Constant)]
     ran = [item for item in plan.trace["events"] if item["kind"] == "call" and item.get("method") in named("exports")]
     given = [value for item in ran if plan.program.position(item["statement"]) == place for value in item["detail"][1]]
-    return [value for value in [*written, *given] if isinstance(value, str)]
+    return [_SYMBOL.sub("", value) for value in [*written, *given] if isinstance(value, str)]
 
 
 def refuse_late_template(plan: Plan) -> None:

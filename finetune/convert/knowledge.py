@@ -76,16 +76,17 @@ _PUBLISH = "publish the finished folder with `hf upload`"
 CALLS = (
     # Methods and functions, by the last part of their name.
     Call(
-        "add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
-        " convert_ids_to_tokens copy count current_device device_count dim drop dropna empty_cache encode_plus endswith"
-        " features fillna filter filterwarnings findall flatten format from_dict from_list from_pandas getLogger"
-        " get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin isnull isoformat item"
-        " iterrows itertuples join json loc lower map match max mean merge min mkdir most_common named_children notnull"
-        " now numel nunique perf_counter raise_for_status read readlines remove_columns removeprefix removesuffix"
-        " rename rename_column replace reset_index sample search select setLevel set_verbosity set_verbosity_error"
-        " set_verbosity_info shape shuffle simplefilter size skip sort_values split splitlines squeeze stack startswith"
-        " std str strftime strip sub sum tail take text text_generation time title to_list to_pandas tolist"
-        " total_seconds train_on_responses_only train_test_split unique unsqueeze upper value_counts zfill",
+        "absolute add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
+        " convert_ids_to_tokens copy count current_device device_count dim drop dropna empty_cache encode_plus"
+        " endswith expanduser features fillna filter filterwarnings findall flatten format from_dict from_list"
+        " from_pandas getLogger get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin"
+        " isnull isoformat item iterrows itertuples join joinpath json loc lower map match max mean merge min mkdir"
+        " most_common named_children notnull now numel nunique perf_counter raise_for_status read readlines"
+        " remove_columns removeprefix removesuffix rename rename_column replace reset_index resolve sample search"
+        " select setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
+        " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail take text"
+        " text_generation time title to_list to_pandas tolist total_seconds train_on_responses_only"
+        " train_test_split unique unsqueeze upper value_counts zfill",
         "looks",
     ),
     Call(
@@ -267,6 +268,16 @@ def _expression(name: str) -> str:
 def matches(kind: str, dotted: str) -> bool:
     """Whether a call's full name is of a kind that is compared with all of it."""
     return _pattern(kind).fullmatch(dotted) is not None
+
+
+@cache
+def known_packages() -> frozenset[str]:
+    """Top-level names of packages that a notebook may import."""
+    dotted = {
+        name.split(".")[0] for kind in ("service", "account", "other model") for name, _ in _rows(kind) if "." in name
+    }
+    names = named("computes") | named("makes") | named("shows") | named("configured") | named("installed") | dotted
+    return frozenset(name for name in names if name.isidentifier()) - {"config"}
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from finetune.convert.hooks import (
     note_settings,
     refuse_late_template,
 )
-from finetune.convert.names import (
-    Program,
-)
+from finetune.convert.modules import own_packages
+from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal
 from finetune.convert.roles import Plan, find_key_statements, find_names_of_roles, find_scratch, read_trainer_call
 from finetune.convert.shells import refuse_shells
@@ -31,7 +30,7 @@ from finetune.convert.trace import Trace
 
 def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan:
     """Decide on every statement. Raises Refusal (R0, R2, R4)."""
-    plan = Plan(program=program, trace=traces[0])
+    plan = Plan(program=program, trace=traces[0], own_modules=own_packages(notebook))
     find_key_statements(plan, traces[0])
     find_names_of_roles(plan)
     find_scratch(plan)

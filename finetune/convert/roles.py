@@ -52,6 +52,7 @@ class Plan:
     environment_comments: list[str] = field(default_factory=list)  # set in branches of the installation
     trace: Trace = field(default_factory=dict)
     key: dict[str, int] = field(default_factory=dict)  # loader, adapter, trainer, responses, train -> place
+    own_modules: frozenset[str] = frozenset()  # top-level names of modules of the notebook's repository
     early_saves: set[int] = field(default_factory=set)  # before training; left out
 
 
@@ -382,3 +383,21 @@ def calls_in(node: ast.AST) -> list[ast.Call]:
 def only_installs(plan: Plan, notebook: Notebook, cell: int) -> bool:
     """Whether a cell installs packages and has no key statement."""
     return cell in notebook.install and all(plan.program.statements[place].cell != cell for place in plan.key.values())
+
+
+def refuse_list_of_one(program: Program, function: ast.expr | None) -> None:
+    """Refuse (R4) a formatting_func that returns `[text]`: TRL once gave it 1,000 rows at a time, and so made one text
+    of them; today it gives it one row, and fails."""
+    definition = program.definition(function.id) if isinstance(function, ast.Name) else None
+    if not isinstance(definition, ast.FunctionDef):
+        return
+    values = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return) and node.value is not None]
+    if values and all(
+        isinstance(one, ast.List) and len(one.elts) == 1 and not isinstance(one.elts[0], ast.Starred) for one in values
+    ):
+        name = definition.name
+        raise Refusal(
+            "R4",
+            f"{name}() returns a list with one text, of one row in some releases of TRL and of 1,000 rows in others;"
+            " return the text itself, without the list",
+        )

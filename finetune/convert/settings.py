@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import MANAGED, sft_fields
-from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments
+from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of
 from finetune.convert.settings_rows import refuse_rows, set_format, set_responses
@@ -114,6 +114,8 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
         )
     unsloth = what.api == "unsloth"
     settings.set("model.backend", "auto" if unsloth else "transformers")
+    if matches("images", str(what.owner)) and what.owner not in _TEXT_LOADERS and not unsloth:
+        raise Refusal("R4", f"{what.owner} loads another class of model; the settings form loads AutoModelForCausalLM")
     settings.set("model.dtype", dtype_setting(traces))
     for key in ("dtype", "torch_dtype"):
         given.pop(key, None)

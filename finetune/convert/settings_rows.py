@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.convert.names import root, target_names
 from finetune.convert.read import Refusal
-from finetune.convert.roles import Plan
+from finetune.convert.roles import Plan, refuse_list_of_one
 from finetune.convert.values import Described, Settings, Unknown, known, short
 
 
@@ -74,6 +74,7 @@ def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any)
     if plan.formatting is not None:
         if tokenizes:
             raise Refusal("R4", "the trainer has a formatting_func, but the rows are token ids; leave one of them out")
+        refuse_list_of_one(plan.program, plan.formatting)
         settings.set("data.format", "text")
         return
     if tokenizes:

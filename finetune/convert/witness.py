@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class Witness:
     seconds: float = 0.0
     rows: int = 0
     generated_columns: tuple[Mapping[str, str], ...] = ()
+
+
+# The script refuses rows that TRL accepts: empty ones, and an evaluation without rows. Generated rows may become both.
+_NOTHING_LEFT = re.compile(r"the script fails.*(`eval_dataset` is empty|Dropped: \d+ x empty )", re.DOTALL)
 
 
 class _CouldNotRun(Exception):
@@ -66,6 +71,8 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         return found("could-not-run", str(error))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # an answer of another shape
         return found("could-not-run", f"its answer cannot be read: {type(error).__name__}: {error}")
+    if _NOTHING_LEFT.search(difference):
+        return found("could-not-run", f"the generated rows leave nothing to train on: {difference}")
     more = {"rows": sum(len(run["rows"]) for run in theirs["runs"]), "generated_columns": tuple(columns)}
     return found("differs", difference, **more) if difference else found("passed", **more)
 

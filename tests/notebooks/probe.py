@@ -1,6 +1,7 @@
 """Probe notebooks in strangers' styles, with the outcome that each must have.
 
-A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in jupytext's percent format. Facts:
+A probe is `probes/CAUSE/NAME.py`: comment lines with facts, then cells as in jupytext's percent format. A cell
+`# %% [file] NAME` is a file beside the notebook. Facts:
 
     # expect: converted            or `refused R4`, `refused R0|R1`
     # form: any                    settings, drop-in or any: the form of the converted script
@@ -48,6 +49,7 @@ class Probe:
     fast: bool = False
     facts: list[tuple[str, str]] = field(default_factory=list)
     cells: list[tuple[str, str]] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def cause(self) -> str:
@@ -85,6 +87,8 @@ def read_probe(path: Path) -> Probe:
         text = text.replace(mark, secret)
     head, _, body = text.partition("# %%")
     probe = Probe(name=f"{path.parent.name}/{path.stem}", expect="", cells=_cells("# %%" + body))
+    probe.files = {kind[7:]: text + "\n" for kind, text in probe.cells if kind.startswith("[file]")}
+    probe.cells = [cell for cell in probe.cells if not cell[0].startswith("[file]")]
     for line in head.splitlines():
         key, _, value = (part.strip() for part in line.removeprefix("#").partition(":"))
         if key in ("expect", "form"):
@@ -106,7 +110,8 @@ def _cells(text: str) -> list[tuple[str, str]]:
     cells: list[tuple[str, list[str]]] = []
     for line in text.splitlines(keepends=True):
         if line.startswith("# %%"):
-            cells.append(("markdown" if "[markdown]" in line else "code", []))
+            kind = line[4:].strip()
+            cells.append((kind if kind.startswith("[file]") else "markdown" if "[markdown]" in kind else "code", []))
         else:
             cells[-1][1].append(line)
     texts = [(kind, "".join(lines).strip("\n")) for kind, lines in cells]
@@ -114,7 +119,10 @@ def _cells(text: str) -> list[tuple[str, str]]:
 
 
 def write_notebook(probe: Probe, folder: Path) -> Path:
-    """Write the probe as a Jupyter notebook, and return its path."""
+    """Write the probe as a Jupyter notebook with the files beside it, and return its path."""
+    for name, text in probe.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     cells = [
         {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}
         | ({"outputs": [], "execution_count": None} if kind == "code" else {})

@@ -285,6 +285,7 @@ def test_the_form_is_chosen_and_said(
     assert both.code == "R4" and "As a drop-in script: the statements before training depend on input()" in both.reason
 
 
+_OWN_MODULE = "import sys\nsys.path.append('src')\nfrom mine import render\nrows = rows.map(render)"
 REFUSED = {
     "a sweep": ({"trainer": "for lr in [1, 2]:\n    " + TRAINER + "\n    trainer.train()", "train": ""}, "R2", "in a loop"),
     "a service": ({"before": "import openai\nc = openai.OpenAI()\nrows = rows.map(lambda r: {'text': c.ask(r)})"}, "R4", "depend on a service"),
@@ -293,7 +294,7 @@ REFUSED = {
     "a download": ({"data": "!wget https://x.org/rows.json\n" + DATA.replace('"acme/questions"', '"json", data_files="rows.json"')}, "R4", "rows.json"),
     "a process": ({"before": "import subprocess\nsubprocess.run(['make'])"}, "R4", "subprocess.run"),
     "an installation and more": ({"before": 'os.system("pip install x; make data")'}, "R4", "os.system"),
-    "modules of a repository": ({"before": "import sys\nsys.path.append('src')"}, "R4", "sys.path.append"),
+    "modules of a repository": ({"before": _OWN_MODULE}, "R4", "it imports mine, a module that is not in the notebook"),
     "an unknown argument": ({"trainer": TRAINER.replace("max_seq_length", "bogus")}, "R4", "no argument `bogus`"),
     "unknown arguments": ({"config": CONFIG.replace('output_dir="out"', '**open("x")')}, "R4", "write them as keywords"),
     "another loss": ({"config": CONFIG.replace('output_dir="out"', 'label_smoothing_factor=0.1')}, "R4", "changes the loss"),

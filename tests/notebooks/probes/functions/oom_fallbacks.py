@@ -1,7 +1,6 @@
-# expect: converted
-# has: per_device_train_batch_size
-# cause: a loop of fallbacks: smaller batches when memory does not suffice
-# form: drop-in
+# expect: refused R2|R4
+# says: out of memory
+# cause: a loop of fallbacks: smaller batches when memory does not suffice; a rank that retries alone leaves the others waiting
 # %%
 import torch
 from datasets import load_dataset

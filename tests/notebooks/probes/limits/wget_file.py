@@ -1,7 +1,6 @@
 # expect: refused R4
 # says: data.json
 # cause: the data file comes from wget
-# fast
 # %%
 !wget -q https://example.com/data.json -O data.json
 # %%
