@@ -49,11 +49,11 @@ def changed(model: nn.Module) -> tuple[str, ...]:
         expected: dict[str, torch.Tensor] = module.__dict__.get("frozen_digests", {})
         if not expected:
             continue
-        assert isinstance(module, FSDPModule)
-        module.unshard()
+        assert isinstance(unit := module, FSDPModule)
+        unit.unshard()
         gathered = dict(module.named_parameters())
         differ = [digest(gathered[name]) != one.to(gathered[name].device) for name, one in expected.items()]
         found = torch.stack(differ).tolist()
-        module.reshard()
+        unit.reshard()
         wrong += [f"{prefix}.{name}".lstrip(".") for name, yes in zip(expected, found, strict=True) if yes]
     return tuple(wrong)
