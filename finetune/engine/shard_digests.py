@@ -7,6 +7,8 @@ so rewrites bit patterns of NaN: packed 4-bit weights that are stored as bfloat1
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -49,7 +51,7 @@ def changed(model: nn.Module) -> tuple[str, ...]:
         expected: dict[str, torch.Tensor] = module.__dict__.get("frozen_digests", {})
         if not expected:
             continue
-        assert isinstance(unit := module, FSDPModule)
+        unit = cast(FSDPModule, module)
         unit.unshard()
         gathered = dict(module.named_parameters())
         differ = [digest(gathered[name]) != one.to(gathered[name].device) for name, one in expected.items()]
