@@ -88,6 +88,7 @@ class Lab:
             "full": ("--model.full_finetuning", "true", "--training.learning_rate", "3e-3"),
             "lora": ("--lora.r", "8", "--lora.lora_dropout", "0.1", "--training.learning_rate", "2e-2"),
         }
+        kinds["shard"] = (*kinds["full"], "--training.strategy", "shard")
         return [
             *("--model.model_name_or_path", str(self.base / "model"), "--model.backend", backend, *kinds[method]),
             *("--data.train_file", str(self.base / "train.jsonl"), "--logging.generate_samples", "0"),

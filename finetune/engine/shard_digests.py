@@ -7,7 +7,7 @@ so rewrites bit patterns of NaN: packed 4-bit weights that are stored as bfloat1
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,13 +47,13 @@ def remember(module: nn.Module, gathered_in: torch.dtype | None) -> None:
 def changed(model: nn.Module) -> tuple[str, ...]:
     """Names of the frozen weights whose bytes are others once gathered. Every rank calls it: it gathers each unit."""
     wrong = []
-    for prefix, module in model.named_modules():
-        expected: dict[str, torch.Tensor] = module.__dict__.get("frozen_digests", {})
+    units: list[tuple[str, Any]] = [(name, one) for name, one in model.named_modules() if isinstance(one, FSDPModule)]
+    for prefix, unit in units:
+        expected: dict[str, torch.Tensor] = unit.__dict__.get("frozen_digests", {})
         if not expected:
             continue
-        unit = cast(FSDPModule, module)
         unit.unshard()
-        gathered = dict(module.named_parameters())
+        gathered = dict(unit.named_parameters())
         differ = [digest(gathered[name]) != one.to(gathered[name].device) for name, one in expected.items()]
         found = torch.stack(differ).tolist()
         unit.reshard()
