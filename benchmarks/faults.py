@@ -56,6 +56,7 @@ class Lab:
         self.references: dict[tuple[str, str, int], dict] = {}
         self.start_up = 4.0  # seconds until a run writes run.json: the longest of those seen
         self.forks: Forks | None = None
+        self.methods = ["full", "lora"]  # of the transformers backend's trials
         work.mkdir(parents=True, exist_ok=True)
         if not (self.base / "train.jsonl").exists():
             self.helper(
@@ -355,7 +356,7 @@ def strike(rng: random.Random, tree: Tree, action: str) -> str:
 def kill_trial(lab: Lab, rng: random.Random, number: int, backends: list[str], warm: bool) -> dict:
     """Start, strike, resume, judge. The folder of a trial without a problem is removed."""
     backend = "transformers" if warm else rng.choice(backends)
-    method = rng.choice(("full", "lora")) if backend == "transformers" else "lora"
+    method = rng.choice(lab.methods) if backend == "transformers" else "lora"
     world = rng.choices((1, 2, 4), (0.45, 0.45, 0.1 if backend == "transformers" else 0))[0]
     how = rng.choice(("python", "torchrun")[world > 1 :] if warm else LAUNCHERS[world])
     action = rng.choice(ACTIONS if how != "python" else [a for a in ACTIONS if "tree" not in a])
@@ -442,7 +443,7 @@ def problems_of(trial: dict, world: int, again: int) -> list[str]:
     promised = 0 if trial["action"].startswith(("term", "int")) else SAVE
     # Full fine-tuning under accumulation on several ranks: a new process reduces its first micro-batch by itself, which
     # changes the last bits. Dropout is drawn anew on another number of ranks, so LoRA weights compare at one size only.
-    full = trial["method"] == "full"
+    full = trial["method"] in ("full", "shard")
     if again == world:
         limit = 1e-6 if full and world > 1 else 0.0
     else:
@@ -599,6 +600,7 @@ def main() -> None:
     parser.add_argument(
         "--crashes", type=int, default=0, help="trials with SIGKILL at one of the run's file operations"
     )
+    parser.add_argument("--methods", default="full,lora", help="of transformers runs, drawn from: full, lora, shard")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial: to continue a series")
     parser.add_argument("--backends", default="transformers,unsloth,unsloth", help="drawn from, one per cold trial")
@@ -612,6 +614,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored, and passes that on
     # Not resolved: a virtual environment's interpreter is a link, and what it points to lacks the packages.
     lab = Lab(given.project.absolute(), given.python.absolute(), given.work.absolute())
+    lab.methods = given.methods.split(",")
     with given.out.open("a") if given.out else contextlib.nullcontext(sys.stdout) as out:
         write = lambda line: print(json.dumps(line), file=out, flush=True)  # noqa: E731
         if given.crashes:

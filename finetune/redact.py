@@ -41,14 +41,15 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"lsv2_(?:pt|sk)_[A-Za-z0-9_]{16,}", "LANGSMITH_API_KEY"),
     (r"wandb_v1_[A-Za-z0-9_]{20,}", "WANDB_API_KEY"),
     (r"(?:gh[opsur]|github_pat)_[A-Za-z0-9_]{16,}", "GITHUB_TOKEN"),
-    (r"gl(?:pat|dt|ft|rt|cbt|ptt|agent|imt|soat|oas|ffct)-[A-Za-z0-9_.-]{16,}", "GITLAB_TOKEN"),
-    (r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])", "AWS_ACCESS_KEY_ID"),
+    (r"(?:gl(?:pat|dt|ft|rt|cbt|ptt|agent|imt|soat|oas|ffct)-|GR1348941)[A-Za-z0-9_.-]{16,}", "GITLAB_TOKEN"),
+    (r"(?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}(?![A-Za-z0-9])", "AWS_ACCESS_KEY_ID"),
     (r"AIza[0-9A-Za-z_-]{30,}", "GOOGLE_API_KEY"),
     (r"ya29\.[0-9A-Za-z_-]{20,}", "GOOGLE_OAUTH_TOKEN"),
     (r"GOCSPX-[0-9A-Za-z_-]{20,}", "GOOGLE_CLIENT_SECRET"),
-    (r"(?:xox[a-z](?:\.xox[a-z])?|xapp)-[0-9A-Za-z-]{10,}", "SLACK_TOKEN"),
-    (r"https://hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/+-]{16,}", "SLACK_WEBHOOK_URL"),
+    (r"(?i:xox[a-z](?:\.xox[a-z])?|xapp)-[0-9A-Za-z-]{10,}", "SLACK_TOKEN"),
+    (r"(?i:https://hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/)[\w/+-]{6,}", "SLACK_WEBHOOK_URL"),
     (r"https://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/\d+/[\w-]{16,}", "DISCORD_WEBHOOK_URL"),
+    (r"[MNO][A-Za-z0-9_-]{23,25}\.[A-Za-z0-9_-]{6}\.[A-Za-z0-9_-]{27,}", "DISCORD_TOKEN"),
     (r"pypi-[A-Za-z0-9_-]{50,}", "PYPI_TOKEN"),
     (r"npm_[A-Za-z0-9]{30,}", "NPM_TOKEN"),
     (r"dckr_[po]at_[A-Za-z0-9_-]{16,}", "DOCKER_TOKEN"),
@@ -57,7 +58,7 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"hv[sbr]\.[A-Za-z0-9_-]{20,}", "VAULT_TOKEN"),
     (r"(?:[sr]k_(?:live|test|prod)|whsec)_[A-Za-z0-9]{14,}|sk_[A-Za-z0-9]{32,}", "STRIPE_API_KEY"),
     (r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}", "SENDGRID_API_KEY"),
-    (r"sq0(?:atp|csp)-[A-Za-z0-9_-]{20,}|EAAA[A-Za-z0-9_-]{56,}", "SQUARE_TOKEN"),
+    (r"sq0(?:atp|csp)-[A-Za-z0-9_\\-]{20,}|EAAA[A-Za-z0-9_-]{56,}", "SQUARE_TOKEN"),
     (r"LS0tLS1CRUdJTi[A-Za-z0-9+/=_-]{40,}", "PRIVATE_KEY"),  # `-----BEGIN` in base64, as Kubernetes keeps keys
     (r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{20,}", "SHOPIFY_TOKEN"),
     (r"glsa_[A-Za-z0-9_]{32,}|glc_[A-Za-z0-9+/=]{32,}", "GRAFANA_TOKEN"),
@@ -71,7 +72,11 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"(?:eu01xx)?[0-9a-fA-F]{30,36}NRAL(?![A-Za-z0-9])", "NEW_RELIC_LICENSE_KEY"),
     (r"(?:sntry[su])_[A-Za-z0-9+/=_]{20,}", "SENTRY_AUTH_TOKEN"),
     (r"tfp_[A-Za-z0-9_]{20,}|[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9_=-]{50,}", "TFE_TOKEN"),
-    (r"[0-9]{8,10}:AA[A-Za-z0-9_-]{32,33}(?![A-Za-z0-9_-])", "TELEGRAM_TOKEN"),
+    (r"[0-9]{8,10}:[A-Za-z0-9_-]{34,35}(?![A-Za-z0-9_-])", "TELEGRAM_TOKEN"),
+    (r"[0-9a-z]{32}-us[0-9]{1,2}(?![A-Za-z0-9])", "MAILCHIMP_API_KEY"),
+    (r"(?:AC|SK)[0-9a-z]{32}(?![A-Za-z0-9])", "TWILIO_API_KEY"),
+    (r"AKC[A-Za-z0-9]{10,}|AP[0-9A-F](?=[A-Za-z]*[0-9])[A-Za-z0-9]{30,}", "ARTIFACTORY_API_KEY"),
+    (r"https?://api\.softlayer\.com/soap/v3(?:\.1)?/[a-z0-9]{64}", "SOFTLAYER_API_KEY"),
     (r"AGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE_SECRET_KEY"),
     (r"KGAT_[A-Za-z0-9]{20,}", "KAGGLE_API_TOKEN"),
     (r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?", "TOKEN"),
@@ -85,7 +90,7 @@ _SHAPES: tuple[tuple[str, str], ...] = (
 _START = r"(?<![A-Za-z0-9])"
 _SHAPED = [(re.compile(_START + f"(?:{shape})"), variable) for shape, variable in _SHAPES]
 _KEY_LINE = r"(?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
-_PRIVATE_KEY = re.compile(rf"-----BEGIN {_KEY_LINE}(?:.*?-----END {_KEY_LINE}|.*)", re.DOTALL)
+_PRIVATE_KEY = re.compile(rf"-----BEGIN {_KEY_LINE}(?:.*?-----END {_KEY_LINE}|.*)|PuTTY-User-Key-File-\d:.*", re.DOTALL)
 _ADDRESS = re.compile(r"(?<=://)[^/\s@'\"<>{}]{1,300}(?=@)")  # user:password@host, or a token@host
 _QUERY = re.compile(
     r"(?<=[?&])(?:[\w-]*(?:token|secret|password|passwd|signature|api_?key)|sig|key)=([^&\s'\"#]{6,})", re.I
@@ -93,6 +98,7 @@ _QUERY = re.compile(
 _ACCOUNT_KEY = re.compile(r"(?:AccountKey|SharedAccessKey|SharedAccessSignature)=([A-Za-z0-9+/=%&-]{16,})", re.I)
 _HEADER = re.compile(r"\b(?:bearer|basic|token|bot)\s+(?=[\w./+=~-]*[0-9A-Z])([\w./+=~-]{12,})", re.I)
 _WANDB = re.compile(r"(?:wandb|weights\W{1,3}biases)[^\n]{0,60}?(?<![0-9a-fA-F])([0-9a-f]{40})(?![0-9a-fA-F])", re.I)
+_AWS = re.compile(r"aws[^\n]{0,20}?(?:key|pwd|pw|password|pass|token)[^\n]{0,20}?['\"]([0-9a-zA-Z/+]{40})['\"]", re.I)
 # A name, quoted or as an option, followed by its value: `api_key = "..."`, `'token': ...`, `--password ...`,
 # `-u me:...`. Quotes may be escaped, as for JSON inside a string.
 _NAMED = re.compile(
@@ -160,6 +166,7 @@ def shaped(text: str) -> Iterator[Found]:
         (_ACCOUNT_KEY, "ACCOUNT_KEY", 1),
         (_HEADER, "AUTHORIZATION_TOKEN", 1),
         (_WANDB, "WANDB_API_KEY", 1),
+        (_AWS, "AWS_SECRET_ACCESS_KEY", 1),
     ):
         for match in pattern.finditer(text):
             if not is_placeholder(match.group(group)):
