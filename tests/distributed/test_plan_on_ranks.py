@@ -36,7 +36,9 @@ def step_documents(spy: Path, step: int) -> list[str]:
     return sorted(line for file in spy.glob(f"step-{step}-rank-*.txt") for line in file.read_text().splitlines())
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "packing", [pytest.param(True, id="packed"), pytest.param(False, id="padded", marks=pytest.mark.campaign)]
+)
 def test_world_size_does_not_matter(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
     """20 ragged steps on several ranks and on one, evaluated in batches of 1, 3 and 8; packed, resumed on two
     ranks from step 7 of the run on one."""

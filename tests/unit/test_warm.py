@@ -31,7 +31,7 @@ def trained(how: str, backend: str, model: Path, data: Path, folder: Path) -> di
 @pytest.mark.parametrize(
     ("backend", "warm_ranks", "fresh"),
     [
-        ("transformers", "2 ranks", "torchrun"),
+        pytest.param("transformers", "2 ranks", "torchrun", marks=pytest.mark.campaign),
         pytest.param("transformers", "1 rank", "python", marks=pytest.mark.campaign),
         pytest.param("unsloth", "2 ranks", "torchrun", marks=[pytest.mark.unsloth, pytest.mark.campaign]),
         pytest.param("unsloth", "1 rank", "python", marks=[pytest.mark.unsloth, pytest.mark.campaign]),
