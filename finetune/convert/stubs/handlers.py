@@ -234,6 +234,19 @@ _DRAWS = "random randint choice choices sample uniform randrange gauss".split()
 _NUMPY_DRAWS = "rand randn randint choice permutation random uniform normal".split()
 
 
+def _device(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.device("cuda", 0)` is text, as conditions read it: `"cuda" in str(device)`, `device.type == "cuda"`."""
+    given = [*args, *kwargs.values()]
+    if not given or not isinstance(given[0], str) or "<<" in given[0]:
+        return NotImplemented
+    kind, _, index = given[0].partition(":")
+    number = [str(one) for one in (*given[1:2], *([index] if index else []))][:1]
+    made = Symbol(["call", form(function), form(args), form(kwargs)], f"torch.device({', '.join(map(words, given))})")
+    made.__dict__["_text"] = ":".join([kind, *number])
+    made.__dict__["_known"]["type"] = kind
+    return made
+
+
 def handlers_by_name() -> dict[str, Callable[..., Any]]:
     return {
         "sys.exit": leave,
@@ -251,6 +264,7 @@ def handlers_by_name() -> dict[str, Callable[..., Any]]:
         "munch.Munch": _attribute_dict,
         "box.Box": _attribute_dict,
         "ml_collections.ConfigDict": _attribute_dict,
+        "torch.device": _device,
         "random.shuffle": _shuffle,
         "numpy.random.shuffle": _shuffle,
         **{f"random.{name}": random_value for name in _DRAWS},

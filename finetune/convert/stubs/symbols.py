@@ -18,6 +18,7 @@ class Symbol:
     def __init__(self, form: Any, words: str, name: str | None = None):
         d = self.__dict__
         d["_form"], d["_name"], d["_known"] = digest(form), name, {}
+        d["_text"] = ""  # what str() gives, if it is known
         d["_words"] = words if len(words) < 400 else words[:400] + "..."
         WORDS[d["_form"]] = d["_words"]
 
@@ -64,10 +65,10 @@ class Symbol:
         return RUN.assumed
 
     def __format__(self, spec: str) -> str:
-        return f"<<{self._form}{':' + spec if spec else ''}>>"
+        return self._text or f"<<{self._form}{':' + spec if spec else ''}>>"
 
     def __str__(self) -> str:
-        return f"<<{self._form}>>"
+        return self._text or f"<<{self._form}>>"
 
     __repr__ = __str__
 

@@ -1,5 +1,5 @@
 # expect: converted
-# has: load_in_4bit: true
+# setting: model.load_in_4bit = true
 # cause: a condition on the text of a device
 # %%
 import torch
