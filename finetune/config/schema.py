@@ -62,6 +62,9 @@ class ModelConfig:
     attn_implementation: str | None = _setting(
         None, "Attention implementation, such as sdpa. null lets the library choose."
     )
+    packed_attention: Literal["auto", "torch", "flash_4"] = _setting(
+        "auto", "Kernel for packs on a GPU: auto times FlashAttention-4, where it is installed, against torch's."
+    )
     chat_template: str | None = _setting(
         None,
         "Template name or Jinja file. null uses the tokenizer's own; none concatenates prompt and completion.",

@@ -14,7 +14,9 @@ from finetune.data.packs import padding_segments
 MULTIPLE = 8  # padded widths are multiples of this: tensor cores work on tiles of at least 8 bf16 values
 
 
-def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None) -> dict[str, torch.Tensor]:
+def collate(
+    rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: int | None, uneven: bool = False
+) -> dict[str, torch.Tensor]:
     """Collate one micro-batch. Unsupervised tokens have the label IGNORE_INDEX, and so has the first token of each
     document: nothing precedes it, and in a pack it would be predicted from another document.
 
@@ -24,25 +26,31 @@ def collate(rows: Sequence[list[Document]], *, pad_token_id: int, pack_length: i
             position_ids, int64 [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments].
             None if each row is one document, padded to the longest: returns input_ids, attention_mask and labels,
             int64 [len(rows), width].
+        uneven: where all segments of packs are equally long, append one of MULTIPLE padding tokens.
     """
     if pack_length is None:
         return _padded(rows, pad_token_id)
-    return _packed(rows, pad_token_id, pack_length)
+    return _packed(rows, pad_token_id, pack_length, uneven)
 
 
-def _packed(rows: Sequence[list[Document]], pad_token_id: int, pack_length: int) -> dict[str, torch.Tensor]:
-    total = len(rows) * pack_length
+def _packed(
+    rows: Sequence[list[Document]], pad_token_id: int, pack_length: int, uneven: bool
+) -> dict[str, torch.Tensor]:
+    lengths: list[int] = []
+    for documents in rows:
+        own = [len(ids) for ids, _ in documents]
+        lengths += [*own, *padding_segments(pack_length - sum(own))]
+    if uneven and len(set(lengths)) == 1:
+        lengths.append(MULTIPLE)
+    total = sum(lengths)
     input_ids = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
-    lengths: list[int] = []
     for number, documents in enumerate(rows):
         place = number * pack_length
         for ids, supervised in documents:
             input_ids[place : place + len(ids)] = ids
             labels[place + 1 : place + len(ids)] = supervised[1:]
             place += len(ids)
-            lengths.append(len(ids))
-        lengths += padding_segments((number + 1) * pack_length - place)
     segments = np.array(lengths, dtype=np.int64)
     starts = np.cumsum(segments) - segments
     positions = np.arange(total) - np.repeat(starts, segments)  # restart at every segment

@@ -27,7 +27,7 @@ from finetune.engine import adapted, checkpoints, invariants, report, restart, r
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
-from finetune.engine.job import Job, model_size
+from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.record import RunRecord
 from finetune.engine.run_logger import RunLogger
 from finetune.errors import UserError
@@ -153,16 +153,20 @@ class SFTTrainer(engine.SFTTrainer):
         for split, found in data.splits.items():
             engine_model.check_vocabulary(model, found, split)
         batch = settings.batch(self.given, global_batch_size)
+        config = settings.configuration(self.given, stack, model, batch)
+        layout = lay_out(data.train, self.preparation.settings.pack_length if because is None else None)
+        dtype = engine_model.resolve_dtype(config, stack)
         return Job(
-            config=settings.configuration(self.given, stack, model, batch),
+            config=config,
             batch=batch,
             stack=stack,
             hardware=hardware.probe(),
             tokenizer=self.preparation.tokenizer,
             data=data,
-            layout=lay_out(data.train, self.preparation.settings.pack_length if because is None else None),
+            layout=layout,
             eval_layout=None,
             unpacked_because=because,
+            attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
             model=model,
             size=model_size(model),
         )

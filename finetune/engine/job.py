@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from finetune.runtime import activity, bootstrap, distributed, hardware
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
+
+if TYPE_CHECKING:
+    from finetune.engine.attention import Choice
 
 # Rows of similar size are drawn in groups of this many: little padding, and similar work for up to eight ranks
 # (DDP waits for the slowest). It is not the world size, because steps must not depend on that, and not the whole step,
@@ -41,6 +44,7 @@ class Job:
     layout: Layout
     eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
+    attention: Choice  # the kernel of packs
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
@@ -105,9 +109,10 @@ def open_job(
                 model.check_vocabulary(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
-        model.prepare_for_packs(loaded, stack)
+        model.prepare_for_packs(loaded, stack, chosen=config.model.attn_implementation)
     else:
         pack_length = None
+    layout = lay_out(prepared.train, pack_length)
     return Job(
         config=config,
         batch=batch,
@@ -115,13 +120,39 @@ def open_job(
         hardware=hardware.probe(),
         tokenizer=tokenizer,
         data=prepared,
-        layout=lay_out(prepared.train, pack_length),
+        layout=layout,
         eval_layout=lay_out(prepared.eval, pack_length) if prepared.eval else None,
         unpacked_because=because,
+        attention=choose_attention(
+            config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)
+        ),
         model=loaded,
         size=model_size(loaded),
         hooks=hooks,
     )
+
+
+def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per_device: int, dtype: Any) -> Choice:
+    """The kernel for the attention of this run's packs, from the first micro-batch's documents.
+
+    Raises:
+        UserError: a kernel is wanted that this run cannot use.
+    """
+    from finetune.engine import attention
+
+    own = str(loaded.config.get_text_config()._attn_implementation)
+    if stack.device == "cpu":
+        reason = "there is no GPU"
+    elif layout.packs.pack_length is None:
+        reason = "rows are not packed"
+    elif stack.backend == "transformers" and own != attention.PACKED:
+        reason = "the model's own, as set or because it needs what the kernels for packs lack"
+    else:
+        lengths = [len(ids) for row in range(min(per_device, len(layout))) for ids, _ in layout[row]]
+        return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device)
+    if wanted == "flash_4":
+        raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
+    return attention.Choice(kernel=own, reason=reason)
 
 
 def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:

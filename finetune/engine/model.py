@@ -18,7 +18,7 @@ import torch
 
 from finetune.config import Config
 from finetune.data.template import load_template
-from finetune.engine import adapted, adapter_targets, fp8, preflight, shard, shard_loading
+from finetune.engine import adapted, adapter_targets, attention, fp8, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
@@ -286,7 +286,7 @@ def _check_bitsandbytes(bits: int) -> None:
 
 
 # Attention kernels that separate the documents of a packed row, by restarting position ids or by lengths.
-_PACKS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+_PACKS = ("sdpa", attention.PACKED, "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Models that Unsloth does not pack: soft-capped attention that it cannot compile this way, and attention sinks.
 _UNSLOTH_DOES_NOT_PACK = ("gemma2", "gpt_oss")
 
@@ -307,15 +307,23 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
         return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
     if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
         return f"Unsloth does not separate packed documents in {text.model_type}"
-    attention = str(text._attn_implementation)
-    if attention not in _PACKS:
-        return f"attention {attention!r} is not known to separate packed documents"
+    own = str(text._attn_implementation)
+    if own not in _PACKS:
+        return f"attention {own!r} is not known to separate packed documents"
     return None
 
 
-def prepare_for_packs(model: Any, stack: Stack) -> None:
-    """On a GPU, enable Unsloth's variable-length attention over packs, including on transformers' own layers."""
-    if stack.backend != "unsloth" or stack.device != "cuda":
+def prepare_for_packs(model: Any, stack: Stack, chosen: str | None = None) -> None:
+    """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own.
+
+    Args:
+        chosen: the attention implementation that the user set, which the transformers backend keeps.
+    """
+    if stack.device != "cuda":
+        return
+    if stack.backend == "transformers":
+        if chosen is None:
+            attention.use_for_packs(model)
         return
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength

@@ -50,6 +50,8 @@ def print_introduction(job: Job, start: Start) -> None:
         prefix = "warning: " if warned else ""
         text = f"{prefix}Rows are padded documents, not packs: {job.unpacked_because}"
         print_line(text, style="yellow" if warned else None)
+    if job.stack.device == "cuda" and not job.unpacked_because:
+        print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")

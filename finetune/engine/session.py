@@ -325,6 +325,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             learning_rate=scaled_learning_rate(job.config.training, job.batch.global_batch_size),
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
+            attention=job.attention.to_dict(),
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],

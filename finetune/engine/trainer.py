@@ -26,10 +26,19 @@ from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan, RankView
-from finetune.engine import best, checkpoints, invariants, shard, shard_checkpoints, tensor_files, token_statistics
+from finetune.engine import (
+    attention,
+    best,
+    checkpoints,
+    invariants,
+    shard,
+    shard_checkpoints,
+    tensor_files,
+    token_statistics,
+)
 from finetune.engine.model import keep_4bit_layout, resolve_dtype
 from finetune.errors import RunError, UserError
-from finetune.runtime import activity, distributed, files, interrupt, launcher
+from finetune.runtime import activity, distributed, files, flash, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
@@ -159,6 +168,8 @@ class SFTTrainer(trl.SFTTrainer):
         if stack.device == "cpu":
             keep_4bit_layout(model)
         self.reduces_once = reduces_once
+        self._uneven = stack.backend == "unsloth" and flash.used()
+        self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
         super().__init__(
             model=model,
             args=args,
@@ -232,21 +243,27 @@ class SFTTrainer(trl.SFTTrainer):
         )
 
     def _collate(self, rows: Any, pack_length: int | None = None) -> dict[str, Any]:
-        batch = collate(rows, pad_token_id=self.processing_class.pad_token_id, pack_length=pack_length)
-        if self.stack.backend == "transformers":  # it reads document boundaries from position_ids
+        pad = self.processing_class.pad_token_id
+        batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
+        if self.stack.backend == "transformers" and not self._packed_kernel:  # it reads boundaries from position_ids
             batch.pop("packed_seq_lengths", None)
         return batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a micro-batch to the device without blocking, except for the document lengths.
 
-        Unsloth reads the lengths on the host: on the device they would cost a host-device sync. `_HostTensor` keeps DDP
-        from moving them. Non-blocking copies let the host launch the forward pass while the device still works on the
-        previous micro-batch; transformers' method blocks on each tensor.
+        Transformers' layers get the boundaries of the documents on the device. Unsloth reads the lengths on the host:
+        on the device they would cost a host-device sync. `_HostTensor` keeps DDP from moving them. Non-blocking copies
+        let the host launch the forward pass while the device still works on the previous micro-batch; transformers'
+        method blocks on each tensor.
         """
         lengths = inputs.pop("packed_seq_lengths", None)
         moved = {name: value.to(self.args.device, non_blocking=True) for name, value in inputs.items()}
-        return moved if lengths is None else {**moved, "packed_seq_lengths": _HostTensor(lengths)}
+        if lengths is None:
+            return moved
+        if self._packed_kernel:
+            return moved | attention.arguments(lengths, self.args.device)
+        return moved | {"packed_seq_lengths": _HostTensor(lengths)}
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

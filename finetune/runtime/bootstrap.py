@@ -20,7 +20,7 @@ from typing import Any
 
 import patches
 from finetune.errors import UserError
-from finetune.runtime import cpu_threads, distributed
+from finetune.runtime import cpu_threads, distributed, flash
 from patches import core
 
 # Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.
@@ -99,6 +99,8 @@ def start(
     verdicts = []
     if backend != "transformers":
         verdicts = core.run(patches.EARLY, without, too_late="unsloth" in sys.modules)
+    if device == "cuda" and "unsloth" not in sys.modules:  # Unsloth keeps the function it finds
+        flash.offer()
     refusal = None if backend == "transformers" else _import_unsloth()
     if backend == "unsloth" and refusal:
         raise UserError(

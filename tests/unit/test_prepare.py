@@ -330,6 +330,19 @@ def test_packs_hold_every_document_once_and_are_padded(tmp_path: Path, tokenizer
     assert layout.label_tokens.sum() == data.ledgers["train"]["supervised_tokens"]
 
 
+def test_equally_long_documents_get_a_segment_of_another_length() -> None:
+    from finetune.data.collate import collate
+
+    document = (np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32))
+    alike = collate([[document] * 2, [document] * 2], pad_token_id=9, pack_length=8, uneven=True)
+    assert alike["packed_seq_lengths"].tolist() == [4, 4, 4, 4, 8]
+    assert alike["input_ids"][0, 16:].tolist() == [9] * 8
+    assert (alike["labels"][0, 16:] == -100).all()
+    assert alike["position_ids"][0, 16:].tolist() == list(range(8))
+    unlike = collate([[document], []], pad_token_id=9, pack_length=8, uneven=True)
+    assert unlike["input_ids"].shape == (1, 16)  # padding does that already
+
+
 @pytest.mark.process
 def test_resident_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """40 million tokens (320 MB) are mapped and planned in a process that stays small."""

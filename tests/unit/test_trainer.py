@@ -181,7 +181,7 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch() -> None:
 
     lengths = torch.tensor([3, 5])
     given = {"input_ids": torch.ones(1, 8), "labels": torch.ones(2, 8), "packed_seq_lengths": lengths}
-    fake: Any = types.SimpleNamespace(args=types.SimpleNamespace(device=torch.device("meta")))
+    fake: Any = types.SimpleNamespace(args=types.SimpleNamespace(device=torch.device("meta")), _packed_kernel=False)
     with Watch():
         moved = SFTTrainer._prepare_inputs(fake, given)
     assert {moved[name].device.type for name in ("input_ids", "labels")} == {"meta"}

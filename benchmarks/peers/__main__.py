@@ -1,0 +1,157 @@
+"""This package beside stock Unsloth and TRL, each at its best setting and as documented, on the same rows and machine.
+
+    python -m benchmarks.peers --train train.jsonl --work DIR --out peers.json [--cells "1.2b lora real,8b lora 4096"]
+
+A cell is a model's size, a method and the lengths of its documents; it runs its stacks in turn, and again in the
+opposite order, each in a process of its own. Peers try their settings in the first round. The record keeps every
+finished run, so a command that was cut short goes on where it stopped. Without a GPU: --cells "1m lora short".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import models
+from benchmarks.peers import cells, report, rows
+from benchmarks.processes import end_with_this_one, run, say
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT = 420  # seconds of one run
+LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the record lacks. Returns the exit code: 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True, help="JSON lines; their text is cut into rows")
+    parser.add_argument("--work", type=Path, required=True, help="scratch folder for models and rows")
+    parser.add_argument("--out", type=Path, required=True, help="the record; a plot is written beside it")
+    parser.add_argument("--cells", default="1.2b lora real", help="separated by commas: " + ", ".join(cells.CELLS))
+    parser.add_argument("--variants", default="", help="only these, separated by commas")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (documented ones run once)")
+    parser.add_argument("--steps", type=int, default=40, help="of a run, the first --skip not measured")
+    parser.add_argument("--skip", type=int, default=10)
+    parser.add_argument("--trial-steps", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run is started")
+    given = parser.parse_args(argv)
+    if not 1 <= given.skip < given.steps:
+        parser.error(f"--skip {given.skip}: at least 1 and less than --steps {given.steps}")
+    end_with_this_one()
+    given.work.mkdir(parents=True, exist_ok=True)
+    record = json.loads(given.out.read_text()) if given.out.is_file() else {"cells": {}}
+    record["machine"] = machine()
+    deadline, failed = time.monotonic() + given.budget, False
+    for name in given.cells.split(","):
+        failed |= not measure(cells.cell(name.strip()), given, record, deadline)
+    return int(failed)
+
+
+def machine() -> dict[str, Any]:
+    """Date, GPUs and cores."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError):
+        gpus = []
+    return {"date": time.strftime("%Y-%m-%d"), "gpus": [gpu for gpu in gpus if gpu], "cores": os.cpu_count()}
+
+
+def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any], deadline: float) -> bool:
+    """Run the variants of a cell that the record lacks; False if one failed."""
+    from transformers import AutoTokenizer
+
+    model = models.build(given.work / cell.size, cells.SIZES[cell.size], given.train)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    files = {}
+    for kind in {cell.lengths, "2048"} if cell.lengths == "real" else {cell.lengths}:
+        file = given.work / f"rows-{kind}.jsonl"
+        files[kind] = (file, rows.build(file, kind, cells.LONGEST[kind], tokenizer, given.train))
+    variants = cells.variants(cell)
+    wanted = [name for name in variants if not given.variants or name in given.variants.split(",")]
+    if not record["machine"]["gpus"]:
+        wanted = [name for name in wanted if variants[name].stack != "trl"]  # its fused head needs Triton
+    about = {kind: counted for kind, (_, counted) in files.items()}
+    entry = record["cells"].setdefault(cell.name, {"rows": about, "settings": {}, "runs": []})
+    entry["runs"] = [one for one in entry["runs"] if "error" not in one]  # those are tried again
+    failed = False
+    for number in range(given.rounds):
+        for name in wanted if number % 2 == 0 else reversed(wanted):
+            variant, earlier = variants[name], [one for one in entry["runs"] if one["variant"] == name]
+            done = any(one["round"] == number for one in earlier)
+            if done or (number and name.endswith("documented")) or time.monotonic() > deadline:
+                continue
+            best = entry["settings"].get(name)
+            settings = [best] if best else [asdict(setting) for setting in variant.settings]
+            kind = "2048" if variant.fixed else cell.lengths
+            found = one_run(cell, variant, settings, model, files[kind], given)
+            failed |= "error" in found
+            if "setting" in found:
+                entry["settings"][name] = found["setting"]
+            entry["runs"].append({"variant": name, "round": number, "rows": kind} | found)
+            report.complete(record)
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
+            say(f"{cell.name} {name} round {number + 1}: {report.line(entry['runs'][-1])}")
+    report.plot(record, given.out.with_suffix(".png"))
+    for name, ratio in record.get("ratios", {}).get(cell.size, {}).items():
+        say(f"{cell.size} {name}: {ratio if ratio is None else round(ratio, 3)}")
+    return not failed
+
+
+def one_run(
+    cell: cells.Cell,
+    variant: cells.Variant,
+    settings: list[dict[str, Any]],
+    model: Path,
+    rows_of: tuple[Path, dict[str, float]],
+    given: argparse.Namespace,
+) -> dict[str, Any]:
+    """One process; what it measured, or its error."""
+    file, about = rows_of
+    request = {
+        "stack": variant.stack,
+        "method": cell.method,
+        "packing": variant.packing,
+        "options": variant.options,
+        "settings": settings,
+        "model": str(model.resolve()),
+        "rows": str(file.resolve()),
+        "cache": str((given.work / "cache").resolve()),
+        "work": str((given.work / "out").resolve()),
+        "steps": given.steps,
+        "skipped": given.skip,
+        "trial_steps": given.trial_steps,
+        "learning_rate": LEARNING_RATE[cell.method],
+        "started": time.time(),
+    }
+    asked, answer, log = (given.work / name for name in ("request.json", "result.json", "output.txt"))
+    asked.write_text(json.dumps(request))
+    answer.unlink(missing_ok=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Unsloth writes its compiled trainers into the working folder; there they are found again.
+    with log.open("w") as output:
+        code = run(
+            [sys.executable, "-m", "benchmarks.peers.rank", asked.resolve(), answer.resolve()],
+            env=os.environ | {"PYTHONPATH": path},
+            cwd=given.work,
+            output=output,
+            timeout=LIMIT,
+        )
+    if code != 0 or not answer.is_file():
+        end = log.read_text(errors="replace").strip().splitlines()[-12:]
+        return {"error": "too slow" if code is None else f"exit code {code}", "output": end}
+    found = json.loads(answer.read_text())
+    flops = cells.flops_per_token(cell, cell.method, about["squared_over_tokens"])
+    return found | {"tflops": found["tokens_per_second"] * flops / 1e12}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""What is compared: a cell is one model, one way to train it and one kind of rows; a variant is one stack in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.models import SHAPES
+
+SIZES = {"1.2b": "llama-1.2b", "8b": "llama-8b", "1m": "llama-1m"}  # the last one for a CPU
+METHODS = ("lora", "qlora", "full")
+LONGEST = {"real": 2048, "2048": 2048, "4096": 4096, "16384": 16384, "short": 64}  # tokens of a document
+CELLS = [
+    *(f"1.2b {method} {lengths}" for method in METHODS for lengths in ("real", "2048", "4096", "16384")),
+    *(f"8b {method} {lengths}" for method in ("lora", "qlora") for lengths in ("real", "2048", "4096", "16384")),
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Rows (or packs) of a micro-batch, tokens of each, micro-batches of a step, and checkpointing."""
+
+    batch: int
+    length: int
+    accumulation: int = 1
+    checkpointing: Any = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One stack in a cell."""
+
+    stack: str  # ours, unsloth or trl
+    settings: list[Setting]  # tried in turn until one is slower or does not fit; the fastest is measured
+    fixed: bool = False  # trains rows of exactly 2,048 tokens whatever the cell's are: the static ceiling
+    packing: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model, method and kind of rows."""
+
+    name: str
+    size: str
+    method: str
+    lengths: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return LONGEST[self.lengths]
+
+
+def cell(name: str) -> Cell:
+    """The cell of a name such as "1.2b lora real". Raises ValueError for another."""
+    size, method, lengths = (name.split() + ["", "", ""])[:3]
+    if size not in SIZES or method not in METHODS or lengths not in LONGEST:
+        raise ValueError(f"cell {name!r}: SIZE METHOD LENGTHS, of {list(SIZES)}, {METHODS} and {list(LONGEST)}")
+    return Cell(name=name, size=size, method=method, lengths=lengths)
+
+
+def variants(cell: Cell) -> dict[str, Variant]:
+    """The stacks of a cell by name, each with the settings to choose from.
+
+    "Documented" is what the stack's own documentation shows: batch 2, accumulation 4 and Unsloth's checkpointing;
+    TRL's defaults. They are measured as they are.
+    """
+    longest, short = cell.longest, cell.lengths == "short"
+    pack = 128 if short else 8192 if cell.size == "8b" and longest <= 8192 else 16384
+    rows = max(1, pack // longest)
+    same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
+    packs = Setting(2 if cell.size == "1.2b" else 1, pack)
+    found = {
+        "ours": Variant(stack="ours", settings=[packs], packing=True),
+        "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
+        "trl_liger": Variant(stack="trl", settings=same, options={"liger": True}),
+    }
+    found["ours_flash_2"] = Variant(stack="ours", settings=[packs], packing=True, options={"flash_2": True})
+    if cell.method == "lora":
+        found["ours_fp8"] = Variant(stack="ours", settings=[packs], packing=True, options={"fp8": True})
+    if cell.lengths in ("real", "short"):
+        padded = [Setting(batch, longest) for batch in ((2, 4) if short else (16, 32, 64))]
+        same_packs = [Setting(rows, longest), Setting(1, pack), Setting(2, pack)]
+        documented = [Setting(2, longest, 4, "unsloth")]
+        found |= {
+            "unsloth_packed": Variant(stack="unsloth", settings=same_packs, packing=True),
+            "unsloth_padded": Variant(stack="unsloth", settings=padded),
+            "unsloth_documented": Variant(stack="unsloth", settings=documented),
+            "trl_liger": Variant(
+                stack="trl", settings=[Setting(2, longest), *padded[:2]] if short else
+                [Setting(8, longest), *padded[:2]], options={"liger": True},
+            ),
+            "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
+        }  # fmt: skip
+    return found
+
+
+def matmul_parameters(size: str) -> int:
+    """Weights that multiply every token: the decoder's linear layers and the output head."""
+    shape = SHAPES[SIZES[size]]
+    hidden, head = shape["hidden_size"], shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
+    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * layer + hidden * shape["vocab_size"]
+
+
+def flops_per_token(cell: Cell, method: str, mean_square_over_mean: float) -> float:
+    """Floating-point operations of a token, forward and backward, by the "model FLOPs" of PaLM (arXiv 2204.02311,
+    appendix B): frozen weights have no gradient of their own, recomputation and adapters do not count.
+
+    mean_square_over_mean: sum of the documents' squared lengths over the sum of their lengths, in tokens.
+    """
+    shape = SHAPES[SIZES[cell.size]]
+    linear = (6 if method == "full" else 4) * matmul_parameters(cell.size)
+    return linear + 6.0 * shape["num_hidden_layers"] * shape["hidden_size"] * mean_square_over_mean

@@ -1,0 +1,253 @@
+"""One training of one stack: `python -m benchmarks.peers.rank REQUEST.json RESULT.json`, started by `benchmarks.peers`.
+
+The clock is the same for all stacks: a callback of transformers' trainer that records a CUDA event after every step
+and never waits for the GPU, and a hook that counts the labels of every forward pass on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WARM_UP = 3  # steps of a trial that are not measured
+SLOWER = 0.97  # a setting this much slower than the best so far ends the trials
+LOGGING = 5  # steps
+
+
+def main() -> int:
+    """Train, and write what was measured."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    result = ours(request) if request["stack"] == "ours" else peer(request)
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    return 0
+
+
+class Clock:
+    """Times steps and counts their labels; to be registered with `watch`."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started  # seconds of time.time() at the shell's return key
+        self.first_step: float | None = None
+        self.marks: list[Any] = []
+        self.labels: list[list[Any]] = [[]]
+        self.hook: Any = None
+
+    def watch(self, trainer: Any) -> None:
+        """Count in `trainer` from now on."""
+        from transformers import TrainerCallback
+
+        clock = self
+
+        class Callback(TrainerCallback):
+            def on_step_end(self, *given: Any, **further: Any) -> None:
+                clock.mark()
+
+        trainer.add_callback(Callback())
+        self.hook = trainer.model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, model: Any, given: Any, further: dict[str, Any]) -> None:
+        """Add a micro-batch's labels to the running step."""
+        self.labels[-1].append((further["labels"] != -100).sum())
+
+    def mark(self) -> None:
+        """A step has ended."""
+        import torch
+
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            if not self.marks:
+                torch.cuda.synchronize()
+        else:
+            event = time.perf_counter()
+        if self.first_step is None:
+            self.first_step = time.time() - self.started
+        self.marks.append(event)
+        self.labels.append([])
+
+    def measured(self, skipped: int) -> dict[str, Any]:
+        """Seconds and tokens of each step after the first `skipped`; counting ends."""
+        import torch
+
+        self.hook.remove()
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()
+        pairs = list(zip(self.marks[skipped - 1 :], self.marks[skipped:], strict=False))
+        seconds = [one.elapsed_time(two) / 1000 if cuda else two - one for one, two in pairs]
+        tokens = [int(sum(step)) for step in self.labels[skipped : len(self.marks)]]
+        return {
+            "step_seconds": seconds,
+            "step_tokens": tokens,
+            "tokens_per_second": sum(tokens) / sum(seconds),
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        }
+
+
+def ours(request: dict[str, Any]) -> dict[str, Any]:
+    """The shipped command's function, in this process."""
+    from finetune import train
+    from finetune.config import load
+    from finetune.runtime.hooks import Hooks
+
+    setting, out = request["settings"][0], Path(request["work"]) / "ours"
+    words = [
+        *("--model.model_name_or_path", request["model"], "--data.train_file", request["rows"]),
+        *("--data.packing", "true", "--data.max_length", str(setting["length"])),
+        *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true"),
+        *("--training.save_steps", "0", "--logging.generate_samples", "0", "--logging.logging_steps", str(LOGGING)),
+        *("--training.max_steps", str(request["steps"]), "--training.global_batch_size", str(setting["batch"])),
+        *("--training.gradient_checkpointing", str(bool(setting["checkpointing"])).lower()),
+        *("--training.learning_rate", str(request["learning_rate"])),
+        *("--training.lr_scheduler_type", "constant"),
+        *(["--model.full_finetuning", "true"] if request["method"] == "full" else ["--lora.r", "16"]),
+        *(["--model.load_in_4bit", "true"] if request["method"] == "qlora" else []),
+        *(["--model.load_in_fp8", "true"] if request["options"].get("fp8") else []),
+        *(["--model.packed_attention", "torch"] if request["options"].get("flash_2") else []),
+    ]
+    clock, trainers = Clock(request["started"]), []
+
+    def watch(trainer: Any) -> None:
+        trainers.append(trainer)
+        clock.watch(trainer)
+
+    code = train.run(load(words, command="train"), hooks=Hooks(trainer=watch))
+    if code:
+        raise SystemExit(code)
+    record = json.loads((out / "run.json").read_text())
+    measured = clock.measured(request["skipped"]) | {"peak_memory_gib": max(record["peak_memory_gib"], default=None)}
+    return measured | {
+        "setting": setting,
+        "first_step_seconds": clock.first_step,
+        "losses": [entry["loss"] for entry in trainers[0].state.log_history if "loss" in entry],
+        "backend": record["backend"],
+        "attention": record["attention"],
+        "versions": record["versions"],
+        "hardware": record["hardware"],
+        "startup": record.get("startup"),
+    }
+
+
+def peer(request: dict[str, Any]) -> dict[str, Any]:
+    """Unsloth or TRL as their users write it; the fastest of the settings is measured."""
+    if request["stack"] == "unsloth":
+        from unsloth import FastLanguageModel
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from trl import SFTConfig, SFTTrainer
+
+    method, options = request["method"], request["options"]
+    longest = max(setting["length"] for setting in request["settings"])
+    checkpointing = request["settings"][0]["checkpointing"]
+    adapters = None
+    if request["stack"] == "unsloth":
+        model, tokenizer = FastLanguageModel.from_pretrained(  # pyright: ignore[reportPossiblyUnboundVariable]
+            request["model"],
+            max_seq_length=longest,
+            dtype=None,
+            load_in_4bit=method == "qlora",
+            full_finetuning=method == "full",
+        )
+        if method != "full":
+            model = FastLanguageModel.get_peft_model(  # pyright: ignore[reportPossiblyUnboundVariable]
+                model,
+                r=16,
+                lora_alpha=16,
+                lora_dropout=0,
+                target_modules=TARGETS,
+                use_gradient_checkpointing=checkpointing,
+                random_state=3407,
+            )
+    else:
+        from peft import LoraConfig
+
+        quantized = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        place = {"device_map": {"": 0}} if torch.cuda.is_available() else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            request["model"],
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
+            quantization_config=quantized if method == "qlora" else None,
+            **place,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(request["model"])
+        if method != "full":
+            adapters = LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+    cuda = torch.cuda.is_available()
+    rows = load_dataset("json", data_files=request["rows"], split="train", cache_dir=request["cache"])
+
+    def train(setting: dict[str, Any], steps: int) -> tuple[Clock, Any]:
+        config = SFTConfig(
+            output_dir=str(Path(request["work"]) / request["stack"]),
+            per_device_train_batch_size=setting["batch"],
+            gradient_accumulation_steps=setting["accumulation"],
+            max_steps=steps,
+            max_length=setting["length"],
+            packing=request["packing"],
+            learning_rate=request["learning_rate"],
+            warmup_steps=0,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            optim="adamw_torch_fused" if cuda else "adamw_torch",
+            logging_steps=LOGGING,
+            report_to="none",
+            save_strategy="no",
+            seed=1,
+            bf16=True,
+            use_cpu=not cuda,
+            gradient_checkpointing=bool(setting["checkpointing"]),
+            use_liger_kernel=bool(options.get("liger")),
+            dataset_text_field="text",
+            dataset_num_proc=4 if cuda else None,
+            dataloader_num_workers=4 if cuda else 0,
+        )
+        own = adapters if not hasattr(model, "peft_config") else None
+        trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config, peft_config=own)
+        clock = Clock(request["started"])
+        clock.watch(trainer)
+        trainer.train()
+        return clock, trainer
+
+    trials, best, first = [], request["settings"][0], None
+    for setting in request["settings"] if len(request["settings"]) > 1 else []:
+        try:
+            clock, trainer = train(setting, WARM_UP + request["trial_steps"])
+        except torch.OutOfMemoryError:
+            trials.append({"setting": setting, "tokens_per_second": None, "error": "out of memory"})
+            break
+        finally:
+            torch.cuda.empty_cache()
+        first = first or clock.first_step
+        model = trainer.model  # with its adapters
+        speed = clock.measured(WARM_UP)["tokens_per_second"]
+        fastest = max((trial["tokens_per_second"] for trial in trials), default=0)
+        trials.append({"setting": setting, "tokens_per_second": speed})
+        del trainer, clock
+        if speed > fastest:
+            best = setting
+        if speed < SLOWER * fastest:
+            break
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    clock, trainer = train(best, request["steps"])
+    return clock.measured(request["skipped"]) | {
+        "setting": best,
+        "trials": trials,
+        "first_step_seconds": first or clock.first_step,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    raise SystemExit(main())

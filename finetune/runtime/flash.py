@@ -1,0 +1,101 @@
+"""FlashAttention-4 behind torch's attention over packed documents: nothing else has to know which kernel runs.
+
+`torch.nn.attention.varlen.varlen_attn` is what Unsloth and the transformers backend call for packs on a GPU. `offer`
+puts a switch in its place, which `finetune.engine.attention` turns after it has compared the two kernels. torch has a
+registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (another number of results).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+PACKAGE = "flash-attn-4"
+NOT_INSTALLED = f"{PACKAGE} is not installed: pip install 'finetune[flash]'"
+CAUSAL = (-1, 0)  # the window of plain causal attention
+_used = False
+
+
+def unusable() -> str | None:
+    """Why FlashAttention-4 cannot be tried on this process's GPU; None if it can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "it needs Hopper (H100) or newer"
+    try:
+        found = importlib.util.find_spec("flash_attn.cute")
+    except ImportError:
+        found = None
+    return NOT_INSTALLED if found is None else None
+
+
+def offer() -> None:
+    """Put the switch in front of torch's kernel; before Unsloth is imported, which keeps what it finds there."""
+    if unusable() is not None:
+        return
+    from torch.nn.attention import varlen
+
+    if not hasattr(varlen.varlen_attn, "is_switch"):
+        varlen.varlen_attn = switch(varlen.varlen_attn)
+    # Unsloth, with torch 2.12 and newer, would call the operator below this function.
+    os.environ.setdefault("UNSLOTH_LEAN_VARLEN", "0")
+
+
+def offered() -> bool:
+    """Whether `use` has an effect in this process."""
+    from torch.nn.attention import varlen
+
+    return hasattr(varlen.varlen_attn, "is_switch")
+
+
+def used() -> bool:
+    """Whether FlashAttention-4 is in use. Unsloth then has to be given documents of unequal lengths: where all are
+    equal it computes them as rows of a batch, with SDPA."""
+    return _used
+
+
+def use(on: bool) -> None:
+    """Compute with FlashAttention-4 from now on, or with torch's kernel."""
+    global _used
+    _used = on
+
+
+def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the interface of `torchs` that calls FlashAttention-4 while that is in use, where it computes the
+    same: causal attention without a window, of which only the output is asked for."""
+
+    @functools.wraps(torchs)
+    def varlen_attn(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, **options: Any
+    ) -> Any:
+        others = set(options) - {"scale", "window_size", "enable_gqa"}
+        same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
+        if not (_used and same and cu_seq_k is not None):
+            return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+        return kernel()(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu_seq_q,
+            cu_seqlens_k=cu_seq_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=options.get("scale"),
+            causal=True,
+        )[0]
+
+    varlen_attn.is_switch = True  # type: ignore[attr-defined]
+    return varlen_attn
+
+
+@functools.cache
+def kernel() -> Callable[..., Any]:
+    """FlashAttention-4; returns (output, logsumexp)."""
+    from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func

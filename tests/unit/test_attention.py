@@ -1,0 +1,218 @@
+"""Attention over packs: the same as of each document alone, and a faster kernel only where it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from finetune.config import load
+from finetune.engine import attention
+from finetune.errors import UserError
+from finetune.runtime import flash
+
+LENGTHS = (5, 9, 2)
+SHAPES = attention.Shapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
+
+
+def of_each_document(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """What `varlen_attn` computes, written out: softmax over the earlier positions of the same document."""
+    assert window_size[1] == 0
+    outputs = []
+    for begin, end in zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], strict=True):
+        assert end - begin <= max_q
+        q, k, v = (tensor[begin:end].transpose(0, 1).double() for tensor in (query, key, value))
+        k, v = (tensor.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for tensor in (k, v))
+        ago = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def model_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model in float32 that uses the variable-length kernel, which is the reference above."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes: Any = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "window":
+        model: Any = MistralForCausalLM(MistralConfig(**sizes, sliding_window=3))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+    assert attention.use_for_packs(model.to(torch.bfloat16))
+    return model.float()
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "checkpointing"])
+def test_packs_as_each_document_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind, monkeypatch)
+    if kind == "checkpointing":
+        model.gradient_checkpointing_enable()
+    model.train()
+    ids = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False, **further).logits[0]
+    packed.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    alone = [model(input_ids=part, use_cache=False).logits[0] for part in ids.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    torch.cat(alone).square().sum().backward()
+    for kept, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(kept, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_padded_rows_are_computed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("causal", monkeypatch).eval()
+    ids = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    found = model(input_ids=ids, attention_mask=mask).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, model(input_ids=ids, attention_mask=mask).logits, rtol=0, atol=0)
+
+
+def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    sizes: Any = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, head_dim=8, attn_implementation="sdpa",
+    )  # fmt: skip
+    softcap = Gemma2ForCausalLM(Gemma2Config(**sizes)).bfloat16()  # soft-capped scores, which the kernel lacks
+    dropout = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).bfloat16()
+    wide = LlamaForCausalLM(LlamaConfig(**sizes))  # float32
+    chosen = LlamaForCausalLM(LlamaConfig(**sizes | {"attn_implementation": "eager"})).bfloat16()
+    for model in (softcap, dropout, wide, chosen):
+        before = model.config._attn_implementation
+        assert not attention.use_for_packs(model)
+        assert model.config._attn_implementation == before
+
+
+# --- the switch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernel each call of a switch reaches."""
+    called: list[str] = []
+
+    def fourth(*given: Any, **options: Any) -> tuple[str, None]:
+        called.append("flash")
+        assert set(options) == {
+            "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
+        }  # fmt: skip
+        return "output", None
+
+    monkeypatch.setattr(flash, "kernel", lambda: fourth)
+    monkeypatch.setattr(flash, "_used", False)
+    return called
+
+
+def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls: list[str]) -> None:
+    attend = flash.switch(lambda *given, **options: calls.append("torch"))
+    causal: dict[str, Any] = {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    attend(*"qkvbb", 9, 9, **causal)
+    flash.use(True)
+    assert attend(*"qkvbb", 9, 9, **causal) == "output"
+    attend(*"qkvbb", 9, 9, return_aux=None, **causal)
+    attend(*"qkvbb", 9, 9, **causal | {"window_size": (127, 0)})
+    attend(*"qkvbb", 9, 9)  # not causal
+    attend(*"qkvbb", 9, 9, return_aux=object(), **causal)
+    attend(*"qkvb", None, 9, 9, **causal)
+    assert calls == ["torch", "flash", "flash", "torch", "torch", "torch", "torch"]
+
+
+def test_the_switch_keeps_the_signature_that_unsloth_reads() -> None:
+    import inspect
+
+    assert inspect.signature(flash.switch(varlen.varlen_attn)) == inspect.signature(varlen.varlen_attn)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -> None:
+    """A host on which FlashAttention-4 takes `ms` milliseconds, torch's kernel 1, and results are `error` apart."""
+
+    def measured(kernel: Callable[..., Any], shapes: Any, device: Any) -> tuple[list[torch.Tensor], float]:
+        if not flash._used:
+            return [torch.ones(4), torch.ones(3)], 1.0
+        if ms < 0:
+            raise RuntimeError("no such layout")
+        return [torch.ones(4), torch.ones(3) * (1 + error)], ms
+
+    monkeypatch.setattr(flash, "unusable", lambda: None)
+    monkeypatch.setattr(flash, "offered", lambda: True)
+    monkeypatch.setattr(attention, "measured", measured)
+
+
+@pytest.mark.parametrize(
+    ("ms", "error", "kernel", "said"),
+    [
+        (0.5, 0.003, attention.FLASH_4, "0.50 ms a layer"),
+        (0.99, 0.003, attention.FLASH_2, "0.99 ms a layer"),
+        (0.5, 0.05, attention.FLASH_2, "differs by 5.00% from torch"),
+        (0.5, float("nan"), attention.FLASH_2, "differs by nan"),
+        (-1.0, 0.0, attention.FLASH_2, "failed: RuntimeError: no such layout"),
+    ],
+)
+def test_it_is_used_where_it_is_right_and_faster(
+    ms: float, error: float, kernel: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, ms=ms, error=error)
+    found = attention.choose("auto", SHAPES, "cpu")
+    assert (found.kernel, flash._used) == (kernel, kernel == attention.FLASH_4)
+    assert said in found.reason
+    flash.use(False)
+
+
+def test_all_ranks_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.runtime import distributed
+
+    planted(monkeypatch, ms=0.5)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: [1.0, 0.0])  # of two
+    ranks = distributed.ranks()
+    monkeypatch.setattr(distributed, "ranks", lambda: type("Two", (), {**vars(ranks), "world_size": 2}))
+    assert attention.choose("auto", SHAPES, "cpu").kernel == attention.FLASH_2
+    assert not flash._used
+
+
+def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, ms=2.0)
+    assert attention.choose("torch", SHAPES, "cpu").kernel == attention.FLASH_2
+    assert attention.choose("flash_4", SHAPES, "cpu").kernel == attention.FLASH_4  # slower, and wanted
+    monkeypatch.setattr(flash, "unusable", lambda: flash.NOT_INSTALLED)
+    with pytest.raises(UserError, match="pip install 'finetune\\[flash\\]'"):
+        attention.choose("flash_4", SHAPES, "cpu")
+    assert "flash-attn-4 is not installed" in attention.choose("auto", SHAPES, "cpu").reason
+    assert not flash._used
+
+
+def test_a_kernel_that_a_cpu_run_cannot_use_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from finetune.engine.job import choose_attention
+
+    text = SimpleNamespace(_attn_implementation="sdpa")
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    stack: Any = SimpleNamespace(device="cpu", backend="transformers")
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", "flash_4"]
+    wanted = load(words, command="train").model
+    with pytest.raises(UserError, match="flash_4, which this run cannot use: there is no GPU"):
+        choose_attention(wanted.packed_attention, model, stack, None, 1, torch.float32)  # type: ignore[arg-type]
+    assert choose_attention("auto", model, stack, None, 1, torch.float32).kernel == "sdpa"  # type: ignore[arg-type]
