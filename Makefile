@@ -7,9 +7,10 @@ NEWEST := .venv-newest
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: dashboard help install demo quick test test-full test-newest check docs format notebooks
+.PHONY: bench dashboard help install demo quick test test-full test-newest check docs format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
+	@echo "make bench   install and compare the speed of this package, stock Unsloth and TRL here"
 	@echo "make quick   install and run the tests that start no process: a minute"
 	@echo "make test    install and run the CPU tests"
 	@echo "make test-full  the same, and the long ones"
@@ -42,6 +43,10 @@ endif
 
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
+
+# This package beside stock Unsloth and TRL on this machine: minutes on a GPU. The full comparison: docs/benchmarks.md.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.peers --work outputs/bench --out outputs/bench/peers.json --rounds 1 --steps 24 --skip 6
 
 # TensorBoard with the Review tab, on the demo's run.
 dashboard: $(INSTALLED)

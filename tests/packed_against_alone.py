@@ -25,6 +25,7 @@ def main() -> int:
     import torch
 
     from finetune.data.collate import collate
+    from finetune.engine import attention
     from finetune.engine import model as models
 
     model = models.load(config, stack, row_length=config.data.row_length)
@@ -54,6 +55,8 @@ def main() -> int:
         inputs = {name: tensor.to(stack.device) for name, tensor in batch.items()}
         if lengths is not None and backend == "unsloth":
             inputs["packed_seq_lengths"] = lengths
+        elif lengths is not None and model.config._attn_implementation == attention.PACKED:
+            inputs |= attention.arguments(lengths, stack.torch_device)
         model.train()
         on_gpu = torch.device(stack.device).type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):  # as the trainer calls it

@@ -32,10 +32,10 @@ LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the record lacks. Returns the exit code: 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, required=True, help="JSON lines; their text is cut into rows")
+    parser.add_argument("--train", type=Path, help="JSON lines whose text is cut into rows; else this project's docs/")
     parser.add_argument("--work", type=Path, required=True, help="scratch folder for models and rows")
     parser.add_argument("--out", type=Path, required=True, help="the record; a plot is written beside it")
-    parser.add_argument("--cells", default="1.2b lora real", help="separated by commas: " + ", ".join(cells.CELLS))
+    parser.add_argument("--cells", help="separated by commas: " + ", ".join(cells.CELLS))
     parser.add_argument("--variants", default="", help="only these, separated by commas")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (documented ones run once)")
     parser.add_argument("--steps", type=int, default=40, help="of a run, the first --skip not measured")
@@ -47,12 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--skip {given.skip}: at least 1 and less than --steps {given.steps}")
     end_with_this_one()
     given.work.mkdir(parents=True, exist_ok=True)
+    given.train = given.train or documents(given.work / "corpus.jsonl")
     record = json.loads(given.out.read_text()) if given.out.is_file() else {"cells": {}}
     record["machine"] = machine()
+    given.gpus = record["machine"]["gpus"]
     deadline, failed = time.monotonic() + given.budget, False
-    for name in given.cells.split(","):
+    names = given.cells or ("1.2b lora real" if given.gpus else "1m lora short")
+    for name in names.split(","):
         failed |= not measure(cells.cell(name.strip()), given, record, deadline)
     return int(failed)
+
+
+def documents(file: Path) -> Path:
+    """The paragraphs of this project's documentation as rows of text."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    parts = [part for page in pages for part in page.read_text(encoding="utf-8").split("\n\n")]
+    file.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts), encoding="utf-8")
+    return file
 
 
 def machine() -> dict[str, Any]:
@@ -77,7 +88,7 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
         files[kind] = (file, rows.build(file, kind, cells.LONGEST[kind], tokenizer, given.train))
     variants = cells.variants(cell)
     wanted = [name for name in variants if not given.variants or name in given.variants.split(",")]
-    if not record["machine"]["gpus"]:
+    if not given.gpus:
         wanted = [name for name in wanted if variants[name].stack != "trl"]  # its fused head needs Triton
     about = {kind: counted for kind, (_, counted) in files.items()}
     entry = record["cells"].setdefault(cell.name, {"rows": about, "settings": {}, "runs": []})
@@ -136,11 +147,13 @@ def one_run(
     asked.write_text(json.dumps(request))
     answer.unlink(missing_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # On a busy CPU, whether waiting threads spin would decide which stack is faster.
+    threads = {} if given.gpus else {"OMP_NUM_THREADS": "1"}
     # Unsloth writes its compiled trainers into the working folder; there they are found again.
     with log.open("w") as output:
         code = run(
             [sys.executable, "-m", "benchmarks.peers.rank", asked.resolve(), answer.resolve()],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path} | threads,
             cwd=given.work,
             output=output,
             timeout=LIMIT,

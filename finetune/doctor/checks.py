@@ -106,6 +106,16 @@ def _stack(config: Config, found: Found) -> Verdict:
     )
 
 
+def _attention(config: Config, found: Found) -> Verdict:
+    """The kernels that a run on packs chooses from."""
+    stack = found["stack"]
+    if "error" in stack or stack["device"] == "cpu":
+        return None
+    if stack["flash_4"] is None:
+        return "ok", "a run times FlashAttention-4 against torch's FlashAttention-2 and uses the faster one"
+    return "ok", f"torch's FlashAttention-2; FlashAttention-4: {stack['flash_4']}"
+
+
 def _devices(config: Config, found: Found) -> Verdict:
     devices, unknown = found["devices"], found["unknown"]
     broken = [f"computing on GPU {device['index']}" for device in devices if not device["computes"]]
@@ -232,6 +242,7 @@ CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "versions": _allowed_versions,
     "tested versions": _tested_versions,
     "backend and patches": _stack,
+    "attention": _attention,
     "devices": _devices,
     "GPU memory": _gpu_memory,
     "like GPUs": _like_gpus,

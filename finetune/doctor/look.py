@@ -121,13 +121,14 @@ def answer(question: str, *arguments: str) -> None:
 
 def start_stack(backend: str) -> dict[str, Any]:
     """Start as a run does, probes and patches included: which backend, and why."""
-    from finetune.runtime import bootstrap, hardware
+    from finetune.runtime import bootstrap, flash, hardware
 
     stack = bootstrap.start(backend)
     return {
         "backend": stack.backend,
         "reason": stack.reason,
         "device": stack.device,
+        "flash_4": flash.unusable(),
         "patches": [verdict.to_dict() for verdict in stack.patches],
         "hardware": hardware.probe().to_dict(),
     }
