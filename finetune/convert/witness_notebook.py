@@ -1,12 +1,13 @@
 """The notebook's side of the witness: runs its own cells up to `train()`, in the sandbox.
 
 It shares nothing with the converter: the module `finetune` cannot be imported here. It reads a job as JSON from stdin
-and writes the trainer's settings, tokenized rows and labels as JSON to stdout.
+and writes the trainer's settings, tokenized rows and labels as JSON to stdout. The verdict is not made here.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import inspect
 import json
@@ -16,7 +17,6 @@ import sys
 import traceback
 import types
 from typing import Any
-from unittest.mock import MagicMock
 
 TRIES = 16
 state: dict[str, Any] = {}
@@ -44,6 +44,11 @@ def _python(cell: str) -> str:
         else:
             lines.append(line)
     return "\n".join(lines)
+
+
+def is_unsloth(cells: list[str]) -> bool:
+    """Whether the cells import Unsloth."""
+    return any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
 
 
 # --- arguments of older versions, from the signatures of the installed libraries --------------------------------------
@@ -211,10 +216,12 @@ class Failed(Exception):
 def execute(cells: list[str], stand_ins: Any) -> Any:
     """Run the cells up to `train()`. Returns the trainer; raises KeyError and others for what is missing."""
     stand_ins.record.clear()
+    stand_ins.files.clear()
     stand_ins.seed()
     state.clear()
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    module.__dict__.update(display=lambda *_, **__: None, get_ipython=stand_ins.Missing)  # as in Jupyter
     failures: list[str] = []
     state["failures"] = failures
     try:
@@ -242,7 +249,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                space[(alias.asname or alias.name).partition(".")[0]] = MagicMock()
+                space[(alias.asname or alias.name).partition(".")[0]] = not_installed(node, alias.name)
             return
         if (wanted := missing(error)) is not None:
             raise KeyError(wanted) from error
@@ -250,6 +257,12 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             raise TypeError("messages") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
         forget(node, space)
+
+
+def not_installed(node: ast.Import | ast.ImportFrom, name: str) -> Any:
+    """What an import that failed gives."""
+    package = sys.modules["stand_ins"].missing_package  # type: ignore[attr-defined]
+    return package(name) if isinstance(node, ast.Import) else getattr(package(node.module or ""), name)
 
 
 def missing_variable(error: BaseException) -> str | None:
@@ -354,7 +367,7 @@ def change(name: str, source: str, stand_ins: Any) -> None:
         columns[name] = "number" if name.lower() in stand_ins.NUMBERS else "text"
 
 
-def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
+def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
     """What the trainer would train with."""
     now = stand_ins.settings(trainer.args)
     chosen = {key: now[key] if now[key] != trainer._after[key] else before for key, before in trainer._before.items()}
@@ -364,13 +377,12 @@ def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
         row = trainer.train_dataset[index]
         batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
         rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
-    lora = stand_ins.record.get("lora")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
-    more["bits per frozen weight"] = stand_ins.record.get("bits")
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,
-        "lora": lora,
+        "model": stand_ins.model_settings(trainer.model, trainer.processing_class, unsloth),
+        "lora": stand_ins.record.get("lora"),
         "rows": [r for r in rows if r],
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
     }
@@ -381,13 +393,11 @@ def variants(field: str) -> list[dict[str, str]]:
     return [{field: "text"}, {"messages": "messages"}, {"prompt": "text", "completion": "text"}]
 
 
-def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
-    """Run the notebook of a job."""
+def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
+    """Run the notebook of a job. Returns one run for each set of columns."""
     sys.meta_path.insert(0, stand_ins.Blocker("finetune", "patches"))
-    cells = read_cells(job["notebook"], job["name"])
-    unsloth = any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
-    # TRL refused to set a chat format where the tokenizer has a template.
-    stand_ins.prepare(unsloth, template="setup_chat_format(" not in job["notebook"])
+    cells, unsloth = job["cells"], job["unsloth"]
+    stand_ins.prepare(unsloth, template=job["template"])
     stand_ins.replace_configs(unsloth, RENAMED)
     replace_trainer(unsloth, stand_ins)
     trainer, field = find_columns(cells, stand_ins, {})
@@ -395,14 +405,15 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     for start in [dict(stand_ins.columns)] if trainer is not None else variants(field):
         if trainer is None or found:
             trainer, _ = find_columns(cells, stand_ins, dict(start))
-        found.append(result(trainer, stand_ins))
+        found.append(result(trainer, stand_ins, unsloth))
         trainer = None
-    return {"unsloth": unsloth, "template": "setup_chat_format(" not in job["notebook"], "runs": found}
+    return found
 
 
 def load(job: dict[str, Any]) -> Any:
-    """The module of the stand-ins, from its source in the job."""
-    stand_ins = types.ModuleType("stand_ins")
+    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
+    stand_ins: Any = types.ModuleType("stand_ins")
+    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
     sys.modules["stand_ins"] = stand_ins
     exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
     return stand_ins
@@ -411,17 +422,19 @@ def load(job: dict[str, Any]) -> Any:
 def main() -> None:
     """Answer the job on stdin; what the libraries print is dropped."""
     job, out = json.load(sys.stdin), os.dup(1)
+    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    key = job.pop("key")
     try:
-        found = answer(job, load(job))
+        report = {"key": key, "found": answer(job, load(job))}
     except BaseException as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-3000:]}
-    with os.fdopen(out, "w", encoding="utf-8") as stream:
-        json.dump(found, stream)
-        stream.flush()
-    os._exit(0)
+        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
+    left = encode(report).encode()
+    while left:
+        left = left[write(out, left) :]
+    leave(0)
 
 
 if __name__ == "__main__":

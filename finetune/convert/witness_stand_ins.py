@@ -7,6 +7,7 @@ The libraries are the installed ones; only what reads from the hub, from files o
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import importlib
@@ -14,7 +15,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import io
+import json
 import os
+import sys
+import zlib
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import MagicMock
@@ -59,6 +64,45 @@ class From(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(
             name, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
         )
+
+
+class Missing(MagicMock):
+    """Anything of a package that is not installed here. As text it is the same on both sides."""
+
+    def __repr__(self) -> str:
+        return "<not installed>"
+
+
+def missing_package(name: str) -> Any:
+    """A package that is not installed; rows can be divided as by scikit-learn's."""
+    found = Missing()
+    if name.partition(".")[0] == "sklearn":
+        found.train_test_split = found.model_selection.train_test_split = divided
+    return found
+
+
+def divided(*tables: Any, test_size: Any = None, random_state: Any = None, **named: Any) -> list[Any]:
+    """Each table as two, of the same rows."""
+    import numpy
+
+    length = len(tables[0])
+    size = named.get("train_size")
+    if test_size is None and size is not None:
+        test_size = 1 - size if isinstance(size, float) else length - size
+    test_size = share(0.25 if test_size is None else test_size, length)
+    held = round(test_size * length) if isinstance(test_size, float) else test_size
+    order = list(range(length))
+    if named.get("shuffle", True):
+        order = [int(i) for i in numpy.random.RandomState(random_state or 0).permutation(length)]
+    return [_chosen(table, part) for table in tables for part in (order[held:], order[:held])]
+
+
+def _chosen(table: Any, part: list[int]) -> Any:
+    if hasattr(table, "iloc"):
+        return table.iloc[part]
+    if hasattr(table, "select"):
+        return table.select(part)
+    return [table[i] for i in part] if isinstance(table, list | tuple) else table[part]
 
 
 def seed() -> None:
@@ -133,12 +177,15 @@ def _save_tiny(folder: str, has_template: bool) -> None:
     LlamaConfig(**settings).save_pretrained(folder)
 
 
-def tiny_model() -> Any:
-    """A new one, with random weights."""
+def tiny_model(recipe: dict[str, Any]) -> Any:
+    """A new one, with random weights. `recipe`: what `loading` returns."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained("tiny")
+    config._name_or_path = recipe["model"] or config._name_or_path
     model: Any = transformers.LlamaForCausalLM(config)
+    model.recipe = record["recipe"] = recipe
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = (recipe["bits per frozen weight"] == n for n in (4, 8))
     model.print_trainable_parameters = lambda *_: None
     model.get_nb_trainable_parameters = lambda *_: (1, 1)
     return model
@@ -154,18 +201,19 @@ def _replace_models(folder: str) -> None:
     load_tokenizer = transformers.AutoTokenizer.from_pretrained
     load_config = transformers.AutoConfig.from_pretrained
 
-    def tokenizer(name: Any = None, *_: Any, **given: Any) -> Any:
-        local = isinstance(name, str) and os.path.isdir(name)
-        if not local:
-            given = {key: value for key, value in given.items() if key in _TOKENIZER_ARGUMENTS}
-        return load_tokenizer(name if local else folder, **given)
+    def tokenizer(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        name = pretrained_model_name_or_path
+        if isinstance(name, str) and os.path.isdir(name):
+            return load_tokenizer(name, **given)
+        found = load_tokenizer(folder, **{key: given[key] for key in given if key in _TOKENIZER_ARGUMENTS})
+        found.name_or_path = str(name)
+        return found
 
     def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
-    def model(*_: Any, **given: Any) -> Any:
-        record["bits"] = bits(given)
-        found = tiny_model()
+    def model(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        found = tiny_model(loading(pretrained_model_name_or_path, given))
         if given.get("output_loading_info"):
             return found, {}
         return found
@@ -248,16 +296,15 @@ def _replace_unsloth() -> None:
             import transformers
 
             values = _bound(_signature, given, named)
-            record["loader"] = {"max_seq_length": values.get("max_seq_length")}
-            record["bits"] = bits(loads | values)
-            model = tiny_model()
+            model = tiny_model(loading(values.get("model_name"), loads | values))
             model.max_seq_length = values.get("max_seq_length")
             return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
 
         def get_peft_model(
             model: Any, *given: Any, _signature: Any = adapt, _defaults: dict[str, Any] = defaults, **named: Any
         ) -> Any:
-            record["lora"] = adapter(_defaults | _bound(_signature, (model, *given), named))
+            values = _defaults | _bound(_signature, (model, *given), named)
+            record["lora"] = adapter(values)
             return model
 
         loader.from_pretrained = staticmethod(from_pretrained)
@@ -268,6 +315,41 @@ def _replace_unsloth() -> None:
     package: Any = unsloth
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"):  # of GPUs only; FastLanguageModel chooses
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
+
+
+# What both sides must agree on beside the trainer's arguments.
+MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code", "bits per frozen weight",
+         "tokenizer", "rows of the embedding", "frozen parameters")  # fmt: skip
+
+
+def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a loader is asked for."""
+    former = "flash_attention_2" if given.get("use_flash_attention_2") else None
+    return {
+        "model": None if name is None else str(name),
+        "revision": given.get("revision"),
+        "dtype": _dtype(given.get("dtype") or given.get("torch_dtype")),
+        "attn_implementation": given.get("attn_implementation") or former,
+        "trust_remote_code": bool(given.get("trust_remote_code")),
+        "bits per frozen weight": bits(given),
+    }
+
+
+def _dtype(value: Any) -> str | None:
+    name = str(value).removeprefix("torch.")
+    return None if name in ("None", "auto") else {"half": "float16", "float": "float32"}.get(name, name)
+
+
+def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
+    """What is loaded, and what is left to train of it."""
+    found = dict(getattr(model, "recipe", record.get("recipe") or loading(None, {})))
+    # As the package does on a GPU like this one: `fp16=True` alone loads a transformers model in that type.
+    found["dtype"] = found["dtype"] or ("float16" if record.get("fp16") and not unsloth else "bfloat16")
+    found["tokenizer"] = str(getattr(tokenizer, "name_or_path", None))
+    found["rows of the embedding"] = int(model.get_input_embeddings().weight.shape[0])
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    found["frozen parameters"] = frozen if record.get("lora") is None else []  # an adapter freezes the rest itself
+    return found
 
 
 def bits(given: dict[str, Any]) -> int:
@@ -335,15 +417,32 @@ def record_adapter(config: Any) -> None:
         record["lora"] = adapter(config.to_dict())
 
 
-ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save", "use_dora")
+# Arguments of LoraConfig that change what is trained, and those that Unsloth adds. `random_state` is Unsloth's alone.
+ADAPTER = (
+    "r lora_alpha lora_dropout target_modules exclude_modules bias use_rslora use_dora modules_to_save"
+    " init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern trainable_token_indices"
+    " target_parameters lora_bias layer_replication fan_in_fan_out random_state finetune_vision_layers"
+    " finetune_language_layers finetune_attention_modules finetune_mlp_modules"
+).split()
 
 
 def adapter(values: dict[str, Any]) -> dict[str, Any]:
-    found = {name: values.get(name) for name in ADAPTER}
-    for name in ("target_modules", "modules_to_save"):
-        if isinstance(chosen := found[name], set | list | tuple):
-            found[name] = sorted(chosen)
-    return found | {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
+    """The adapter, JSON-safe."""
+    found = {name: _jsonable(values.get(name)) for name in ADAPTER}
+    for name in ("target_modules", "modules_to_save", "exclude_modules"):
+        if isinstance(chosen := found[name], list):
+            found[name] = sorted(chosen, key=str)
+    weights = True if found["init_lora_weights"] is None else found["init_lora_weights"]
+    rest = {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
+    return found | rest | {"init_lora_weights": weights}
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, set | frozenset | list | tuple | range):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -351,70 +450,114 @@ def adapter(values: dict[str, Any]) -> dict[str, Any]:
 columns: dict[str, str] = {}  # name -> text, number, messages (role and content) or sharegpt (from and value)
 
 
-def _text(column: str, row: int, part: int = 0) -> str:
+def _text(column: str, row: int, source: str, part: int = 0) -> str:
     """Deterministic text: short and long, with unusual characters, empty in some rows of optional columns."""
     if column.lower() in OPTIONAL and row % 3 == 1:
         return ""
     start = sum(map(ord, column)) + 7 * row + 3 * part
     count = 700 if row == 5 and part == 0 else 2 + (start * 5) % 17
-    return f"{column} {row} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
+    return f"{column} {row}{source} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
 
 
-def _value(column: str, kind: str, row: int) -> Any:
+def _value(column: str, kind: str, row: int, source: str) -> Any:
     if kind == "number":
         return row
     if kind == "text":
-        return _text(column, row)
+        return _text(column, row, source)
     who, what, names = (
         ("role", "content", ("user", "assistant")) if kind == "messages" else ("from", "value", ("human", "gpt"))
     )
     turns = 2 * (1 + row % 3)
-    return [{who: names[turn % 2], what: _text(column, row, turn)} for turn in range(turns)]
+    return [{who: names[turn % 2], what: _text(column, row, source, turn)} for turn in range(turns)]
 
 
-def rows(count: int = ROWS) -> list[dict[str, Any]]:
-    """Rows with the columns that are known so far."""
+def rows(count: int = ROWS, source: Any = None) -> list[dict[str, Any]]:
+    """Rows with the columns that are known so far. `source`: what was asked for; rows of two sources differ."""
     chosen = columns or {"row_number": "number"}
-    return [{name: _value(name, kind, row) for name, kind in chosen.items()} for row in range(count)]
+    tag = "" if source is None else f" {zlib.crc32(repr(source).encode()) % 9973}"
+    return [{name: _value(name, kind, row, tag) for name, kind in chosen.items()} for row in range(count)]
+
+
+SPLITS = ("train", "test", "validation", "train_sft", "test_sft")
+FEWEST = 20  # a smaller part of so few rows says nothing about that part of a real data set
 
 
 def _replace_data() -> None:
     import datasets
 
-    splits = ("train", "test", "validation", "train_sft", "test_sft")
-
-    def load(*given: Any, split: Any = None, **_: Any) -> Any:
+    def load(*given: Any, split: Any = None, **named: Any) -> Any:
+        source = [*given[:2], *(named.get(key) for key in ("name", "data_files", "data_dir", "path", "revision"))]
         if split is None:
-            return datasets.DatasetDict({name: datasets.Dataset.from_list(rows()) for name in splits})
+            return datasets.DatasetDict({name: part(source, name) for name in SPLITS})
         if isinstance(split, list | tuple):
-            return [datasets.Dataset.from_list(rows()) for _ in split]
-        return datasets.Dataset.from_list(rows())
+            return [part(source, one) for one in split]
+        return part(source, split)
 
-    def alone(*_: Any, **__: Any) -> Any:
-        return datasets.Dataset.from_list(rows())
+    def part(source: Any, split: Any) -> Any:
+        """One split, or the part of it that is named."""
+        try:
+            instructions = datasets.ReadInstruction.from_spec(str(split)).to_absolute(dict.fromkeys(SPLITS, ROWS))
+            parts = [rows(ROWS, (source, one.splitname))[one.from_ : one.to] for one in instructions]
+        except (ValueError, AssertionError, KeyError):  # more rows than there are, or another split
+            parts = []
+        found = [row for some in parts for row in some]
+        return datasets.Dataset.from_list(found if len(found) >= FEWEST else rows(ROWS, (source, str(split))))
 
-    datasets.load_dataset = datasets.load_from_disk = load
-    for name in ("from_json", "from_csv", "from_parquet", "from_text", "load_from_disk"):
-        setattr(datasets.Dataset, name, staticmethod(alone))
+    def saved(load_saved: Any) -> Any:
+        def from_disk(path: Any = None, *given: Any, **named: Any) -> Any:
+            path = named.pop("dataset_path", path)
+            if os.path.isdir(str(path)):  # the program has written it
+                return load_saved(path, *given, **named)
+            return load(str(path), split="train")
+
+        return from_disk
+
+    def file(read: Any) -> Any:
+        def from_file(path: Any = None, *given: Any, **named: Any) -> Any:
+            path = named.pop("path_or_paths", path)
+            if isinstance(path, str | os.PathLike) and os.path.isfile(path):
+                return read(path, *given, **named)
+            return load(str(path), split="train")
+
+        return from_file
+
+    read_files = datasets.load_dataset
+
+    def load_or_read(*given: Any, **named: Any) -> Any:
+        """Files that the program has written are read."""
+        files = named.get("data_files")
+        paths = files.values() if isinstance(files, dict) else files if isinstance(files, list | tuple) else [files]
+        paths = [path for path in paths if isinstance(path, str | os.PathLike)]
+        if files and len(paths) and all(map(os.path.isfile, paths)):
+            return read_files(*given, **(named | {"num_proc": None}))
+        return load(*given, **named)
+
+    datasets.load_dataset = load_or_read
+    datasets.load_from_disk = saved(datasets.load_from_disk)
+    datasets.Dataset.load_from_disk = staticmethod(saved(datasets.Dataset.load_from_disk))
+    for name in ("from_json", "from_csv", "from_parquet", "from_text"):
+        setattr(datasets.Dataset, name, staticmethod(file(getattr(datasets.Dataset, name))))
     _tolerate_sizes(datasets.Dataset)
     _replace_pandas()
+    _replace_open()
 
 
 def _tolerate_sizes(dataset: Any) -> None:
-    """Selections and splits for larger data sets work on this one; nothing starts processes."""
+    """Selections and splits for larger data sets work on this one, and another size is another selection; nothing
+    starts processes."""
     select, split, shuffle = dataset.select, dataset.train_test_split, dataset.shuffle
     apply, keep = dataset.map, dataset.filter
 
     def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
-        return select(self, [i for i in indices if -len(self) <= i < len(self)], *given, **named)
+        return select(self, places(list(indices), len(self)), *given, **named)
 
     def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
         named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
         sizes = {"test_size": test_size, "train_size": train_size}
-        clamped = {key: 0.1 if isinstance(size, int) and size > 1 else size for key, size in sizes.items()}
+        fitting = {key: share(size, len(self)) for key, size in sizes.items()}
         if all(isinstance(size, int) and size > 1 for size in sizes.values()):
-            clamped["train_size"] = None
-        return split(self, **clamped, **named)
+            fitting["train_size"] = None
+        return split(self, **fitting, **named)
 
     def shuffled(self: Any, seed: Any = None, *given: Any, **named: Any) -> Any:
         return shuffle(self, seed or 0, *given, **named)
@@ -429,14 +572,116 @@ def _tolerate_sizes(dataset: Any) -> None:
     dataset.map, dataset.filter = alone(apply), alone(keep)
 
 
+def places(indices: list[int], length: int) -> list[int]:
+    """Rows for indices of a larger data set: those that exist, less some of the last, whose number depends on how many
+    were asked for; the remainders if none exists."""
+    inside = [i for i in indices if -length <= i < length]
+    if not inside:
+        return list(dict.fromkeys(i % length for i in indices))[:FEWEST] if length else []
+    cut = len(indices) % 11 if len(inside) < len(indices) and len(inside) >= 2 * FEWEST else 0
+    return inside[: len(inside) - cut]
+
+
+def share(size: Any, length: int) -> Any:
+    """A number of rows of a larger data set, as a share of this one: between 5 % and 15 %, not the same for all."""
+    if not isinstance(size, int) or isinstance(size, bool) or size <= length // 4:
+        return size
+    return 0.05 + size % 97 / 970
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+files: dict[str, str] = {}  # generated ones, by the name that was asked for
+
+
+def _replace_open() -> None:
+    """A file of rows that the program under test opens and that does not exist is generated."""
+    really, here = io.open, os.getcwd()
+
+    def by_program() -> bool:
+        frame: Any = sys._getframe(2)
+        while os.path.basename(frame.f_code.co_filename) in ("pathlib.py", "contextlib.py"):
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith(("<cell", here))
+
+    def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        try:
+            return really(file, mode, *given, **named)
+        except (FileNotFoundError, PermissionError):
+            generated = _generated(os.fspath(file)) if mode in ("r", "rt", "rb") and by_program() else None
+            if generated is None:
+                raise
+        return really(generated, mode, *given, **named)
+
+    builtins.open = io.open = open  # type: ignore[assignment]
+
+
+def _generated(name: Any) -> str | None:
+    """A file with rows in the format of its name; None for another format."""
+    kind = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
+    if kind not in (".json", ".jsonl", ".csv", ".tsv"):
+        return None
+    if name not in files:
+        files[name] = os.path.join(os.environ["HF_DATASETS_CACHE"] + "-files", f"{len(files)}{kind}")
+        os.makedirs(os.path.dirname(files[name]), exist_ok=True)
+        found = rows(ROWS, name)
+        with io.FileIO(files[name], "w") as stream:
+            stream.write(_written(found, kind).encode())
+    return files[name]
+
+
+def _written(found: list[dict[str, Any]], kind: str) -> str:
+    import pandas
+
+    if kind == ".json":
+        return json.dumps(found)
+    if kind == ".jsonl":
+        return "".join(json.dumps(row) + "\n" for row in found)
+    return pandas.DataFrame(found).to_csv(index=False, sep="," if kind == ".csv" else "\t")
+
+
 def _replace_pandas() -> None:
     import pandas
 
-    def frame(*_: Any, **__: Any) -> Any:
-        return pandas.DataFrame(rows())
+    def frame(read: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            source = given[0] if given else named.get("filepath_or_buffer", named.get("path_or_buf", named.get("path")))
+            source = "" if source is None else source
+            if not isinstance(source, str | os.PathLike) or os.path.isfile(source):
+                return read(*given, **named)
+            return _as_asked(pandas.DataFrame(rows(ROWS, str(source))), named)
+
+        return called
 
     for name in ("csv", "json", "parquet", "excel", "table", "pickle", "feather"):
-        setattr(pandas, f"read_{name}", frame)
+        setattr(pandas, f"read_{name}", frame(getattr(pandas, f"read_{name}")))
+    _tolerate_samples(pandas.DataFrame)
+
+
+def _as_asked(table: Any, named: dict[str, Any]) -> Any:
+    """With the columns that the reader was asked for by name."""
+    for key in ("usecols", "columns"):
+        if isinstance(chosen := named.get(key), list) and all(isinstance(name, str) for name in chosen):
+            table = table[chosen]
+    names = named.get("names")
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        if missing := [name for name in names if name not in columns]:
+            raise KeyError(missing[0])
+        table = table[list(names)]
+    return table.head(named["nrows"]) if isinstance(named.get("nrows"), int) else table
+
+
+def _tolerate_samples(table: Any) -> None:
+    """Samples of more rows than there are, and without a seed."""
+    sample = table.sample
+
+    def sampled(self: Any, n: Any = None, frac: Any = None, replace: Any = False, **named: Any) -> Any:
+        named["random_state"] = 0 if named.get("random_state") is None else named["random_state"]
+        if isinstance(n, int) and n > len(self) and not replace:
+            n = len(self) - n % 11 if len(self) > FEWEST else len(self)
+        return sample(self, n, frac, replace, **named)
+
+    table.sample = sampled
 
 
 # --- training arguments -----------------------------------------------------------------------------------------------
@@ -488,6 +733,8 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
             if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
                 given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
             given = {key: value for key, value in given.items() if key in parameters}
+        if "fp16" in given:
+            record["fp16"] = bool(given["fp16"])
         values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
@@ -498,7 +745,8 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
 
 SETTINGS = (
     "learning_rate num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim"
-    " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor"
+    " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor loss_type"
+    " optim_args optim_target_modules"
 ).split()
 
 
@@ -511,12 +759,14 @@ def settings(args: Any) -> dict[str, Any]:
         found["num_train_epochs"] = None
     if not found["lr_scheduler_kwargs"]:
         found["lr_scheduler_kwargs"] = None
+    if found["loss_type"] == "chunked_nll":  # the same loss, with less memory
+        found["loss_type"] = "nll"
     found["global batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return found
 
 
 def _plain(value: Any) -> Any:
-    value = getattr(value, "value", value)
+    value = _jsonable(getattr(value, "value", value))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
