@@ -50,7 +50,7 @@ class Witness:
 _NOTHING_LEFT = re.compile(r"the script fails.*(`eval_dataset` is empty|Dropped: \d+ x empty )", re.DOTALL)
 
 
-class _CouldNotRun(Exception):
+class CouldNotRun(Exception):
     pass
 
 
@@ -74,7 +74,7 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         left = seconds - (time.perf_counter() - start)
         ours = run_scripts([name], files, form, theirs, left)[name]
         difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
-    except _CouldNotRun as error:
+    except CouldNotRun as error:
         return found("could-not-run", str(error))
     if _NOTHING_LEFT.search(difference):
         return found("could-not-run", f"the generated rows leave nothing to train on: {difference}")
@@ -113,7 +113,7 @@ def _cells(notebook: Path) -> list[str]:
     try:
         return read_cells(notebook.read_text(encoding="utf-8-sig"), notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
+        raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
@@ -125,16 +125,16 @@ def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
     given = json.dumps(job | {"stand_ins": stand_ins, "key": key}).encode()
     done = sandbox.run_libraries(str(_HERE / program), given, seconds=max(seconds, 1), output=OUTPUT)
     if done.why:
-        raise _CouldNotRun(f"{side} exceeds the limit on {done.why}")
+        raise CouldNotRun(f"{side} exceeds the limit on {done.why}")
     try:
         report = json.loads(done.output)
     except (ValueError, RecursionError):
         lines = done.errors.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise _CouldNotRun(f"{side} ended early: {printable(lines[-1])}") from None
+        raise CouldNotRun(f"{side} ended early: {printable(lines[-1])}") from None
     if not isinstance(report, dict) or report.get("key") != key:
         raise _unreadable(side, "it was not written by the witness")
     if "error" in report:
-        raise _CouldNotRun(f"{side}: {printable(report['error'])}")
+        raise CouldNotRun(f"{side}: {printable(report['error'])}")
     return report.get("found")
 
 
@@ -143,8 +143,8 @@ def printable(text: Any, limit: int = 400) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in str(text)[:limit])
 
 
-def _unreadable(side: str, why: str) -> _CouldNotRun:
-    return _CouldNotRun(f"{side}: its report cannot be used: {why}")
+def _unreadable(side: str, why: str) -> CouldNotRun:
+    return CouldNotRun(f"{side}: its report cannot be used: {why}")
 
 
 # --- what a report must have ------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 
 def _runs(found: Any, side: str, count: int | None = None) -> list[dict[str, Any]]:
-    """The runs of a report, each complete. Raises _CouldNotRun otherwise."""
+    """The runs of a report, each complete. Raises CouldNotRun otherwise."""
     if not isinstance(found, list) or not found or count not in (None, len(found)):
         raise _unreadable(side, "runs are missing")
     for run in found:

@@ -221,6 +221,7 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
     state.clear()
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    module.__dict__["__builtins__"] = builtins  # the module, not this program's copy
     module.__dict__.update(display=lambda *_, **__: None, get_ipython=stand_ins.Missing)  # as in Jupyter
     failures: list[str] = []
     state["failures"] = failures
