@@ -33,6 +33,19 @@ SPECIAL = (
 WORDS = "the cat runs é over 漢字 a 'quoted' hill, and 😀 sees {seven} green birds: that\nsing while rain falls".split(
     " "
 )
+FRAME = """You are Qwen, created by Alibaba Cloud. You are a helpful assistant.
+
+Below is an instruction that describes a task. Write a response that appropriately completes the request.
+
+### Instruction:
+### Input:
+### Response:
+system
+user
+assistant
+model
+Question: Answer: [INST] [/INST]"""
+VOCABULARY = 640
 CONVERSATIONS = frozenset("messages conversations conversation conversations_raw chat dialogue dialog convo".split())
 NUMBERS = frozenset("id idx index label labels score rating length len year".split())
 OPTIONAL = frozenset("input context system".split())  # empty in some rows
@@ -146,20 +159,24 @@ def prepare(unsloth: bool, *, template: bool = True) -> None:
 
 
 def _save_tiny(folder: str, has_template: bool) -> None:
-    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama.
+    """A byte-level BPE tokenizer with Qwen's chat template, and the configuration of a Llama. Most words of the rows
+    are one token, so that rows are not much longer than real ones.
 
     The template marks the assistant's turns. For one without marks, TRL would take its own variant, whose marks differ
     from the package's on purpose (docs/data.md).
     """
     import tokenizers
     import trl
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    backend.add_special_tokens(SPECIAL)
+    backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 12, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    backend.train_from_iterator([f"{' '.join(WORDS)} {FRAME}"] * 2, trainer)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
@@ -170,7 +187,7 @@ def _save_tiny(folder: str, has_template: bool) -> None:
             tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
     settings: dict[str, Any] = dict(
-        vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
@@ -283,43 +300,44 @@ def _replace_unsloth() -> None:
     from unsloth_zoo.cpu import trainer
 
     trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
-    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
-    loads = _defaults_on_gpu("loader.py", "from_pretrained")
-    for name, source in sources.items():
-        loader = getattr(unsloth, name, None)
-        if loader is None:
-            continue
-        load, adapt = inspect.signature(loader.from_pretrained), inspect.signature(loader.get_peft_model)
-        defaults = _defaults_on_gpu(source, "get_peft_model")
-
-        def from_pretrained(*given: Any, _signature: Any = load, **named: Any) -> Any:
-            import transformers
-
-            values = _bound(_signature, given, named)
-            model = tiny_model(loading(values.get("model_name"), loads | values))
-            model.max_seq_length = values.get("max_seq_length")
-            return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
-
-        def get_peft_model(
-            model: Any, *given: Any, _signature: Any = adapt, _defaults: dict[str, Any] = defaults, **named: Any
-        ) -> Any:
-            values = _defaults | _bound(_signature, (model, *given), named)
-            record["lora"] = adapter(values)
-            return model
-
-        loader.from_pretrained = staticmethod(from_pretrained)
-        loader.get_peft_model = staticmethod(get_peft_model)
-        for method in ("for_inference", "for_training"):
-            if hasattr(loader, method):
-                setattr(loader, method, staticmethod(lambda model=None, *_, **__: model))
     package: Any = unsloth
+    loads = _defaults_on_gpu("loader.py", "from_pretrained")
+    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
+    for name, source in sources.items():  # one class for all of them on a CPU
+        if hasattr(unsloth, name):
+            adapts = _defaults_on_gpu(source, "get_peft_model")
+            setattr(package, name, type(name, (getattr(unsloth, name),), _unsloth_methods(loads, adapts)))
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"):  # of GPUs only; FastLanguageModel chooses
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
 
 
+def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str, Any]:
+    """What one of Unsloth's classes is asked for. `loads`, `adapts`: defaults of its two methods, in their order."""
+
+    def from_pretrained(*given: Any, **named: Any) -> Any:
+        import transformers
+
+        values = loads | dict(zip(loads, given, strict=False)) | named
+        model = tiny_model(loading(values["model_name"], values))
+        model.max_seq_length = values["max_seq_length"]
+        return model, transformers.AutoTokenizer.from_pretrained(values["model_name"])
+
+    def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:
+        values = adapts | dict(zip(adapts, given, strict=False)) | named
+        record["lora"] = adapter(values)
+        return model
+
+    def unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
+        return model
+
+    methods = {"from_pretrained": from_pretrained, "get_peft_model": get_peft_model}
+    methods |= {"for_inference": unchanged, "for_training": unchanged}
+    return {name: staticmethod(method) for name, method in methods.items()}
+
+
 # What both sides must agree on beside the trainer's arguments.
 MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code", "bits per frozen weight",
-         "tokenizer", "rows of the embedding", "frozen parameters")  # fmt: skip
+         "tokenizer", "end token", "tokens", "rows of the embedding", "frozen parameters")  # fmt: skip
 
 
 def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -346,6 +364,7 @@ def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
     # As the package does on a GPU like this one: `fp16=True` alone loads a transformers model in that type.
     found["dtype"] = found["dtype"] or ("float16" if record.get("fp16") and not unsloth else "bfloat16")
     found["tokenizer"] = str(getattr(tokenizer, "name_or_path", None))
+    found |= {"end token": str(getattr(tokenizer, "eos_token", None)), "tokens": len(tokenizer)}
     found["rows of the embedding"] = int(model.get_input_embeddings().weight.shape[0])
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     found["frozen parameters"] = frozen if record.get("lora") is None else []  # an adapter freezes the rest itself
@@ -365,7 +384,8 @@ def bits(given: dict[str, Any]) -> int:
 
 
 def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
-    """Defaults of a function in one of Unsloth's modules for GPUs, which cannot be imported without one."""
+    """Defaults of a function's parameters, in their order, in one of Unsloth's modules for GPUs, which cannot be
+    imported without one."""
     import unsloth
 
     with open(os.path.join(os.path.dirname(unsloth.__file__ or ""), "models", source), encoding="utf-8") as stream:
@@ -381,18 +401,15 @@ def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
             names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
             for name, value in zip(names, node.args.defaults, strict=True):
                 value = constants.get(value.id, value) if isinstance(value, ast.Name) else value
-                with contextlib.suppress(ValueError):
-                    found.setdefault(name, ast.literal_eval(value))
+                found.setdefault(name, _literal(value))
     return found
 
 
-def _bound(signature: Any, given: Any, named: Any) -> dict[str, Any]:
-    bound = signature.bind(*given, **named)
-    rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    values = dict(bound.arguments)
-    for name in rest:
-        values |= values.pop(name)
-    return values
+def _literal(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:  # computed from the device
+        return None
 
 
 def _replace_adapters() -> None:
@@ -455,7 +472,8 @@ def _text(column: str, row: int, source: str, part: int = 0) -> str:
     if column.lower() in OPTIONAL and row % 3 == 1:
         return ""
     start = sum(map(ord, column)) + 7 * row + 3 * part
-    count = 700 if row == 5 and part == 0 else 2 + (start * 5) % 17
+    long = part < 2 and (row + sum(map(ord, column)) + 7 * part) % 15 == 5  # other rows for other columns and turns
+    count = 700 // (1 + row // 30) if long else 2 + (start * 5) % 17
     return f"{column} {row}{source} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
 
 
@@ -497,7 +515,12 @@ def _replace_data() -> None:
         """One split, or the part of it that is named."""
         try:
             instructions = datasets.ReadInstruction.from_spec(str(split)).to_absolute(dict.fromkeys(SPLITS, ROWS))
-            parts = [rows(ROWS, (source, one.splitname))[one.from_ : one.to] for one in instructions]
+            # "train[:9000]" is less of a larger data set than "train".
+            whole = all(one.to - one.from_ == ROWS for one in instructions)
+            names = [str(split) if whole else one.splitname for one in instructions]
+            parts = [
+                rows(ROWS, (source, name))[one.from_ : one.to] for name, one in zip(names, instructions, strict=True)
+            ]
         except (ValueError, AssertionError, KeyError):  # more rows than there are, or another split
             parts = []
         found = [row for some in parts for row in some]
