@@ -149,7 +149,7 @@ def _unreadable(side: str, why: str) -> CouldNotRun:
 
 # --- what a report must have ------------------------------------------------------------------------------------------
 
-_KINDS = {"text", "number", "messages", "sharegpt"}
+_KINDS = {"text", "number", "messages", "sharegpt", "json"}
 _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 

@@ -145,6 +145,8 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
     args.dataset_num_proc = None
+    if given.get("formatting_func") is not None and args.completion_only_loss is None:
+        args.completion_only_loss = False  # TRL formatted rows with prompts too, before it refused to
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
         # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one.
@@ -217,6 +219,7 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
     """Run the cells up to `train()`. Returns the trainer; raises KeyError and others for what is missing."""
     stand_ins.record.clear()
     stand_ins.files.clear()
+    stand_ins.asked.clear()
     stand_ins.seed()
     state.clear()
     module = types.ModuleType("__main__")
@@ -256,6 +259,8 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             raise KeyError(wanted) from error
         if wants_messages(error):
             raise TypeError("messages") from error
+        if "JSON object must be str" in str(error) and "list" in str(error):
+            raise TypeError("json") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
         forget(node, space)
 
@@ -287,9 +292,11 @@ def missing(error: BaseException) -> str | None:
             r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index",
             text,
         ):
-            names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (\S+) not", text)
+            text = text.partition("urrent columns")[0]  # what follows are the columns that it has
+            names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (.{1,60}?) not in", text)
+            wanted = [name for name in names if name not in sys.modules["stand_ins"].columns]  # type: ignore[attr-defined]
             if names:
-                return names[0]
+                return (wanted or names)[0]
         found = found.__cause__ or found.__context__
     return None
 
@@ -313,7 +320,8 @@ def forget(node: ast.stmt, space: dict[str, Any]) -> None:
 
 LOOKS = (
     "decode batch_decode apply_chat_template generate head info print_trainable_parameters get_device_properties"
-    " encode select"
+    " encode select push_to_hub save_pretrained save_pretrained_merged push_to_hub_merged save_pretrained_gguf"
+    " push_to_hub_gguf evaluate"
 ).split()
 
 
@@ -331,25 +339,39 @@ def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tup
     seen = set()
     for _ in range(TRIES):
         try:
-            return execute(cells, stand_ins), ""
+            trainer = execute(cells, stand_ins)
+            if stand_ins.columns or not stand_ins.asked or not (optional := optional_columns(source)):
+                return trainer, ""
+            for name in optional:
+                change(name, source, stand_ins)
+            continue
         except KeyError as error:
             name, by_trainer = str(error.args[0]), state.get("by_trainer")
             if by_trainer and not stand_ins.columns:
                 return None, by_trainer
         except TypeError as error:
-            name = "role"
-            if "messages" not in str(error):
+            name, wanted = "role", str(error)
+            if wanted not in ("messages", "json"):
                 raise Failed(f"{type(error).__name__}: {error}") from None
-            last = [column for column, kind in stand_ins.columns.items() if kind == "text"]
+            former = "text" if wanted == "messages" else "messages"
+            last = [column for column, kind in stand_ins.columns.items() if kind == former]
             if not last:
                 raise Failed("its rows are not text or messages") from None
-            stand_ins.columns[last[-1]] = "messages"
+            stand_ins.columns[last[-1]] = wanted
+            if wanted == "json":
+                continue
         change(name, source, stand_ins)
         chosen = json.dumps(stand_ins.columns, sort_keys=True)
         if chosen in seen:
             raise Failed(f"no column found for {name!r}")
         seen.add(chosen)
     raise Failed("its rows need more columns than can be found")
+
+
+def optional_columns(source: str) -> list[str]:
+    """Columns that the code reads only if rows have them: `row.get("name", default)`."""
+    found = re.findall(r"\.get\(\s*[\"']([\w \-]{1,60})[\"']", source)
+    return [name for name in dict.fromkeys(found) if not name.isupper() and name not in ("role", "content")]
 
 
 def change(name: str, source: str, stand_ins: Any) -> None:

@@ -203,9 +203,20 @@ def tiny_model(recipe: dict[str, Any]) -> Any:
     model: Any = transformers.LlamaForCausalLM(config)
     model.recipe = record["recipe"] = recipe
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = (recipe["bits per frozen weight"] == n for n in (4, 8))
+    model.generate = _generate
     model.print_trainable_parameters = lambda *_: None
     model.get_nb_trainable_parameters = lambda *_: (1, 1)
     return model
+
+
+def _generate(inputs: Any = None, **named: Any) -> Any:
+    """What a model that answers nothing generates: the prompt."""
+    import torch
+
+    for given in (inputs, named.get("input_ids"), named.get("inputs_embeds")):
+        if isinstance(given, torch.Tensor):
+            return given
+    return torch.zeros((1, 1), dtype=torch.long)
 
 
 _TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_token", "bos_token", "unk_token")
@@ -464,7 +475,10 @@ def _jsonable(value: Any) -> Any:
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-columns: dict[str, str] = {}  # name -> text, number, messages (role and content) or sharegpt (from and value)
+columns: dict[str, str] = {}  # name -> text, number, messages (role and content), sharegpt (from and value), json
+
+
+asked: list[Any] = []  # what rows were generated for
 
 
 def _text(column: str, row: int, source: str, part: int = 0) -> str:
@@ -482,6 +496,8 @@ def _value(column: str, kind: str, row: int, source: str) -> Any:
         return row
     if kind == "text":
         return _text(column, row, source)
+    if kind == "json":  # messages as text
+        return json.dumps(_value(column, "messages", row, source))
     who, what, names = (
         ("role", "content", ("user", "assistant")) if kind == "messages" else ("from", "value", ("human", "gpt"))
     )
@@ -491,6 +507,7 @@ def _value(column: str, kind: str, row: int, source: str) -> Any:
 
 def rows(count: int = ROWS, source: Any = None) -> list[dict[str, Any]]:
     """Rows with the columns that are known so far. `source`: what was asked for; rows of two sources differ."""
+    asked.append(source)
     chosen = columns or {"row_number": "number"}
     tag = "" if source is None else f" {zlib.crc32(repr(source).encode()) % 9973}"
     return [{name: _value(name, kind, row, tag) for name, kind in chosen.items()} for row in range(count)]
@@ -614,11 +631,12 @@ def share(size: Any, length: int) -> Any:
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
-files: dict[str, str] = {}  # generated ones, by the name that was asked for
+files: dict[str, str] = {}  # in the folder of the sandbox, by the name that was asked for
 
 
 def _replace_open() -> None:
-    """A file of rows that the program under test opens and that does not exist is generated."""
+    """A file of rows that the program under test opens and that does not exist is generated; one that it writes
+    where it may not is written into the folder of the sandbox."""
     really, here = io.open, os.getcwd()
 
     def by_program() -> bool:
@@ -629,14 +647,36 @@ def _replace_open() -> None:
 
     def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
         try:
-            return really(file, mode, *given, **named)
+            return really(files.get(file, file) if isinstance(file, str) else file, mode, *given, **named)
         except (FileNotFoundError, PermissionError):
-            generated = _generated(os.fspath(file)) if mode in ("r", "rt", "rb") and by_program() else None
-            if generated is None:
+            if not isinstance(file, str | os.PathLike) or not by_program():
                 raise
-        return really(generated, mode, *given, **named)
+            if not (other := _elsewhere(os.fspath(file), mode)):
+                raise
+        return really(other, mode, *given, **named)
+
+    def folder(make: Any) -> Any:
+        def called(path: Any, *given: Any, **named: Any) -> None:
+            with contextlib.suppress(PermissionError):
+                make(path, *given, **named)
+
+        return called
 
     builtins.open = io.open = open  # type: ignore[assignment]
+    os.makedirs, os.mkdir = folder(os.makedirs), folder(os.mkdir)
+
+
+def _elsewhere(name: Any, mode: str) -> str | None:
+    """A file in the folder of the sandbox for one that cannot be opened: to write, or with generated rows to read."""
+    if mode[0] == "r":
+        return _generated(name)
+    return _placed(name, "") if isinstance(name, str) and name.startswith("/") else None
+
+
+def _placed(name: str, kind: str) -> str:
+    files[name] = os.path.join(os.environ["HF_DATASETS_CACHE"] + "-files", f"{len(files)}{kind}")
+    os.makedirs(os.path.dirname(files[name]), exist_ok=True)
+    return files[name]
 
 
 def _generated(name: Any) -> str | None:
@@ -644,12 +684,8 @@ def _generated(name: Any) -> str | None:
     kind = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
     if kind not in (".json", ".jsonl", ".csv", ".tsv"):
         return None
-    if name not in files:
-        files[name] = os.path.join(os.environ["HF_DATASETS_CACHE"] + "-files", f"{len(files)}{kind}")
-        os.makedirs(os.path.dirname(files[name]), exist_ok=True)
-        found = rows(ROWS, name)
-        with io.FileIO(files[name], "w") as stream:
-            stream.write(_written(found, kind).encode())
+    with io.FileIO(_placed(name, kind), "w") as stream:
+        stream.write(_written(rows(ROWS, name), kind).encode())
     return files[name]
 
 
