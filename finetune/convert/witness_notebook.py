@@ -146,7 +146,7 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
             setattr(args, key, value)
     args.dataset_num_proc = None
     if given.get("formatting_func") is not None and args.completion_only_loss is None:
-        args.completion_only_loss = False  # TRL formatted rows with prompts too, before it refused to
+        format_prompts(given)
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
         # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one.
@@ -154,6 +154,14 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         explicit = args.max_length if args.max_length and args.max_length != default else None
         args.max_length = min(explicit, loaded) if explicit else loaded
     return given | {"args": args}
+
+
+def format_prompts(given: dict[str, Any]) -> None:
+    """Format rows with prompts, as TRL did before it refused to."""
+    rows, function = given.get("train_dataset"), given["formatting_func"]
+    if "prompt" in (getattr(rows, "column_names", None) or ()):
+        given["train_dataset"] = rows.map(lambda row: {"text": function(row)}, remove_columns=rows.column_names)
+        given["formatting_func"] = None
 
 
 def demand_columns(given: dict[str, Any]) -> None:
@@ -197,10 +205,14 @@ class CompletionOnly:
         return [-100 if pad is not None and label == pad else label for label in labels]
 
 
-def setup_chat_format(model: Any, tokenizer: Any, *_: Any, **__: Any) -> Any:
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: Any = "chatml", resize_to_multiple_of: int | None = None
+) -> Any:
     """TRL's former function: ChatML's template and tokens."""
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     tokenizer.chat_template = (
         "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
         " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
