@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import traceback
 import types
 from typing import Any
 
@@ -259,7 +258,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
     try:
         exec(compile(ast.Module([node], []), f"<cell {cell}>", "exec"), space)
     except Exception as error:
-        if (variable := missing_variable(error)) is not None:
+        if (variable := sys.modules["stand_ins"].missing_variable(error)) is not None:  # type: ignore[attr-defined]
             os.environ[variable] = "none"
             run_statement(node, space, failures, cell)
             return
@@ -281,13 +280,6 @@ def not_installed(node: ast.Import | ast.ImportFrom, name: str) -> Any:
     """What an import that failed gives."""
     package = sys.modules["stand_ins"].missing_package  # type: ignore[attr-defined]
     return package(name) if isinstance(node, ast.Import) else getattr(package(node.module or ""), name)
-
-
-def missing_variable(error: BaseException) -> str | None:
-    """The environment variable that a statement read and that is not set."""
-    frames = traceback.extract_tb(error.__traceback__)
-    of_environment = isinstance(error, KeyError) and frames and frames[-1].filename in (os.__file__, "<frozen os>")
-    return str(error.args[0]) if of_environment else None
 
 
 def missing(error: BaseException) -> str | None:
@@ -346,6 +338,7 @@ def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tup
     """Run again and again, with one more column each time. Returns the trainer and the text field that only the
     trainer asked for, or ""."""
     source = "\n".join(cells)
+    stand_ins.by_line = "json.load(" not in source
     stand_ins.columns.clear()
     stand_ins.columns.update(start)
     seen = set()

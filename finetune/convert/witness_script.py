@@ -164,19 +164,32 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     }
 
 
+def _with_variables(run: Any, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+    """The result of a script, whose environment variables are set as the notebook's are."""
+    while True:
+        stand_ins.record.clear()
+        stand_ins.seed()
+        stand_ins.columns.clear()
+        stand_ins.columns.update(columns)
+        stand_ins.files.clear()
+        try:
+            return run()
+        except Exception as error:
+            variable = stand_ins.missing_variable(error)
+            if variable is None or variable in os.environ:
+                raise
+            os.environ[variable] = "none"
+
+
 def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
     """One script with one set of columns; `refused` if the package refuses its rows or settings."""
     from finetune.errors import RunError, UserError
 
     os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{number}")
-    stand_ins.record.clear()
-    stand_ins.seed()
-    stand_ins.columns.clear()
-    stand_ins.columns.update(columns)
-    stand_ins.files.clear()
+    stand_ins.by_line = "json.load(" not in job["files"][f"{name}.py"]
     run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
     try:
-        return run(job | {"name": name}, stand_ins) | {"columns": columns}
+        return _with_variables(lambda: run(job | {"name": name}, stand_ins), columns, stand_ins) | {"columns": columns}
     except (UserError, RunError) as error:
         return {"refused": str(error)[:600]}
     except (NameError, SyntaxError) as error:  # no other data or device would help

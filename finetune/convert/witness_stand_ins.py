@@ -19,6 +19,7 @@ import io
 import json
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +117,16 @@ def _chosen(table: Any, part: list[int]) -> Any:
     if hasattr(table, "select"):
         return table.select(part)
     return [table[i] for i in part] if isinstance(table, list | tuple) else table[part]
+
+
+def missing_variable(error: BaseException | None) -> str | None:
+    """The environment variable that a program read and that is not set."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, KeyError) and frames and frames[-1].filename in (os.__file__, "<frozen os>"):
+            return str(error.args[0])
+        error = error.__cause__
+    return None
 
 
 def seed() -> None:
@@ -631,6 +642,7 @@ def share(size: Any, length: int) -> Any:
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
+by_line = False  # whether the program reads JSON line by line, whatever its file is called
 files: dict[str, str] = {}  # in the folder of the sandbox, by the name that was asked for
 
 
@@ -692,9 +704,9 @@ def _generated(name: Any) -> str | None:
 def _written(found: list[dict[str, Any]], kind: str) -> str:
     import pandas
 
-    if kind == ".json":
+    if kind == ".json" and not by_line:
         return json.dumps(found)
-    if kind == ".jsonl":
+    if kind in (".json", ".jsonl"):
         return "".join(json.dumps(row) + "\n" for row in found)
     return pandas.DataFrame(found).to_csv(index=False, sep="," if kind == ".csv" else "\t")
 
