@@ -157,7 +157,8 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
 
 def format_prompts(given: dict[str, Any]) -> None:
     """Format rows with prompts, as TRL did before it refused to."""
-    rows, function = given.get("train_dataset"), given["formatting_func"]
+    rows: Any = given.get("train_dataset")
+    function = given["formatting_func"]
     if "prompt" in (getattr(rows, "column_names", None) or ()):
         given["train_dataset"] = rows.map(lambda row: {"text": function(row)}, remove_columns=rows.column_names)
         given["formatting_func"] = None

@@ -295,10 +295,10 @@ def _no_gpu() -> None:
     import torch
     import transformers
 
-    torch.cuda.get_device_capability = lambda *_: (8, 0)
-    torch.cuda.get_device_name = lambda *_: "NVIDIA A100-SXM4-40GB"
+    torch.cuda.get_device_capability = lambda *_, **__: (8, 0)
+    torch.cuda.get_device_name = lambda *_, **__: "NVIDIA A100-SXM4-40GB"
     torch.cuda.current_device = lambda: 0
-    torch.cuda.is_bf16_supported = lambda *_: True
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
 
     move = torch.nn.Module.to
 
@@ -329,6 +329,7 @@ def _replace_unsloth() -> None:
         if hasattr(unsloth, name):
             adapts = _defaults_on_gpu(source, "get_peft_model")
             setattr(package, name, type(name, (getattr(unsloth, name),), _unsloth_methods(loads, adapts)))
+    package.unsloth_save_model = getattr(package, "unsloth_save_model", Missing())
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"):  # of GPUs only; FastLanguageModel chooses
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
 

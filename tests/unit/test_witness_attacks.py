@@ -220,6 +220,7 @@ def test_who_is_confined_ends_with_its_parent(tmp_path: Path, monkeypatch: pytes
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", ORPHAN, str(program)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
         child = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
     try:
