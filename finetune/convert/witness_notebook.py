@@ -406,13 +406,16 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
         row = trainer.train_dataset[index]
         batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
         rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
+    rows = [row for row in rows if row]
+    if not rows:
+        raise Failed("the notebook trains on no token of the generated rows")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,
         "model": stand_ins.model_settings(trainer.model, trainer.processing_class, unsloth),
         "lora": stand_ins.record.get("lora"),
-        "rows": [r for r in rows if r],
+        "rows": rows,
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
     }
 
