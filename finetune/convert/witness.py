@@ -149,7 +149,7 @@ def _unreadable(side: str, why: str) -> CouldNotRun:
 
 # --- what a report must have ------------------------------------------------------------------------------------------
 
-_KINDS = {"text", "number", "messages", "sharegpt", "json"}
+_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice"}
 _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 
@@ -174,7 +174,7 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
     columns, settings, lora, model = (run.get(name) for name in ("columns", "settings", "lora", "model"))
     if not isinstance(columns, dict) or not all(isinstance(kind, str) for kind in columns.values()):
         return "the columns are missing"
-    if not set(columns.values()) <= _KINDS:
+    if not {kind.partition(":")[0] for kind in columns.values()} <= _KINDS:
         return "a column has an unknown kind"
     if not isinstance(settings, dict) or set(settings) != _NAMES:
         return "the settings are incomplete"

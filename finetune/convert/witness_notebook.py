@@ -267,7 +267,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             for alias in node.names:
                 space[(alias.asname or alias.name).partition(".")[0]] = not_installed(node, alias.name)
             return
-        if (wanted := missing(error)) is not None:
+        if (wanted := missing(error) or unnamed(node, error)) is not None:
             raise KeyError(wanted) from error
         if wants_messages(error):
             raise TypeError("messages") from error
@@ -304,6 +304,15 @@ def missing(error: BaseException) -> str | None:
                 return (wanted or names)[0]
         found = found.__cause__ or found.__context__
     return None
+
+
+def unnamed(node: ast.stmt, error: BaseException) -> str | None:
+    """The first column that `frame.columns = [...]` names and that the rows lack."""
+    if not isinstance(node, ast.Assign) or "Length mismatch: Expected axis has" not in str(error):
+        return None
+    names = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+    known = sys.modules["stand_ins"].columns  # type: ignore[attr-defined]
+    return next((name for name in names if isinstance(name, str) and name not in known), None)
 
 
 def wants_messages(error: BaseException) -> bool:
@@ -393,7 +402,16 @@ def change(name: str, source: str, stand_ins: Any) -> None:
         sharegpt = re.search(r"standardize_sharegpt|standardize_data_formats|[\"'](from|value)[\"']", source)
         columns[name] = "sharegpt" if sharegpt else "messages"
     else:
-        columns[name] = "number" if name.lower() in stand_ins.NUMBERS else "text"
+        columns[name] = labels(name, source) or ("number" if name.lower() in stand_ins.NUMBERS else "text")
+
+
+def labels(name: str, source: str) -> str:
+    """The kind of a column whose values the code compares with constants, or goes through; else ""."""
+    constant, column = r"[\"']([\w \-]{1,30})[\"']", re.escape(name)
+    found = re.findall(rf"[.\"']{column}[\"'\]]*\s*==\s*{constant}", source)
+    for listed in re.findall(rf"\bfor\s+{column}\s+in\s+\[([^\]\n]*)\]", source):
+        found += re.findall(constant, listed)
+    return "choice:" + "|".join(dict.fromkeys(found)) if len(set(found)) > 1 else ""
 
 
 def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:

@@ -487,7 +487,8 @@ def _jsonable(value: Any) -> Any:
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-columns: dict[str, str] = {}  # name -> text, number, messages (role and content), sharegpt (from and value), json
+# Name -> text, number, messages (role and content), sharegpt (from and value), json (messages as text), choice:a|b
+columns: dict[str, str] = {}
 
 
 asked: list[Any] = []  # what rows were generated for
@@ -508,7 +509,10 @@ def _value(column: str, kind: str, row: int, source: str) -> Any:
         return row
     if kind == "text":
         return _text(column, row, source)
-    if kind == "json":  # messages as text
+    if kind.startswith("choice:"):
+        options = kind.removeprefix("choice:").split("|")
+        return options[row % len(options)]
+    if kind == "json":
         return json.dumps(_value(column, "messages", row, source))
     who, what, names = (
         ("role", "content", ("user", "assistant")) if kind == "messages" else ("from", "value", ("human", "gpt"))

@@ -87,6 +87,16 @@ def test_a_missing_column_is_named(read: Callable[[Any], Any]) -> None:
     assert witness_notebook.missing(caught.value) == "answer"
 
 
+def test_a_column_of_labels_has_those_that_the_code_names() -> None:
+    named = 'for mood in ["good", "bad"]:\n    part = data[data.mood == mood]'
+    compared = """a = data[data["mood"] == 'good']\nb = data[data.mood=="bad"]"""
+    for source in (named, compared):
+        witness_notebook.change("mood", source, witness_stand_ins)
+        assert [row["mood"] for row in rows(4)] == ["good", "bad", "good", "bad"]
+        del witness_stand_ins.columns["mood"]
+    assert not witness_notebook.labels("mood", 'data.mood == "good"')
+
+
 def test_columns_that_are_read_with_get_are_found() -> None:
     source = 'a = row.get("messages", [])\nb = os.environ.get("HF_TOKEN")\nc = row.get( \'answer\')\nd = m.get("role")'
     assert witness_notebook.optional_columns(source) == ["messages", "answer"]
