@@ -6,15 +6,17 @@ of it can be undone. `run` starts such a process and limits it from outside: wal
 Uses the standard library only, because it also runs under `python -I -S`.
 
 Both profiles refuse programs, processes, sockets, signals to other processes, tracing, new mounts and namespaces,
-links, file attributes and every system call that is not listed. PURE can read the interpreter's standard library; it
+links, file attributes and every system call that is not listed. A confined process ends with the one that started it.
+PURE can read the interpreter's standard library; it
 cannot write, start threads or map executable memory. LIBRARIES can also read installed packages and what their shared
 libraries need, start threads, and write below one folder. A private tmpfs of limited size is mounted over that folder
 if the kernel permits it (containers often do not). Otherwise it is a temporary folder that `run_libraries` creates and
-removes, and RLIMIT_FSIZE limits each file in it.
+removes. `run_libraries` also watches the process from outside: memory, threads, and files in that folder.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import os
@@ -25,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +80,7 @@ def confine(profile: Profile, writable: str | None = None) -> Confinement:
     if machine is None or sys.byteorder != "little" or sys.maxsize < 2**32:
         return Confinement(missing=[f"system calls of {platform.machine()} are not known"])
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan, which nobody would stop
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         return Confinement(missing=[f"no_new_privs: {_reason()}"])
     missing = []
@@ -91,7 +95,7 @@ def confine(profile: Profile, writable: str | None = None) -> Confinement:
     return Confinement(seccomp=not seccomp, landlock=max(version, 0), tmpfs=tmpfs, missing=missing)
 
 
-_TMPFS_BYTES = 2**30
+FOLDER_BYTES, FOLDER_FILES = 2**30, 50_000  # in the folder that LIBRARIES may write to
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _NO_SUID, _NO_DEVICES, _NO_EXEC, _RECURSIVE, _PRIVATE = 2, 4, 8, 0x4000, 0x40000
 
@@ -103,7 +107,8 @@ def _mount_tmpfs(libc: Any, folder: str) -> bool:
     if libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None):
         return False
     flags = ctypes.c_ulong(_NO_SUID | _NO_DEVICES | _NO_EXEC)
-    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, f"size={_TMPFS_BYTES},mode=700".encode()):
+    limits = f"size={FOLDER_BYTES},nr_inodes={FOLDER_FILES},mode=700".encode()
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, limits):
         return False
     os.chdir(folder)  # the working directory was the folder under the mount
     return True
@@ -358,7 +363,8 @@ def _seccomp(libc: Any, filters: bytes) -> str:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended. `why` is empty, or the limit that it exceeded: `seconds` or `output`."""
+    """How a process ended. `why` is empty, or the limit that it exceeded: `seconds`, `output`, or what the caller
+    watches."""
 
     returncode: int
     output: bytes
@@ -374,8 +380,12 @@ def run(
     output: int,
     environment: dict[str, str] | None = None,
     folder: str | None = None,
+    exceeds: Callable[[int], str] = lambda process: "",
 ) -> Finished:
-    """Run a command in a new session and kill its process group at the end. Reads at most `output` bytes of output."""
+    """Run a command in a new session and kill its process group at the end. Reads at most `output` bytes of output.
+
+    `exceeds` is asked several times per second for the limit that the process with this id exceeds, or "".
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -410,9 +420,7 @@ def run(
         worker.start()
     why = ""
     try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        why = "seconds"
+        why = _wait(process, seconds, exceeds)
     finally:
         _end(process)
         process.wait()
@@ -421,6 +429,19 @@ def run(
     for stream in (process.stdout, process.stderr):
         stream.close()  # type: ignore[union-attr]
     return Finished(process.returncode, found[0], found[1], "output" if over.is_set() else why)
+
+
+def _wait(process: Any, seconds: float, exceeds: Callable[[int], str]) -> str:
+    """Wait until it exits or exceeds a limit, which is returned."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        try:
+            process.wait(min(left, 0.1))
+            return ""
+        except subprocess.TimeoutExpired:
+            if why := exceeds(process.pid):
+                return why
+    return "seconds"
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
@@ -442,13 +463,49 @@ def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int 
     """Run a Python file with the installed packages, under LIBRARIES. It can write only to its working directory, which
     is removed afterwards. If the kernel does not grant the whole profile, nothing runs (exit code 70)."""
     folder = tempfile.mkdtemp(prefix="finetune-sandbox-")
+
+    def exceeds(process: int) -> str:
+        return _use(process) or _filled(folder)
+
     environment = {name: folder for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     environment |= {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-I", os.path.abspath(__file__), folder, os.path.abspath(path)]
     try:
-        return run(command, given, seconds=seconds, output=output, environment=environment, folder=folder)
+        return run(
+            command, given, seconds=seconds, output=output, environment=environment, folder=folder, exceeds=exceeds
+        )
     finally:
         remove(folder)
+
+
+RESIDENT = 8 * 2**30  # bytes; RLIMIT_AS has to be larger, because torch reserves more than it uses
+THREADS = 4096  # libraries start some for each processor; RLIMIT_NPROC does not hold for root
+
+
+def _use(process: int) -> str:
+    """`memory` or `threads` if a process uses too much; "" also if this system does not report it."""
+    try:
+        with open(f"/proc/{process}/status", encoding="ascii", errors="replace") as stream:
+            found = dict(line.split(":", 1) for line in stream if ":" in line)
+        kibibytes = sum(int(found[name].split()[0]) for name in ("VmRSS", "VmSwap"))
+        return "memory" if kibibytes * 1024 > RESIDENT else "threads" if int(found["Threads"]) > THREADS else ""
+    except (OSError, KeyError, ValueError, IndexError):
+        return ""
+
+
+def _filled(folder: str) -> str:
+    """`files` if a folder holds too much. It is empty seen from here if a tmpfs, which has its own limits, is mounted
+    over it."""
+    size = number = 0
+    try:
+        for root, folders, files in os.walk(folder):
+            number += len(folders) + len(files)
+            size += sum(os.lstat(os.path.join(root, name)).st_size for name in files[:FOLDER_FILES])
+            if number > FOLDER_FILES or size > FOLDER_BYTES:
+                return "files"
+    except OSError:
+        pass  # it changes meanwhile; the next look sees the rest
+    return ""
 
 
 def remove(folder: str) -> None:
@@ -483,7 +540,8 @@ def main() -> None:
         sys.stderr.write(f"not run, because the kernel cannot confine it: {'; '.join(granted.missing)}\n")
         raise SystemExit(70)
     sys.argv = [path]
-    exec(code, {"__name__": "__main__", "__file__": path})
+    # Its own copy of the builtins: what untrusted code sets in the module does not change this program.
+    exec(code, {"__name__": "__main__", "__file__": path, "__builtins__": dict(vars(builtins))})
 
 
 if __name__ == "__main__":

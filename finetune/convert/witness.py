@@ -3,12 +3,17 @@
 The notebook's own code builds its own trainer with the installed libraries, a tiny model and generated rows; the
 converted script prepares the same rows with this package. Token ids, labels and resolved training arguments must be
 equal. Both sides run confined (`sandbox.LIBRARIES`), and neither can import the converter.
+
+The verdict is made here, from what both sides report. A report counts only if it is complete: another shape, a missing
+setting or no rows is never "passed". The notebook's code runs in the process that reports, so code that is written to
+deceive can forge its report (docs/security.md).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
+from finetune.convert.witness_notebook import is_unsloth, read_cells
+from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
-OUTPUT = 64 * 2**20
+OUTPUT = 8 * 2**20  # bytes of a report, which takes up to 30 times as much memory when it is read
 _HERE = Path(__file__).parent
 
 
@@ -43,7 +50,7 @@ class Witness:
 _NOTHING_LEFT = re.compile(r"the script fails.*(`eval_dataset` is empty|Dropped: \d+ x empty )", re.DOTALL)
 
 
-class _CouldNotRun(Exception):
+class CouldNotRun(Exception):
     pass
 
 
@@ -67,10 +74,8 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         left = seconds - (time.perf_counter() - start)
         ours = run_scripts([name], files, form, theirs, left)[name]
         difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
-    except _CouldNotRun as error:
+    except CouldNotRun as error:
         return found("could-not-run", str(error))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # an answer of another shape
-        return found("could-not-run", f"its answer cannot be read: {type(error).__name__}: {error}")
     if _NOTHING_LEFT.search(difference):
         return found("could-not-run", f"the generated rows leave nothing to train on: {difference}")
     more = {"rows": sum(len(run["rows"]) for run in theirs["runs"]), "generated_columns": tuple(columns)}
@@ -79,7 +84,11 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
 
 def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
     """What the notebook's own trainer would train with: `runs`, one for each set of generated columns."""
-    return _run("witness_notebook.py", {"notebook": _text(notebook), "name": notebook.name}, seconds)
+    cells = _cells(notebook)
+    source = "\n".join(cells)
+    # TRL refused to set a chat format where the tokenizer has a template.
+    about = {"unsloth": is_unsloth(cells), "template": "setup_chat_format(" not in source}
+    return about | {"runs": _runs(_run("witness_notebook.py", about | {"cells": cells}, seconds), "the notebook")}
 
 
 def run_scripts(
@@ -94,34 +103,109 @@ def run_scripts(
         "template": theirs["template"],
     }
     job |= {"columns": [run["columns"] for run in theirs["runs"]], "packages": str(_HERE.parents[1])}
-    return _run("witness_script.py", job, seconds)["runs"]
+    found = _run("witness_script.py", job, seconds)
+    if not isinstance(found, dict) or set(found) != set(names):
+        raise _unreadable("the script", "other scripts")
+    return {name: _runs(found[name], "the script", len(theirs["runs"])) for name in names}
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8-sig")
-
-
-def _run(program: str, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    side = "the notebook" if program == "witness_notebook.py" else "the script"
-    job = job | {"stand_ins": _text(_HERE / "witness_stand_ins.py")}
-    done = sandbox.run_libraries(str(_HERE / program), json.dumps(job).encode(), seconds=max(seconds, 1), output=OUTPUT)
-    if done.why:
-        raise _CouldNotRun(f"{side} exceeds the limit on {done.why}")
+def _cells(notebook: Path) -> list[str]:
     try:
-        answer = json.loads(done.output)
-    except ValueError:
+        return read_cells(notebook.read_text(encoding="utf-8-sig"), notebook.name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
+    """What a side reports. Its report has to repeat a number that only this call knows: what else is printed to the
+    same pipe is not taken for one."""
+    side = "the notebook" if program == "witness_notebook.py" else "the script"
+    stand_ins = (_HERE / "witness_stand_ins.py").read_text(encoding="utf-8")
+    key = os.urandom(16).hex()
+    given = json.dumps(job | {"stand_ins": stand_ins, "key": key}).encode()
+    done = sandbox.run_libraries(str(_HERE / program), given, seconds=max(seconds, 1), output=OUTPUT)
+    if done.why:
+        raise CouldNotRun(f"{side} exceeds the limit on {done.why}")
+    try:
+        report = json.loads(done.output)
+    except (ValueError, RecursionError):
         lines = done.errors.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise _CouldNotRun(f"{side} ended early: {lines[-1][:300]}") from None
-    if "error" in answer:
-        raise _CouldNotRun(f"{side}: {str(answer['error'])[:400]}")
-    return answer
+        raise CouldNotRun(f"{side} ended early: {printable(lines[-1])}") from None
+    if not isinstance(report, dict) or report.get("key") != key:
+        raise _unreadable(side, "it was not written by the witness")
+    if "error" in report:
+        raise CouldNotRun(f"{side}: {printable(report['error'])}")
+    return report.get("found")
+
+
+def printable(text: Any, limit: int = 400) -> str:
+    """What a confined process reports, safe for a terminal and for a file in UTF-8."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text)[:limit])
+
+
+def _unreadable(side: str, why: str) -> CouldNotRun:
+    return CouldNotRun(f"{side}: its report cannot be used: {why}")
+
+
+# --- what a report must have ------------------------------------------------------------------------------------------
+
+_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice"}
+_NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
+
+
+def _runs(found: Any, side: str, count: int | None = None) -> list[dict[str, Any]]:
+    """The runs of a report, each complete. Raises CouldNotRun otherwise."""
+    if not isinstance(found, list) or not found or count not in (None, len(found)):
+        raise _unreadable(side, "runs are missing")
+    for run in found:
+        if (why := _incomplete(run, refusable=count is not None)) is not None:
+            raise _unreadable(side, why)
+        if "refused" in run:
+            run["refused"] = printable(run["refused"])
+    return found
+
+
+def _incomplete(run: Any, *, refusable: bool) -> str | None:
+    """What is wrong with a run; None if nothing is. Only a script can refuse its rows."""
+    if not isinstance(run, dict):
+        return "a run is not an object"
+    if refusable and isinstance(run.get("refused"), str):
+        return None
+    columns, settings, lora, model = (run.get(name) for name in ("columns", "settings", "lora", "model"))
+    if not isinstance(columns, dict) or not all(isinstance(kind, str) for kind in columns.values()):
+        return "the columns are missing"
+    if not {kind.partition(":")[0] for kind in columns.values()} <= _KINDS:
+        return "a column has an unknown kind"
+    if not isinstance(settings, dict) or set(settings) != _NAMES:
+        return "the settings are incomplete"
+    if not isinstance(model, dict) or set(model) != set(MODEL):
+        return "the model's settings are incomplete"
+    if lora is not None and (not isinstance(lora, dict) or set(lora) != set(ADAPTER)):
+        return "the adapter's settings are incomplete"
+    if not isinstance(run.get("rows"), list) or not run["rows"]:
+        return "it has no rows"
+    if not all(map(_is_row, run["rows"])):
+        return "a row is not token ids and labels"
+    return None
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, list) or len(row) != 2 or not all(isinstance(part, list) for part in row):
+        return False
+    ids, labels = row
+    if len(ids) != len(labels) or not all(type(item) is int for part in row for item in part):
+        return False
+    return any(label != -100 for label in labels)
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *, unsloth: bool = False) -> str:
     """A sentence that names the first difference and both values, or "".
 
-    `unsloth`: an end token at the end of a row does not count. The package appends one to text, as TRL does; Unsloth
-    does not.
+    `unsloth`: an end token that the script has at the end of a row, and the notebook has not, does not count. The
+    package appends one to text, as TRL does; Unsloth does not.
     """
     for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
@@ -129,14 +213,15 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             if number:  # the notebook reads no column, so these were guessed; a refusal trains nothing wrong
                 continue
             return f"the notebook trains on these rows, the script fails{about}: {two['refused']}"
-        eos = one["eos"] if unsloth else None
+        added = two.get("eos") if unsloth and one.get("eos") == two.get("eos") else None
         difference = (
             _of_values(one["settings"], two["settings"])
+            or _of_values(one["model"], two["model"])
             or _of_adapters(one["lora"], two["lora"])
-            or _of_rows(_ended(one["rows"], eos), _ended(two["rows"], eos), about)
+            or _of_rows(one["rows"], two["rows"], about, added)
         )
         if difference:
-            return difference
+            return printable(difference, 2000)
     return ""
 
 
@@ -162,17 +247,21 @@ def _of_adapters(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
     return _of_values(one, two, "LoRA ")
 
 
-def _ended(rows: list[Any], eos: int | None) -> list[Any]:
-    """The rows without one end token at their end."""
-    return [[part[:-1] for part in row] if eos is not None and row[0][-1] == eos else row for row in rows]
+def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: int | None) -> bool:
+    """Whether two rows are equal; `added`: the token that the second may have at its end in addition."""
+    if one == two or added is None or one is None or two is None or two[0][-1] != added:
+        return one == two
+    return one == [two[0][:-1], two[1][:-1]]
 
 
-def _of_rows(one: list[Any], two: list[Any], about: str) -> str:
+def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None) -> str:
     for number, (mine, theirs) in enumerate(zip_longest(one, two)):
-        if mine == theirs:
+        if _same_row(mine, theirs, added):
             continue
         if mine is None or theirs is None:
             return f"the notebook trains on {len(one)} rows, the script on {len(two)}{about}"
+        if added is not None and mine[0] == theirs[0][:-1]:
+            theirs = [part[:-1] for part in theirs]
         which = "token ids" if mine[0] != theirs[0] else "labels"
         first, second = (mine[0], theirs[0]) if which == "token ids" else (mine[1], theirs[1])
         place = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)

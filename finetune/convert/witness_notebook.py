@@ -1,22 +1,21 @@
 """The notebook's side of the witness: runs its own cells up to `train()`, in the sandbox.
 
 It shares nothing with the converter: the module `finetune` cannot be imported here. It reads a job as JSON from stdin
-and writes the trainer's settings, tokenized rows and labels as JSON to stdout.
+and writes the trainer's settings, tokenized rows and labels as JSON to stdout. The verdict is not made here.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import inspect
 import json
 import os
 import re
 import sys
-import traceback
 import types
 from typing import Any
-from unittest.mock import MagicMock
 
 TRIES = 16
 state: dict[str, Any] = {}
@@ -44,6 +43,11 @@ def _python(cell: str) -> str:
         else:
             lines.append(line)
     return "\n".join(lines)
+
+
+def is_unsloth(cells: list[str]) -> bool:
+    """Whether the cells import Unsloth."""
+    return any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
 
 
 # --- arguments of older versions, from the signatures of the installed libraries --------------------------------------
@@ -140,6 +144,8 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
     args.dataset_num_proc = None
+    if given.get("formatting_func") is not None and args.completion_only_loss is None:
+        format_prompts(given)
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
         # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one.
@@ -147,6 +153,15 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         explicit = args.max_length if args.max_length and args.max_length != default else None
         args.max_length = min(explicit, loaded) if explicit else loaded
     return given | {"args": args}
+
+
+def format_prompts(given: dict[str, Any]) -> None:
+    """Format rows with prompts, as TRL did before it refused to."""
+    rows: Any = given.get("train_dataset")
+    function = given["formatting_func"]
+    if "prompt" in (getattr(rows, "column_names", None) or ()):
+        given["train_dataset"] = rows.map(lambda row: {"text": function(row)}, remove_columns=rows.column_names)
+        given["formatting_func"] = None
 
 
 def demand_columns(given: dict[str, Any]) -> None:
@@ -190,10 +205,14 @@ class CompletionOnly:
         return [-100 if pad is not None and label == pad else label for label in labels]
 
 
-def setup_chat_format(model: Any, tokenizer: Any, *_: Any, **__: Any) -> Any:
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: Any = "chatml", resize_to_multiple_of: int | None = None
+) -> Any:
     """TRL's former function: ChatML's template and tokens."""
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     tokenizer.chat_template = (
         "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
         " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -211,10 +230,14 @@ class Failed(Exception):
 def execute(cells: list[str], stand_ins: Any) -> Any:
     """Run the cells up to `train()`. Returns the trainer; raises KeyError and others for what is missing."""
     stand_ins.record.clear()
+    stand_ins.files.clear()
+    stand_ins.asked.clear()
     stand_ins.seed()
     state.clear()
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    module.__dict__["__builtins__"] = builtins  # the module, not this program's copy
+    module.__dict__.update(display=lambda *_, **__: None, get_ipython=stand_ins.Missing)  # as in Jupyter
     failures: list[str] = []
     state["failures"] = failures
     try:
@@ -236,27 +259,28 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
     try:
         exec(compile(ast.Module([node], []), f"<cell {cell}>", "exec"), space)
     except Exception as error:
-        if (variable := missing_variable(error)) is not None:
+        if (variable := sys.modules["stand_ins"].missing_variable(error)) is not None:  # type: ignore[attr-defined]
             os.environ[variable] = "none"
             run_statement(node, space, failures, cell)
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                space[(alias.asname or alias.name).partition(".")[0]] = MagicMock()
+                space[(alias.asname or alias.name).partition(".")[0]] = not_installed(node, alias.name)
             return
-        if (wanted := missing(error)) is not None:
+        if (wanted := missing(error) or unnamed(node, error)) is not None:
             raise KeyError(wanted) from error
         if wants_messages(error):
             raise TypeError("messages") from error
+        if "JSON object must be str" in str(error) and "list" in str(error):
+            raise TypeError("json") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
         forget(node, space)
 
 
-def missing_variable(error: BaseException) -> str | None:
-    """The environment variable that a statement read and that is not set."""
-    frames = traceback.extract_tb(error.__traceback__)
-    of_environment = isinstance(error, KeyError) and frames and frames[-1].filename in (os.__file__, "<frozen os>")
-    return str(error.args[0]) if of_environment else None
+def not_installed(node: ast.Import | ast.ImportFrom, name: str) -> Any:
+    """What an import that failed gives."""
+    package = sys.modules["stand_ins"].missing_package  # type: ignore[attr-defined]
+    return package(name) if isinstance(node, ast.Import) else getattr(package(node.module or ""), name)
 
 
 def missing(error: BaseException) -> str | None:
@@ -273,11 +297,22 @@ def missing(error: BaseException) -> str | None:
             r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index",
             text,
         ):
-            names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (\S+) not", text)
+            text = text.partition("urrent columns")[0]  # what follows are the columns that it has
+            names = re.findall(r"'([^']{1,60})'", text) or re.findall(r"[Cc]olumn name (.{1,60}?) not in", text)
+            wanted = [name for name in names if name not in sys.modules["stand_ins"].columns]  # type: ignore[attr-defined]
             if names:
-                return names[0]
+                return (wanted or names)[0]
         found = found.__cause__ or found.__context__
     return None
+
+
+def unnamed(node: ast.stmt, error: BaseException) -> str | None:
+    """The first column that `frame.columns = [...]` names and that the rows lack."""
+    if not isinstance(node, ast.Assign) or "Length mismatch: Expected axis has" not in str(error):
+        return None
+    names = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+    known = sys.modules["stand_ins"].columns  # type: ignore[attr-defined]
+    return next((name for name in names if isinstance(name, str) and name not in known), None)
 
 
 def wants_messages(error: BaseException) -> bool:
@@ -299,7 +334,8 @@ def forget(node: ast.stmt, space: dict[str, Any]) -> None:
 
 LOOKS = (
     "decode batch_decode apply_chat_template generate head info print_trainable_parameters get_device_properties"
-    " encode select"
+    " encode select push_to_hub save_pretrained save_pretrained_merged push_to_hub_merged save_pretrained_gguf"
+    " push_to_hub_gguf evaluate"
 ).split()
 
 
@@ -312,30 +348,45 @@ def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tup
     """Run again and again, with one more column each time. Returns the trainer and the text field that only the
     trainer asked for, or ""."""
     source = "\n".join(cells)
+    stand_ins.by_line = "json.load(" not in source
     stand_ins.columns.clear()
     stand_ins.columns.update(start)
     seen = set()
     for _ in range(TRIES):
         try:
-            return execute(cells, stand_ins), ""
+            trainer = execute(cells, stand_ins)
+            if stand_ins.columns or not stand_ins.asked or not (optional := optional_columns(source)):
+                return trainer, ""
+            for name in optional:
+                change(name, source, stand_ins)
+            continue
         except KeyError as error:
             name, by_trainer = str(error.args[0]), state.get("by_trainer")
             if by_trainer and not stand_ins.columns:
                 return None, by_trainer
         except TypeError as error:
-            name = "role"
-            if "messages" not in str(error):
+            name, wanted = "role", str(error)
+            if wanted not in ("messages", "json"):
                 raise Failed(f"{type(error).__name__}: {error}") from None
-            last = [column for column, kind in stand_ins.columns.items() if kind == "text"]
+            former = "text" if wanted == "messages" else "messages"
+            last = [column for column, kind in stand_ins.columns.items() if kind == former]
             if not last:
                 raise Failed("its rows are not text or messages") from None
-            stand_ins.columns[last[-1]] = "messages"
+            stand_ins.columns[last[-1]] = wanted
+            if wanted == "json":
+                continue
         change(name, source, stand_ins)
         chosen = json.dumps(stand_ins.columns, sort_keys=True)
         if chosen in seen:
             raise Failed(f"no column found for {name!r}")
         seen.add(chosen)
     raise Failed("its rows need more columns than can be found")
+
+
+def optional_columns(source: str) -> list[str]:
+    """Columns that the code reads only if rows have them: `row.get("name", default)`."""
+    found = re.findall(r"\.get\(\s*[\"']([\w \-]{1,60})[\"']", source)
+    return [name for name in dict.fromkeys(found) if not name.isupper() and name not in ("role", "content")]
 
 
 def change(name: str, source: str, stand_ins: Any) -> None:
@@ -351,10 +402,19 @@ def change(name: str, source: str, stand_ins: Any) -> None:
         sharegpt = re.search(r"standardize_sharegpt|standardize_data_formats|[\"'](from|value)[\"']", source)
         columns[name] = "sharegpt" if sharegpt else "messages"
     else:
-        columns[name] = "number" if name.lower() in stand_ins.NUMBERS else "text"
+        columns[name] = labels(name, source) or ("number" if name.lower() in stand_ins.NUMBERS else "text")
 
 
-def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
+def labels(name: str, source: str) -> str:
+    """The kind of a column whose values the code compares with constants, or goes through; else ""."""
+    constant, column = r"[\"']([\w \-]{1,30})[\"']", re.escape(name)
+    found = re.findall(rf"[.\"']{column}[\"'\]]*\s*==\s*{constant}", source)
+    for listed in re.findall(rf"\bfor\s+{column}\s+in\s+\[([^\]\n]*)\]", source):
+        found += re.findall(constant, listed)
+    return "choice:" + "|".join(dict.fromkeys(found)) if len(set(found)) > 1 else ""
+
+
+def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
     """What the trainer would train with."""
     now = stand_ins.settings(trainer.args)
     chosen = {key: now[key] if now[key] != trainer._after[key] else before for key, before in trainer._before.items()}
@@ -364,14 +424,16 @@ def result(trainer: Any, stand_ins: Any) -> dict[str, Any]:
         row = trainer.train_dataset[index]
         batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
         rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
-    lora = stand_ins.record.get("lora")
+    rows = [row for row in rows if row]
+    if not rows:
+        raise Failed("the notebook trains on no token of the generated rows")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
-    more["bits per frozen weight"] = stand_ins.record.get("bits")
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,
-        "lora": lora,
-        "rows": [r for r in rows if r],
+        "model": stand_ins.model_settings(trainer.model, trainer.processing_class, unsloth),
+        "lora": stand_ins.record.get("lora"),
+        "rows": rows,
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
     }
 
@@ -381,13 +443,11 @@ def variants(field: str) -> list[dict[str, str]]:
     return [{field: "text"}, {"messages": "messages"}, {"prompt": "text", "completion": "text"}]
 
 
-def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
-    """Run the notebook of a job."""
+def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
+    """Run the notebook of a job. Returns one run for each set of columns."""
     sys.meta_path.insert(0, stand_ins.Blocker("finetune", "patches"))
-    cells = read_cells(job["notebook"], job["name"])
-    unsloth = any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
-    # TRL refused to set a chat format where the tokenizer has a template.
-    stand_ins.prepare(unsloth, template="setup_chat_format(" not in job["notebook"])
+    cells, unsloth = job["cells"], job["unsloth"]
+    stand_ins.prepare(unsloth, template=job["template"])
     stand_ins.replace_configs(unsloth, RENAMED)
     replace_trainer(unsloth, stand_ins)
     trainer, field = find_columns(cells, stand_ins, {})
@@ -395,14 +455,15 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     for start in [dict(stand_ins.columns)] if trainer is not None else variants(field):
         if trainer is None or found:
             trainer, _ = find_columns(cells, stand_ins, dict(start))
-        found.append(result(trainer, stand_ins))
+        found.append(result(trainer, stand_ins, unsloth))
         trainer = None
-    return {"unsloth": unsloth, "template": "setup_chat_format(" not in job["notebook"], "runs": found}
+    return found
 
 
 def load(job: dict[str, Any]) -> Any:
-    """The module of the stand-ins, from its source in the job."""
-    stand_ins = types.ModuleType("stand_ins")
+    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
+    stand_ins: Any = types.ModuleType("stand_ins")
+    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
     sys.modules["stand_ins"] = stand_ins
     exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
     return stand_ins
@@ -411,17 +472,19 @@ def load(job: dict[str, Any]) -> Any:
 def main() -> None:
     """Answer the job on stdin; what the libraries print is dropped."""
     job, out = json.load(sys.stdin), os.dup(1)
+    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    key = job.pop("key")
     try:
-        found = answer(job, load(job))
+        report = {"key": key, "found": answer(job, load(job))}
     except BaseException as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-3000:]}
-    with os.fdopen(out, "w", encoding="utf-8") as stream:
-        json.dump(found, stream)
-        stream.flush()
-    os._exit(0)
+        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
+    left = encode(report).encode()
+    while left:
+        left = left[write(out, left) :]
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ JSON to stdout.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
-import traceback
 import types
 from typing import Any
 
@@ -20,7 +20,7 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
 
     from finetune.config import load, resolve_batch
     from finetune.data.prepare import prepare
-    from finetune.engine.model import PROJECTIONS, with_padding
+    from finetune.engine.model import with_padding
     from finetune.engine.trainer import arguments
     from finetune.runtime.bootstrap import Stack
     from finetune.runtime.hooks import Hooks
@@ -29,22 +29,40 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     config = load(["--config", path.removesuffix(".py") + ".yaml"], script=job["name"] + ".py")
     functions = captured(path)
     hooks = Hooks(**functions)
-    tokenizer = with_padding(hooks.replace("tokenizer", with_padding(AutoTokenizer.from_pretrained("any"))))
+    loaded = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
+    tokenizer = with_padding(hooks.replace("tokenizer", with_padding(loaded)))
     data = prepare(config, tokenizer, hooks)
-    backend = "unsloth" if job["unsloth"] else "transformers"
+    backend = "unsloth" if config.model.backend != "transformers" and job["unsloth"] else "transformers"
     stack = Stack(backend=backend, reason="", device="cpu", local_rank=0, patches=())
     batch = resolve_batch(config.training, 1, config.data)
     args = arguments(config, stack, batch, evaluate=False)
-    lora = None
-    if not config.model.full_finetuning:
-        values = {name: getattr(config.lora, name, None) for name in stand_ins.ADAPTER} | config.lora.adapter_kwargs
-        values["target_modules"] = values["target_modules"] or (
-            None if config.model.loader == "FastModel" else list(PROJECTIONS)
-        )
-        lora = stand_ins.adapter(values)
-    bits = 4 if config.model.load_in_4bit else 8 if config.model.load_in_8bit else 16
-    more = {"max_length": config.data.max_length, "packing": config.data.packing, "bits per frozen weight": bits}
-    return {"settings": stand_ins.settings(args) | more, "lora": lora, "rows": tokenized(data.train, stand_ins)}
+    model = _loaded(config, stack, tokenizer, hooks)
+    more = {"max_length": config.data.max_length, "packing": config.data.packing}
+    return {
+        "settings": stand_ins.settings(args) | more,
+        "model": stand_ins.model_settings(model, tokenizer, backend == "unsloth"),
+        "lora": stand_ins.record.get("lora"),
+        "rows": tokenized(data.train, stand_ins),
+        "eos": tokenizer.eos_token_id,
+    }
+
+
+def _loaded(config: Any, stack: Any, tokenizer: Any, hooks: Any) -> Any:
+    """The model that the package loads, on a GPU as far as it chooses by device. The stand-ins record how."""
+    import dataclasses
+
+    from finetune.engine import adapter_targets, model, preflight
+    from finetune.errors import RunError
+
+    loader: Any = model  # what they check is not here: weights, bitsandbytes, the layers of the real model
+    loader._check_bitsandbytes = lambda *_: None
+    adapter_targets.check = lambda *_: None
+    preflight.adapter = lambda *_: None
+    loaded = model.load(config, dataclasses.replace(stack, device="cuda"), row_length=config.data.max_length or 2048)
+    try:
+        return hooks.replace("model", loaded, tokenizer)
+    except RunError:  # it may need layers that the tiny model lacks; what it has changed so far is compared
+        return loaded
 
 
 def captured(path: str) -> dict[str, Any]:
@@ -69,12 +87,23 @@ def execute(path: str) -> None:
     module = types.ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"], sys.argv = module, [path]
+    module.__dict__["__builtins__"] = vars(builtins) | {"__import__": _import}
     with open(path, encoding="utf-8") as stream:
         code = compile(stream.read(), path, "exec")
     try:
         exec(code, module.__dict__)
     except SystemExit:
         pass
+
+
+def _import(name: str, *given: Any, **named: Any) -> Any:
+    """A package that the script imports and that is not installed here is what it is for the notebook."""
+    try:
+        return builtins.__import__(name, *given, **named)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name.partition(".")[0] or name.startswith(("finetune", "patches")):
+            raise
+        return sys.modules["stand_ins"].missing_package(name if given[2:] and given[2] else name.partition(".")[0])
 
 
 def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
@@ -102,11 +131,13 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         raise LookupError("the script does not reach train()")
     trainer = found[0]
     more = {"max_length": trainer.given.max_length, "packing": bool(trainer.given.packing)}
-    more["bits per frozen weight"] = stand_ins.record.get("bits")
+    tokenizer = trainer.processing_class
     return {
         "settings": stand_ins.settings(trainer.given) | more,
+        "model": stand_ins.model_settings(trainer.model, tokenizer, job["unsloth"]),
         "lora": stand_ins.record.get("lora"),
         "rows": tokenized(trainer.job.data.train, stand_ins),
+        "eos": tokenizer.eos_token_id,
     }
 
 
@@ -127,29 +158,48 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     for name, text in job["files"].items():
         with open(name, "w", encoding="utf-8") as stream:
             stream.write(text)
-    runs = {name: [_one(job, name, columns, stand_ins) for columns in job["columns"]] for name in job["names"]}
-    return {"runs": runs}
+    return {
+        name: [_one(job, name, number, columns, stand_ins) for number, columns in enumerate(job["columns"])]
+        for name in job["names"]
+    }
 
 
-def _one(job: dict[str, Any], name: str, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+def _with_variables(run: Any, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
+    """The result of a script, whose environment variables are set as the notebook's are."""
+    while True:
+        stand_ins.record.clear()
+        stand_ins.seed()
+        stand_ins.columns.clear()
+        stand_ins.columns.update(columns)
+        stand_ins.files.clear()
+        try:
+            return run()
+        except Exception as error:
+            variable = stand_ins.missing_variable(error)
+            if variable is None or variable in os.environ:
+                raise
+            os.environ[variable] = "none"
+
+
+def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], stand_ins: Any) -> dict[str, Any]:
     """One script with one set of columns; `refused` if the package refuses its rows or settings."""
     from finetune.errors import RunError, UserError
 
-    os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{'-'.join(columns)}")
-    stand_ins.record.clear()
-    stand_ins.seed()
-    stand_ins.columns.clear()
-    stand_ins.columns.update(columns)
+    os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{number}")
+    stand_ins.by_line = "json.load(" not in job["files"][f"{name}.py"]
     run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
     try:
-        return run(job | {"name": name}, stand_ins)
+        return _with_variables(lambda: run(job | {"name": name}, stand_ins), columns, stand_ins) | {"columns": columns}
     except (UserError, RunError) as error:
         return {"refused": str(error)[:600]}
+    except (NameError, SyntaxError) as error:  # no other data or device would help
+        return {"refused": f"{type(error).__name__}: {error}"[:600]}
 
 
 def load(job: dict[str, Any]) -> Any:
-    """The module of the stand-ins, from its source in the job."""
-    stand_ins = types.ModuleType("stand_ins")
+    """The module of the stand-ins, from its source in the job. It keeps the builtins that are set now."""
+    stand_ins: Any = types.ModuleType("stand_ins")
+    stand_ins.__dict__["__builtins__"] = dict(vars(builtins))
     sys.modules["stand_ins"] = stand_ins
     exec(compile(job["stand_ins"], "<stand-ins>", "exec"), stand_ins.__dict__)
     return stand_ins
@@ -158,17 +208,19 @@ def load(job: dict[str, Any]) -> Any:
 def main() -> None:
     """Answer the job on stdin; what the libraries print is dropped."""
     job, out = json.load(sys.stdin), os.dup(1)
+    encode, write, leave = json.JSONEncoder().encode, os.write, os._exit  # the program may replace them
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    key = job.pop("key")
     try:
-        found = answer(job, load(job))
+        report = {"key": key, "found": answer(job, load(job))}
     except BaseException as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-3000:]}
-    with os.fdopen(out, "w", encoding="utf-8") as stream:
-        json.dump(found, stream)
-        stream.flush()
-    os._exit(0)
+        report = {"key": key, "error": f"{type(error).__name__}: {error}"[:600]}
+    left = encode(report).encode()
+    while left:
+        left = left[write(out, left) :]
+    leave(0)
 
 
 if __name__ == "__main__":

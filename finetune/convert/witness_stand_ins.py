@@ -7,6 +7,7 @@ The libraries are the installed ones; only what reads from the hub, from files o
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import importlib
@@ -14,7 +15,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import io
+import json
 import os
+import sys
+import traceback
+import zlib
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import MagicMock
@@ -28,6 +34,19 @@ SPECIAL = (
 WORDS = "the cat runs é over 漢字 a 'quoted' hill, and 😀 sees {seven} green birds: that\nsing while rain falls".split(
     " "
 )
+FRAME = """You are Qwen, created by Alibaba Cloud. You are a helpful assistant.
+
+Below is an instruction that describes a task. Write a response that appropriately completes the request.
+
+### Instruction:
+### Input:
+### Response:
+system
+user
+assistant
+model
+Question: Answer: [INST] [/INST]"""
+VOCABULARY = 640
 CONVERSATIONS = frozenset("messages conversations conversation conversations_raw chat dialogue dialog convo".split())
 NUMBERS = frozenset("id idx index label labels score rating length len year".split())
 OPTIONAL = frozenset("input context system".split())  # empty in some rows
@@ -59,6 +78,55 @@ class From(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(
             name, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
         )
+
+
+class Missing(MagicMock):
+    """Anything of a package that is not installed here. As text it is the same on both sides."""
+
+    def __repr__(self) -> str:
+        return "<not installed>"
+
+
+def missing_package(name: str) -> Any:
+    """A package that is not installed; rows can be divided as by scikit-learn's."""
+    found = Missing()
+    if name.partition(".")[0] == "sklearn":
+        found.train_test_split = found.model_selection.train_test_split = divided
+    return found
+
+
+def divided(*tables: Any, test_size: Any = None, random_state: Any = None, **named: Any) -> list[Any]:
+    """Each table as two, of the same rows."""
+    import numpy
+
+    length = len(tables[0])
+    size = named.get("train_size")
+    if test_size is None and size is not None:
+        test_size = 1 - size if isinstance(size, float) else length - size
+    test_size = share(0.25 if test_size is None else test_size, length)
+    held = round(test_size * length) if isinstance(test_size, float) else test_size
+    order = list(range(length))
+    if named.get("shuffle", True):
+        order = [int(i) for i in numpy.random.RandomState(random_state or 0).permutation(length)]
+    return [_chosen(table, part) for table in tables for part in (order[held:], order[:held])]
+
+
+def _chosen(table: Any, part: list[int]) -> Any:
+    if hasattr(table, "iloc"):
+        return table.iloc[part]
+    if hasattr(table, "select"):
+        return table.select(part)
+    return [table[i] for i in part] if isinstance(table, list | tuple) else table[part]
+
+
+def missing_variable(error: BaseException | None) -> str | None:
+    """The environment variable that a program read and that is not set."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, KeyError) and frames and frames[-1].filename in (os.__file__, "<frozen os>"):
+            return str(error.args[0])
+        error = error.__cause__
+    return None
 
 
 def seed() -> None:
@@ -102,20 +170,24 @@ def prepare(unsloth: bool, *, template: bool = True) -> None:
 
 
 def _save_tiny(folder: str, has_template: bool) -> None:
-    """A byte-level tokenizer with Qwen's chat template, and the configuration of a Llama.
+    """A byte-level BPE tokenizer with Qwen's chat template, and the configuration of a Llama. Most words of the rows
+    are one token, so that rows are not much longer than real ones.
 
     The template marks the assistant's turns. For one without marks, TRL would take its own variant, whose marks differ
     from the package's on purpose (docs/data.md).
     """
     import tokenizers
     import trl
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    backend.add_special_tokens(SPECIAL)
+    backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 12, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    backend.train_from_iterator([f"{' '.join(WORDS)} {FRAME}"] * 2, trainer)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
@@ -126,22 +198,36 @@ def _save_tiny(folder: str, has_template: bool) -> None:
             tokenizer.chat_template = stream.read()
     tokenizer.save_pretrained(folder)
     settings: dict[str, Any] = dict(
-        vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     LlamaConfig(**settings).save_pretrained(folder)
 
 
-def tiny_model() -> Any:
-    """A new one, with random weights."""
+def tiny_model(recipe: dict[str, Any]) -> Any:
+    """A new one, with random weights. `recipe`: what `loading` returns."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained("tiny")
+    config._name_or_path = recipe["model"] or config._name_or_path
     model: Any = transformers.LlamaForCausalLM(config)
+    model.recipe = record["recipe"] = recipe
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = (recipe["bits per frozen weight"] == n for n in (4, 8))
+    model.generate = _generate
     model.print_trainable_parameters = lambda *_: None
     model.get_nb_trainable_parameters = lambda *_: (1, 1)
     return model
+
+
+def _generate(inputs: Any = None, **named: Any) -> Any:
+    """What a model that answers nothing generates: the prompt."""
+    import torch
+
+    for given in (inputs, named.get("input_ids"), named.get("inputs_embeds")):
+        if isinstance(given, torch.Tensor):
+            return given
+    return torch.zeros((1, 1), dtype=torch.long)
 
 
 _TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_token", "bos_token", "unk_token")
@@ -154,18 +240,19 @@ def _replace_models(folder: str) -> None:
     load_tokenizer = transformers.AutoTokenizer.from_pretrained
     load_config = transformers.AutoConfig.from_pretrained
 
-    def tokenizer(name: Any = None, *_: Any, **given: Any) -> Any:
-        local = isinstance(name, str) and os.path.isdir(name)
-        if not local:
-            given = {key: value for key, value in given.items() if key in _TOKENIZER_ARGUMENTS}
-        return load_tokenizer(name if local else folder, **given)
+    def tokenizer(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        name = pretrained_model_name_or_path
+        if isinstance(name, str) and os.path.isdir(name):
+            return load_tokenizer(name, **given)
+        found = load_tokenizer(folder, **{key: given[key] for key in given if key in _TOKENIZER_ARGUMENTS})
+        found.name_or_path = str(name)
+        return found
 
     def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
-    def model(*_: Any, **given: Any) -> Any:
-        record["bits"] = bits(given)
-        found = tiny_model()
+    def model(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        found = tiny_model(loading(pretrained_model_name_or_path, given))
         if given.get("output_loading_info"):
             return found, {}
         return found
@@ -208,10 +295,10 @@ def _no_gpu() -> None:
     import torch
     import transformers
 
-    torch.cuda.get_device_capability = lambda *_: (8, 0)
-    torch.cuda.get_device_name = lambda *_: "NVIDIA A100-SXM4-40GB"
+    torch.cuda.get_device_capability = lambda *_, **__: (8, 0)
+    torch.cuda.get_device_name = lambda *_, **__: "NVIDIA A100-SXM4-40GB"
     torch.cuda.current_device = lambda: 0
-    torch.cuda.is_bf16_supported = lambda *_: True
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
 
     move = torch.nn.Module.to
 
@@ -235,39 +322,76 @@ def _replace_unsloth() -> None:
     from unsloth_zoo.cpu import trainer
 
     trainer.normalize_cpu_training_arguments = lambda args, *_, **__: args  # keep what training on a GPU would use
-    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
-    loads = _defaults_on_gpu("loader.py", "from_pretrained")
-    for name, source in sources.items():
-        loader = getattr(unsloth, name, None)
-        if loader is None:
-            continue
-        load, adapt = inspect.signature(loader.from_pretrained), inspect.signature(loader.get_peft_model)
-        defaults = _defaults_on_gpu(source, "get_peft_model")
-
-        def from_pretrained(*given: Any, _signature: Any = load, **named: Any) -> Any:
-            import transformers
-
-            values = _bound(_signature, given, named)
-            record["loader"] = {"max_seq_length": values.get("max_seq_length")}
-            record["bits"] = bits(loads | values)
-            model = tiny_model()
-            model.max_seq_length = values.get("max_seq_length")
-            return model, transformers.AutoTokenizer.from_pretrained(values.get("model_name"))
-
-        def get_peft_model(
-            model: Any, *given: Any, _signature: Any = adapt, _defaults: dict[str, Any] = defaults, **named: Any
-        ) -> Any:
-            record["lora"] = adapter(_defaults | _bound(_signature, (model, *given), named))
-            return model
-
-        loader.from_pretrained = staticmethod(from_pretrained)
-        loader.get_peft_model = staticmethod(get_peft_model)
-        for method in ("for_inference", "for_training"):
-            if hasattr(loader, method):
-                setattr(loader, method, staticmethod(lambda model=None, *_, **__: model))
     package: Any = unsloth
+    loads = _defaults_on_gpu("loader.py", "from_pretrained")
+    sources = {"FastLanguageModel": "llama.py", "FastModel": "vision.py", "FastVisionModel": "vision.py"}
+    for name, source in sources.items():  # one class for all of them on a CPU
+        if hasattr(unsloth, name):
+            adapts = _defaults_on_gpu(source, "get_peft_model")
+            setattr(package, name, type(name, (getattr(unsloth, name),), _unsloth_methods(loads, adapts)))
+    package.unsloth_save_model = getattr(package, "unsloth_save_model", Missing())
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"):  # of GPUs only; FastLanguageModel chooses
         setattr(package, f"Fast{family}Model", unsloth.FastLanguageModel)
+
+
+def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str, Any]:
+    """What one of Unsloth's classes is asked for. `loads`, `adapts`: defaults of its two methods, in their order."""
+
+    def from_pretrained(*given: Any, **named: Any) -> Any:
+        import transformers
+
+        values = loads | dict(zip(loads, given, strict=False)) | named
+        model = tiny_model(loading(values["model_name"], values))
+        model.max_seq_length = values["max_seq_length"]
+        return model, transformers.AutoTokenizer.from_pretrained(values["model_name"])
+
+    def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:
+        values = adapts | dict(zip(adapts, given, strict=False)) | named
+        record["lora"] = adapter(values)
+        return model
+
+    def unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
+        return model
+
+    methods = {"from_pretrained": from_pretrained, "get_peft_model": get_peft_model}
+    methods |= {"for_inference": unchanged, "for_training": unchanged}
+    return {name: staticmethod(method) for name, method in methods.items()}
+
+
+# What both sides must agree on beside the trainer's arguments.
+MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code", "bits per frozen weight",
+         "tokenizer", "end token", "tokens", "rows of the embedding", "frozen parameters")  # fmt: skip
+
+
+def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a loader is asked for."""
+    former = "flash_attention_2" if given.get("use_flash_attention_2") else None
+    return {
+        "model": None if name is None else str(name),
+        "revision": given.get("revision"),
+        "dtype": _dtype(given.get("dtype") or given.get("torch_dtype")),
+        "attn_implementation": given.get("attn_implementation") or former,
+        "trust_remote_code": bool(given.get("trust_remote_code")),
+        "bits per frozen weight": bits(given),
+    }
+
+
+def _dtype(value: Any) -> str | None:
+    name = str(value).removeprefix("torch.")
+    return None if name in ("None", "auto") else {"half": "float16", "float": "float32"}.get(name, name)
+
+
+def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
+    """What is loaded, and what is left to train of it."""
+    found = dict(getattr(model, "recipe", record.get("recipe") or loading(None, {})))
+    # As the package does on a GPU like this one: `fp16=True` alone loads a transformers model in that type.
+    found["dtype"] = found["dtype"] or ("float16" if record.get("fp16") and not unsloth else "bfloat16")
+    found["tokenizer"] = str(getattr(tokenizer, "name_or_path", None))
+    found |= {"end token": str(getattr(tokenizer, "eos_token", None)), "tokens": len(tokenizer)}
+    found["rows of the embedding"] = int(model.get_input_embeddings().weight.shape[0])
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    found["frozen parameters"] = frozen if record.get("lora") is None else []  # an adapter freezes the rest itself
+    return found
 
 
 def bits(given: dict[str, Any]) -> int:
@@ -283,7 +407,8 @@ def bits(given: dict[str, Any]) -> int:
 
 
 def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
-    """Defaults of a function in one of Unsloth's modules for GPUs, which cannot be imported without one."""
+    """Defaults of a function's parameters, in their order, in one of Unsloth's modules for GPUs, which cannot be
+    imported without one."""
     import unsloth
 
     with open(os.path.join(os.path.dirname(unsloth.__file__ or ""), "models", source), encoding="utf-8") as stream:
@@ -299,18 +424,15 @@ def _defaults_on_gpu(source: str, function: str) -> dict[str, Any]:
             names = [one.arg for one in node.args.args][-len(node.args.defaults) :]
             for name, value in zip(names, node.args.defaults, strict=True):
                 value = constants.get(value.id, value) if isinstance(value, ast.Name) else value
-                with contextlib.suppress(ValueError):
-                    found.setdefault(name, ast.literal_eval(value))
+                found.setdefault(name, _literal(value))
     return found
 
 
-def _bound(signature: Any, given: Any, named: Any) -> dict[str, Any]:
-    bound = signature.bind(*given, **named)
-    rest = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    values = dict(bound.arguments)
-    for name in rest:
-        values |= values.pop(name)
-    return values
+def _literal(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:  # computed from the device
+        return None
 
 
 def _replace_adapters() -> None:
@@ -335,86 +457,163 @@ def record_adapter(config: Any) -> None:
         record["lora"] = adapter(config.to_dict())
 
 
-ADAPTER = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save", "use_dora")
+# Arguments of LoraConfig that change what is trained, and those that Unsloth adds. `random_state` is Unsloth's alone.
+ADAPTER = (
+    "r lora_alpha lora_dropout target_modules exclude_modules bias use_rslora use_dora modules_to_save"
+    " init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern trainable_token_indices"
+    " target_parameters lora_bias layer_replication fan_in_fan_out random_state finetune_vision_layers"
+    " finetune_language_layers finetune_attention_modules finetune_mlp_modules"
+).split()
 
 
 def adapter(values: dict[str, Any]) -> dict[str, Any]:
-    found = {name: values.get(name) for name in ADAPTER}
-    for name in ("target_modules", "modules_to_save"):
-        if isinstance(chosen := found[name], set | list | tuple):
-            found[name] = sorted(chosen)
-    return found | {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
+    """The adapter, JSON-safe."""
+    found = {name: _jsonable(values.get(name)) for name in ADAPTER}
+    for name in ("target_modules", "modules_to_save", "exclude_modules"):
+        if isinstance(chosen := found[name], list):
+            found[name] = sorted(chosen, key=str)
+    weights = True if found["init_lora_weights"] is None else found["init_lora_weights"]
+    rest = {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
+    return found | rest | {"init_lora_weights": weights}
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, set | frozenset | list | tuple | range):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-columns: dict[str, str] = {}  # name -> text, number, messages (role and content) or sharegpt (from and value)
+# Name -> text, number, messages (role and content), sharegpt (from and value), json (messages as text), choice:a|b
+columns: dict[str, str] = {}
 
 
-def _text(column: str, row: int, part: int = 0) -> str:
+asked: list[Any] = []  # what rows were generated for
+
+
+def _text(column: str, row: int, source: str, part: int = 0) -> str:
     """Deterministic text: short and long, with unusual characters, empty in some rows of optional columns."""
     if column.lower() in OPTIONAL and row % 3 == 1:
         return ""
     start = sum(map(ord, column)) + 7 * row + 3 * part
-    count = 700 if row == 5 and part == 0 else 2 + (start * 5) % 17
-    return f"{column} {row} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
+    long = part < 2 and (row + sum(map(ord, column)) + 7 * part) % 15 == 5  # other rows for other columns and turns
+    count = 700 // (1 + row // 30) if long else 2 + (start * 5) % 17
+    return f"{column} {row}{source} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
 
 
-def _value(column: str, kind: str, row: int) -> Any:
+def _value(column: str, kind: str, row: int, source: str) -> Any:
     if kind == "number":
         return row
     if kind == "text":
-        return _text(column, row)
+        return _text(column, row, source)
+    if kind.startswith("choice:"):
+        options = kind.removeprefix("choice:").split("|")
+        return options[row % len(options)]
+    if kind == "json":
+        return json.dumps(_value(column, "messages", row, source))
     who, what, names = (
         ("role", "content", ("user", "assistant")) if kind == "messages" else ("from", "value", ("human", "gpt"))
     )
     turns = 2 * (1 + row % 3)
-    return [{who: names[turn % 2], what: _text(column, row, turn)} for turn in range(turns)]
+    return [{who: names[turn % 2], what: _text(column, row, source, turn)} for turn in range(turns)]
 
 
-def rows(count: int = ROWS) -> list[dict[str, Any]]:
-    """Rows with the columns that are known so far."""
+def rows(count: int = ROWS, source: Any = None) -> list[dict[str, Any]]:
+    """Rows with the columns that are known so far. `source`: what was asked for; rows of two sources differ."""
+    asked.append(source)
     chosen = columns or {"row_number": "number"}
-    return [{name: _value(name, kind, row) for name, kind in chosen.items()} for row in range(count)]
+    tag = "" if source is None else f" {zlib.crc32(repr(source).encode()) % 9973}"
+    return [{name: _value(name, kind, row, tag) for name, kind in chosen.items()} for row in range(count)]
+
+
+SPLITS = ("train", "test", "validation", "train_sft", "test_sft")
+FEWEST = 20  # a smaller part of so few rows says nothing about that part of a real data set
 
 
 def _replace_data() -> None:
     import datasets
 
-    splits = ("train", "test", "validation", "train_sft", "test_sft")
-
-    def load(*given: Any, split: Any = None, **_: Any) -> Any:
+    def load(*given: Any, split: Any = None, **named: Any) -> Any:
+        source = [*given[:2], *(named.get(key) for key in ("name", "data_files", "data_dir", "path", "revision"))]
         if split is None:
-            return datasets.DatasetDict({name: datasets.Dataset.from_list(rows()) for name in splits})
+            return datasets.DatasetDict({name: part(source, name) for name in SPLITS})
         if isinstance(split, list | tuple):
-            return [datasets.Dataset.from_list(rows()) for _ in split]
-        return datasets.Dataset.from_list(rows())
+            return [part(source, one) for one in split]
+        return part(source, split)
 
-    def alone(*_: Any, **__: Any) -> Any:
-        return datasets.Dataset.from_list(rows())
+    def part(source: Any, split: Any) -> Any:
+        """One split, or the part of it that is named."""
+        try:
+            instructions = datasets.ReadInstruction.from_spec(str(split)).to_absolute(dict.fromkeys(SPLITS, ROWS))
+            # "train[:9000]" is less of a larger data set than "train".
+            whole = all(one.to - one.from_ == ROWS for one in instructions)
+            names = [str(split) if whole else one.splitname for one in instructions]
+            parts = [
+                rows(ROWS, (source, name))[one.from_ : one.to] for name, one in zip(names, instructions, strict=True)
+            ]
+        except (ValueError, AssertionError, KeyError):  # more rows than there are, or another split
+            parts = []
+        found = [row for some in parts for row in some]
+        return datasets.Dataset.from_list(found if len(found) >= FEWEST else rows(ROWS, (source, str(split))))
 
-    datasets.load_dataset = datasets.load_from_disk = load
-    for name in ("from_json", "from_csv", "from_parquet", "from_text", "load_from_disk"):
-        setattr(datasets.Dataset, name, staticmethod(alone))
+    def saved(load_saved: Any) -> Any:
+        def from_disk(path: Any = None, *given: Any, **named: Any) -> Any:
+            path = named.pop("dataset_path", path)
+            if os.path.isdir(str(path)):  # the program has written it
+                return load_saved(path, *given, **named)
+            return load(str(path), split="train")
+
+        return from_disk
+
+    def file(read: Any) -> Any:
+        def from_file(path: Any = None, *given: Any, **named: Any) -> Any:
+            path = named.pop("path_or_paths", path)
+            if isinstance(path, str | os.PathLike) and os.path.isfile(path):
+                return read(path, *given, **named)
+            return load(str(path), split="train")
+
+        return from_file
+
+    read_files = datasets.load_dataset
+
+    def load_or_read(*given: Any, **named: Any) -> Any:
+        """Files that the program has written are read."""
+        files = named.get("data_files")
+        paths = files.values() if isinstance(files, dict) else files if isinstance(files, list | tuple) else [files]
+        paths = [path for path in paths if isinstance(path, str | os.PathLike)]
+        if files and len(paths) and all(map(os.path.isfile, paths)):
+            return read_files(*given, **(named | {"num_proc": None}))
+        return load(*given, **named)
+
+    datasets.load_dataset = load_or_read
+    datasets.load_from_disk = saved(datasets.load_from_disk)
+    datasets.Dataset.load_from_disk = staticmethod(saved(datasets.Dataset.load_from_disk))
+    for name in ("from_json", "from_csv", "from_parquet", "from_text"):
+        setattr(datasets.Dataset, name, staticmethod(file(getattr(datasets.Dataset, name))))
     _tolerate_sizes(datasets.Dataset)
     _replace_pandas()
+    _replace_open()
 
 
 def _tolerate_sizes(dataset: Any) -> None:
-    """Selections and splits for larger data sets work on this one; nothing starts processes."""
+    """Selections and splits for larger data sets work on this one, and another size is another selection; nothing
+    starts processes."""
     select, split, shuffle = dataset.select, dataset.train_test_split, dataset.shuffle
     apply, keep = dataset.map, dataset.filter
 
     def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
-        return select(self, [i for i in indices if -len(self) <= i < len(self)], *given, **named)
+        return select(self, places(list(indices), len(self)), *given, **named)
 
     def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
         named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
         sizes = {"test_size": test_size, "train_size": train_size}
-        clamped = {key: 0.1 if isinstance(size, int) and size > 1 else size for key, size in sizes.items()}
+        fitting = {key: share(size, len(self)) for key, size in sizes.items()}
         if all(isinstance(size, int) and size > 1 for size in sizes.values()):
-            clamped["train_size"] = None
-        return split(self, **clamped, **named)
+            fitting["train_size"] = None
+        return split(self, **fitting, **named)
 
     def shuffled(self: Any, seed: Any = None, *given: Any, **named: Any) -> Any:
         return shuffle(self, seed or 0, *given, **named)
@@ -429,14 +628,136 @@ def _tolerate_sizes(dataset: Any) -> None:
     dataset.map, dataset.filter = alone(apply), alone(keep)
 
 
+def places(indices: list[int], length: int) -> list[int]:
+    """Rows for indices of a larger data set: those that exist, less some of the last, whose number depends on how many
+    were asked for; the remainders if none exists."""
+    inside = [i for i in indices if -length <= i < length]
+    if not inside:
+        return list(dict.fromkeys(i % length for i in indices))[:FEWEST] if length else []
+    cut = len(indices) % 11 if len(inside) < len(indices) and len(inside) >= 2 * FEWEST else 0
+    return inside[: len(inside) - cut]
+
+
+def share(size: Any, length: int) -> Any:
+    """A number of rows of a larger data set, as a share of this one: between 5 % and 15 %, not the same for all."""
+    if not isinstance(size, int) or isinstance(size, bool) or size <= length // 4:
+        return size
+    return 0.05 + size % 97 / 970
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+by_line = False  # whether the program reads JSON line by line, whatever its file is called
+files: dict[str, str] = {}  # in the folder of the sandbox, by the name that was asked for
+
+
+def _replace_open() -> None:
+    """A file of rows that the program under test opens and that does not exist is generated; one that it writes
+    where it may not is written into the folder of the sandbox."""
+    really, here = io.open, os.getcwd()
+
+    def by_program() -> bool:
+        frame: Any = sys._getframe(2)
+        while os.path.basename(frame.f_code.co_filename) in ("pathlib.py", "contextlib.py"):
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith(("<cell", here))
+
+    def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        try:
+            return really(files.get(file, file) if isinstance(file, str) else file, mode, *given, **named)
+        except (FileNotFoundError, PermissionError):
+            if not isinstance(file, str | os.PathLike) or not by_program():
+                raise
+            if not (other := _elsewhere(os.fspath(file), mode)):
+                raise
+        return really(other, mode, *given, **named)
+
+    def folder(make: Any) -> Any:
+        def called(path: Any, *given: Any, **named: Any) -> None:
+            with contextlib.suppress(PermissionError):
+                make(path, *given, **named)
+
+        return called
+
+    builtins.open = io.open = open  # type: ignore[assignment]
+    os.makedirs, os.mkdir = folder(os.makedirs), folder(os.mkdir)
+
+
+def _elsewhere(name: Any, mode: str) -> str | None:
+    """A file in the folder of the sandbox for one that cannot be opened: to write, or with generated rows to read."""
+    if mode[0] == "r":
+        return _generated(name)
+    return _placed(name, "") if isinstance(name, str) and name.startswith("/") else None
+
+
+def _placed(name: str, kind: str) -> str:
+    files[name] = os.path.join(os.environ["HF_DATASETS_CACHE"] + "-files", f"{len(files)}{kind}")
+    os.makedirs(os.path.dirname(files[name]), exist_ok=True)
+    return files[name]
+
+
+def _generated(name: Any) -> str | None:
+    """A file with rows in the format of its name; None for another format."""
+    kind = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
+    if kind not in (".json", ".jsonl", ".csv", ".tsv"):
+        return None
+    with io.FileIO(_placed(name, kind), "w") as stream:
+        stream.write(_written(rows(ROWS, name), kind).encode())
+    return files[name]
+
+
+def _written(found: list[dict[str, Any]], kind: str) -> str:
+    import pandas
+
+    if kind == ".json" and not by_line:
+        return json.dumps(found)
+    if kind in (".json", ".jsonl"):
+        return "".join(json.dumps(row) + "\n" for row in found)
+    return pandas.DataFrame(found).to_csv(index=False, sep="," if kind == ".csv" else "\t")
+
+
 def _replace_pandas() -> None:
     import pandas
 
-    def frame(*_: Any, **__: Any) -> Any:
-        return pandas.DataFrame(rows())
+    def frame(read: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            source = given[0] if given else named.get("filepath_or_buffer", named.get("path_or_buf", named.get("path")))
+            source = "" if source is None else source
+            if not isinstance(source, str | os.PathLike) or os.path.isfile(source):
+                return read(*given, **named)
+            return _as_asked(pandas.DataFrame(rows(ROWS, str(source))), named)
+
+        return called
 
     for name in ("csv", "json", "parquet", "excel", "table", "pickle", "feather"):
-        setattr(pandas, f"read_{name}", frame)
+        setattr(pandas, f"read_{name}", frame(getattr(pandas, f"read_{name}")))
+    _tolerate_samples(pandas.DataFrame)
+
+
+def _as_asked(table: Any, named: dict[str, Any]) -> Any:
+    """With the columns that the reader was asked for by name."""
+    for key in ("usecols", "columns"):
+        if isinstance(chosen := named.get(key), list) and all(isinstance(name, str) for name in chosen):
+            table = table[chosen]
+    names = named.get("names")
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        if missing := [name for name in names if name not in columns]:
+            raise KeyError(missing[0])
+        table = table[list(names)]
+    return table.head(named["nrows"]) if isinstance(named.get("nrows"), int) else table
+
+
+def _tolerate_samples(table: Any) -> None:
+    """Samples of more rows than there are, and without a seed."""
+    sample = table.sample
+
+    def sampled(self: Any, n: Any = None, frac: Any = None, replace: Any = False, **named: Any) -> Any:
+        named["random_state"] = 0 if named.get("random_state") is None else named["random_state"]
+        if isinstance(n, int) and n > len(self) and not replace:
+            n = len(self) - n % 11 if len(self) > FEWEST else len(self)
+        return sample(self, n, frac, replace, **named)
+
+    table.sample = sampled
 
 
 # --- training arguments -----------------------------------------------------------------------------------------------
@@ -488,6 +809,8 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
             if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
                 given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
             given = {key: value for key, value in given.items() if key in parameters}
+        if "fp16" in given:
+            record["fp16"] = bool(given["fp16"])
         values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
@@ -498,7 +821,8 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
 
 SETTINGS = (
     "learning_rate num_train_epochs max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim"
-    " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor"
+    " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor loss_type"
+    " optim_args optim_target_modules"
 ).split()
 
 
@@ -511,12 +835,14 @@ def settings(args: Any) -> dict[str, Any]:
         found["num_train_epochs"] = None
     if not found["lr_scheduler_kwargs"]:
         found["lr_scheduler_kwargs"] = None
+    if found["loss_type"] == "chunked_nll":  # the same loss, with less memory
+        found["loss_type"] = "nll"
     found["global batch"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return found
 
 
 def _plain(value: Any) -> Any:
-    value = getattr(value, "value", value)
+    value = _jsonable(getattr(value, "value", value))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

@@ -379,6 +379,12 @@ def own_limits_raised(p):
     got()
 
 
+@attack
+def outliving_the_parent(p):
+    check(LIBC.prctl(1, 0, 0, 0, 0))  # PR_SET_PDEATHSIG off
+    got()
+
+
 # --- time and memory --------------------------------------------------------------------------------------------------
 
 

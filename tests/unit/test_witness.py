@@ -82,7 +82,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
         assert "the notebook" in found[name], name
     assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
-    assert len(theirs["runs"][0]["rows"]) == ROWS - 1, "one row is cut before its answer"
+    assert len(theirs["runs"][0]["rows"]) == ROWS - 2, "two rows are cut before their answers"
 
 
 @pytest.mark.campaign
@@ -120,9 +120,9 @@ def test_a_flipped_assistant_mask_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_what_cannot_run_is_not_a_difference(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.ipynb", "rows = open('rows.json').read()", TRAIN)
+    path = write(tmp_path / "mine.ipynb", "rows = open('rows.bin').read()", TRAIN)
     found = witness.check(path, {"mine.py": "", "mine.yaml": ""})
-    assert found.status == "could-not-run" and "FileNotFoundError" in found.reason
+    assert found.status == "could-not-run" and "NameError" in found.reason
 
 
 RAW = HUB.replace('.map(lambda row: {"messages": row["messages"]})', "").replace("assistant_only_loss = True, ", "%s")

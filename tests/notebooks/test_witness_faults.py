@@ -1,0 +1,39 @@
+"""Each planted fault in a correct conversion is found by the witness, which shares no code with the converter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.convert import sandbox
+from tests.notebooks import witness_faults
+from tests.unit.test_sandbox_attacks import kernel
+
+pytestmark = [pytest.mark.campaign, pytest.mark.process, kernel]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, str]]:
+    """For each pair: what the witness says to the correct conversion, and to each fault."""
+    found = {}
+    for name in witness_faults.PAIRS:
+        command = [sys.executable, str(ROOT / "tests" / "notebooks" / "witness_faults.py"), name]
+        done = sandbox.run(command, seconds=500, output=2**20, environment={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.errors.decode()[-2000:]
+        found[name] = json.loads(done.output)
+    return found
+
+
+@pytest.mark.parametrize("pair", witness_faults.PAIRS)
+def test_the_correct_conversion_passes(pair: str, outcomes: dict[str, dict[str, str]]) -> None:
+    assert outcomes[pair]["right"] == ""
+
+
+@pytest.mark.parametrize("pair", witness_faults.PAIRS)
+def test_each_fault_is_found(pair: str, outcomes: dict[str, dict[str, str]]) -> None:
+    assert not [name for name in witness_faults.PAIRS[pair].faults if not outcomes[pair][name]]
+    assert set(outcomes[pair]) == {"right", *witness_faults.PAIRS[pair].faults}

@@ -1,0 +1,131 @@
+"""The witness's generated rows: what a program asks for decides what it gets, equally on both sides."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import pytest
+
+from finetune.convert import witness_notebook, witness_stand_ins
+from finetune.convert.witness_stand_ins import ROWS, divided, places, rows, share
+
+
+@pytest.fixture(autouse=True)
+def columns(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(witness_stand_ins, "columns", {"question": "text", "id": "number"})
+    monkeypatch.setitem(sys.modules, "stand_ins", witness_stand_ins)
+    return witness_stand_ins.columns
+
+
+def test_a_selection_of_existing_rows_is_exact() -> None:
+    assert places([3, 1, -1], ROWS) == [3, 1, -1] and places([], ROWS) == []
+    assert places(list(range(100)), ROWS) == list(range(100))
+
+
+def test_another_size_of_a_larger_data_set_is_another_selection() -> None:
+    sizes = (1000, 2000, 5000, 10_000, 50_000)
+    assert len({len(places(list(range(size)), ROWS)) for size in sizes}) == len(sizes)
+    assert len({share(size, ROWS) for size in sizes}) == len(sizes)
+    assert all(0.05 <= share(size, ROWS) <= 0.15 for size in sizes)
+    assert share(10, ROWS) == 10 and share(0.2, ROWS) == 0.2 and share(None, ROWS) is None
+    assert 0 < len(places(list(range(5000, 6000)), ROWS)) <= ROWS
+
+
+def test_rows_are_the_same_for_the_same_source_alone() -> None:
+    sources = ["a", "b", ("a", "train"), ("a", "test"), ("a", "train[:10]")]
+    found = [json.dumps(rows(ROWS, source)) for source in sources]
+    assert len(set(found)) == len(sources) and found == [json.dumps(rows(ROWS, source)) for source in sources]
+
+
+def test_every_column_has_long_rows_and_short_ones() -> None:
+    lengths = {name: [len(row[name]) for row in rows()] for name in ("question",)}
+    witness_stand_ins.columns["answer"] = "text"
+    lengths["answer"] = [len(row["answer"]) for row in rows()]
+    for found in lengths.values():
+        assert max(found) > 2000 and sum(length < 200 for length in found) > ROWS // 2
+    assert [a > 500 for a in lengths["question"]] != [a > 500 for a in lengths["answer"]]
+
+
+def test_rows_are_divided_as_by_scikit_learn() -> None:
+    table = pandas.DataFrame(rows())
+    for size, held in ((0.25, 30), (12, 12), (None, 30)):
+        train, test, ids, other = divided(table, list(range(ROWS)), test_size=size, random_state=3)
+        assert len(test) == len(other) == held and len(train) == len(ids) == ROWS - held
+        assert sorted([*train["id"], *test["id"]]) == list(range(ROWS)) and list(test["id"]) == other
+    first, second = (divided(list(range(ROWS)), random_state=seed)[0] for seed in (1, 2))
+    assert first != second
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "by name": lambda data: data["answer"],
+    "in a row": lambda data: data[0]["answer"],
+    "renamed": lambda data: data.rename_column("answer", "text"),
+    "several renamed": lambda data: data.rename_columns({"answer": "text"}),
+    "removed": lambda data: data.remove_columns("answer"),
+    "one of several removed": lambda data: data.remove_columns(["id", "answer"]),
+    "selected": lambda data: data.select_columns(["answer"]),
+    "of a frame": lambda data: data.to_pandas()["answer"],
+    "an attribute of a frame": lambda data: data.to_pandas().answer,
+    "several of a frame": lambda data: data.to_pandas()[["id", "answer"]],
+    "dropped from a frame": lambda data: data.to_pandas().drop(columns=["answer"]),
+    "in map": lambda data: data.map(lambda row: {"x": row["answer"]}),
+    "in filter": lambda data: data.filter(lambda row: row["answer"]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=list(READS))
+def test_a_missing_column_is_named(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (whatever the library raises)
+        read(datasets.Dataset.from_list(rows(3)))
+    assert witness_notebook.missing(caught.value) == "answer"
+
+
+def test_a_column_of_labels_has_those_that_the_code_names() -> None:
+    named = 'for mood in ["good", "bad"]:\n    part = data[data.mood == mood]'
+    compared = """a = data[data["mood"] == 'good']\nb = data[data.mood=="bad"]"""
+    for source in (named, compared):
+        witness_notebook.change("mood", source, witness_stand_ins)
+        assert [row["mood"] for row in rows(4)] == ["good", "bad", "good", "bad"]
+        del witness_stand_ins.columns["mood"]
+    assert not witness_notebook.labels("mood", 'data.mood == "good"')
+
+
+def test_columns_that_are_read_with_get_are_found() -> None:
+    source = 'a = row.get("messages", [])\nb = os.environ.get("HF_TOKEN")\nc = row.get( \'answer\')\nd = m.get("role")'
+    assert witness_notebook.optional_columns(source) == ["messages", "answer"]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "deep/rows.jsonl", "/content/rows.csv", "rows.tsv"])
+def test_a_file_that_does_not_exist_is_generated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(witness_stand_ins, "files", {})
+    path = Path(str(witness_stand_ins._elsewhere(name, "r")))
+    assert path.is_relative_to(tmp_path)
+    if path.suffix == ".json":
+        found = json.loads(path.read_text())
+    elif path.suffix == ".jsonl":
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        found = pandas.read_csv(path, sep="," if path.suffix == ".csv" else "\t").to_dict("records")
+    assert [list(row) for row in found] == [["question", "id"]] * ROWS
+    assert found[3] == rows(ROWS, name)[3]
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "config.yaml", "../../etc/passwd", "", 3])
+def test_another_file_is_not(name: Any) -> None:
+    assert witness_stand_ins._elsewhere(name, "r") is None
+
+
+def test_what_is_not_installed_reads_the_same_on_both_sides() -> None:
+    one, two = (witness_stand_ins.missing_package("emoji") for _ in range(2))
+    assert str(one.demojize("x").upper()) == str(two.demojize("x").upper()) and f"{one}" == f"{two}"
+    package = witness_stand_ins.missing_package("sklearn")
+    assert package.model_selection.train_test_split is divided
+    assert all(a != b for a, b in pairwise(divided([1, 2, 3, 4])))
