@@ -213,8 +213,11 @@ def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
         if _PASSWORD.search(name) and re.fullmatch(r"[A-Za-z]+(?:-[A-Za-z]+){2,}", value):  # correct-horse-battery
             return True
         return len(value) >= 6 and not is_expression and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
-    is_weak = not _STRONG.search(name) and not re.search("token$", name, re.IGNORECASE)  # LABEL_KEY = "answer"
-    return not is_weak or bool(re.search(r"\d", value)) or len(value) >= 20
+    # LABEL_KEY = "answer", INSTRUCTION_KEY = "### Instruction: ..."
+    is_weak = not _STRONG.search(name) and not re.search("token$", name, re.IGNORECASE)
+    if not is_weak:
+        return True
+    return not re.search(r"\s", value) and (bool(re.search(r"\d", value)) or len(value) >= 20)
 
 
 def is_credible(value: str) -> bool:

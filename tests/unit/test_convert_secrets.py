@@ -125,6 +125,7 @@ INNOCENT = [
     'tokenizer.pad_token = "<|finetune_right_pad_id|>"\ntokenizer.eos_token = "</s>"',
     'pad_token = "[PAD]"\nstop_token = "im_end_1"',
     'text_key = "question"\nLABEL_KEY = "answer"',
+    'INTRO_KEY = "Below is an instruction, number 1."\nINSTRUCTION_KEY = "### Instruct: Summarize"',
     'rows = {"token": "<|im_end|>", "key": "question", "secret": "<hidden>"}',
     'question = "What is a password, and is a token: a word?"',
     'import os\nkey = os.environ["HF_TOKEN"]\ntoken = os.getenv("HF_TOKEN")',
