@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from finetune.config import Batch, Config, resolve_batch
-from finetune.engine import checkpoints, report, resume, session
+from finetune.engine import checkpoints, preflight, report, resume, session
 from finetune.errors import RunError, UserError
-from finetune.measure import strategy
+from finetune.measure import rules, sharding, slices, strategy
 from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, distributed, launch_lines, subprocesses
+from finetune.runtime import bootstrap, cpu_threads, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 END_SECONDS = 600.0  # of measuring
 SMOKE_BYTES = 2**20
+SHARDED_WORLDS = (2, 4, 8)  # for which a sharded run is predicted
 SMOKE_SECONDS = 400  # ranks wait 300 s for each other before they report which one is missing
 
 
@@ -67,6 +68,11 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         )
     config, demo = session.with_demo(config)
     world, real = intended_batch(config)
+    if config.training.strategy == "shard" and demo is None and not slices.is_slice():
+        folder = preflight.base_folder(config)
+        layers = slices.layers_of(folder) if folder is not None else None
+        if folder is not None and layers is not None and slices.counts(layers) is not None:
+            return in_slices(config, folder, layers, world)
     output_dir = Path(config.training.output_dir)
     checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
     collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
@@ -102,7 +108,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     from finetune.measure import measurements
-    from finetune.measure.trial import WORST_STEPS, holds_its_state
+    from finetune.measure.trial import WORST_STEPS, holds_its_state, saved_bytes
 
     trainer, logger = trial.trainer, trial.logger
     full = None
@@ -132,10 +138,12 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         sizes = search(trial, world, start=None)
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=facts)
-    measurements.keep(measured)  # before the search, which may end badly
+    kept = saved_bytes(trainer, trial.job.layout, trial.job.batch.per_device) if slices.is_slice() else None
+    if kept is None:  # slices are of no other run
+        measurements.keep(measured)  # before the search, which may end badly
     sizes = search(trial, world, start=trial.job.batch.per_device)
     measured = replace(measured, micro_batch_search=sizes)
-    saved = measurements.keep(measured)
+    saved = measurements.keep(measured) if kept is None else None
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
@@ -145,7 +153,8 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         "projection": projection(measured, world),
         "micro_batch_search": sizes,
         "measurement": measured.to_dict(),
-        "measurement_file": str(saved),
+        "measurement_file": saved and str(saved),
+        "saved_bytes": kept,
     }
     return Outcome(go=True, reason=None, measured=results)
 
@@ -190,6 +199,151 @@ def _too_slow(trial: Trial) -> str:
         "to predict from. Lower data.max_length or training.per_device_train_batch_size, take a smaller model, or use "
         "a GPU."
     )
+
+
+# --- a model in slices ------------------------------------------------------------------------------------------------
+
+
+def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
+    """Measure two slices of a model that will be sharded, each by a dry run in a process of its own, and report what
+    each rank needs. Returns 0 for go, 1 for no-go.
+
+    Raises:
+        RunError: a slice does not train.
+    """
+    from finetune.engine import shard  # it imports torch
+    from finetune.measure.measurements import Measurement
+
+    cut = slices.counts(layers)
+    assert cut is not None
+    world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
+    batch = resolve_batch(config.training, world, config.data)
+    reports = []
+    with tempfile.TemporaryDirectory(prefix="slices-") as place:
+        for count in cut:
+            model = slices.write(folder, count, Path(place) / f"{count}-layers")
+            with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
+                reports.append(_dry_run_of(model, batch.per_device, world, Path(place) / f"{count}.json"))
+    refused = next((one for one in reports if not one["go"]), None)
+    line = launch_line(world)
+    if refused is not None:
+        reason = f"{counted(cut[0], 'layer')} of {layers} already fail: {refused['reason']}"
+        print_line(f"NO-GO: {reason}", style="red")
+        if config.json:
+            write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line}))
+        return FAILED
+    sizes = sharding.sizes(folder)
+    if sizes is None:
+        raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
+    few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
+    once = shard.would_reduce_once(config)
+    found = slices.sharded(few, more, [one["saved_bytes"] for one in reports], cut, layers, config, sizes, once)
+    tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
+    result = sharded_result(found, tokens, world)
+    result["measurement_file"] = str(slices.keep(found))
+    print_shards(config, found, result, cut, line)
+    return DONE if result["go"] else FAILED
+
+
+def _dry_run_of(model: Path, per_device: int, world: int, report: Path) -> dict[str, Any]:
+    """The report of a dry run of this command with another model, in micro-batches of `per_device` rows, as one of
+    `world` ranks would run it."""
+    target, given = strategy.given_command()
+    arguments = [word for word in without_json(given) if word not in ("--dry-run", "--dry_run")]
+    changed = ["--model.model_name_or_path", str(model), "--training.per_device_train_batch_size", str(per_device)]
+    command = [sys.executable, *target, *arguments, "--dry-run", *changed]
+    env = os.environ | {slices.VARIABLE: "1"}
+    if strategy.visible_gpus():
+        env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    elif cpu_threads.VARIABLE not in env:  # the ranks of a CPU run share its cores
+        env[cpu_threads.VARIABLE] = str(cpu_threads.by_rule(cpu_threads.cores(), world))
+    done = subprocesses.run([*command, "--json", str(report)], env=env)
+    if not report.is_file():
+        text = subprocesses.first_error(done.stderr) or (done.stdout + done.stderr)[-3000:]
+        raise (UserError if done.returncode == 2 else RunError)(f"The dry run of a slice failed: {text}")
+    return json.loads(report.read_text())
+
+
+def sharded_result(found: slices.Sharded, tokens: int, world: int) -> dict[str, Any]:
+    """Figures by number of ranks on which the global batch divides, and whether `world` of them hold the model.
+
+    Args:
+        tokens: of the longest micro-batch.
+    """
+    from finetune.measure import measurements
+
+    whole, gib = found.whole, 2**30
+    device = whole.memory_bytes
+    limit = None if device is None else rules.MEMORY_MARGIN * device
+    rows = []
+    worlds: set[int] = {*SHARDED_WORLDS, *([world] if world > 1 else [])}
+    for ranks in sorted(worlds):
+        if whole.global_batch_size % (ranks * whole.per_device):
+            continue
+        backend = "gloo" if device is None else "nccl"
+        curve, source = measurements.find_comm(ranks, backend, whole.facts["device"], os.environ)
+        work = whole.work(ranks, None if str(ranks) in whole.compute_seconds else whole.compute_seconds["1"] / ranks)
+        one = slices.predict(found, work, ranks, curve)
+        rows.append(
+            {
+                "world_size": ranks,
+                "peak_memory_gib": one.peak_memory_bytes / gib,
+                "step_seconds": one.step_seconds,
+                "exposed_seconds": one.exposed_seconds if curve is not None else None,
+                "communication": source,
+                "tokens_per_second": one.tokens_per_second,
+                "fits": limit is None or one.peak_memory_bytes <= limit,
+                "longest_row_tokens": slices.longest_document(found, tokens, limit, ranks),
+            }
+        )
+    fitting = [row["world_size"] for row in rows if row["fits"]]
+    reason = None
+    if world not in fitting:
+        where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} do not, either"
+        reason = f"{world} GPUs do not hold this job; {where}"
+    activations = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
+    return {
+        "go": reason is None,
+        "reason": reason,
+        "sharded": {"rows": rows, "activation_gib": activations, "device_gib": device and device / gib},
+        "longest_row_tokens": tokens // whole.per_device,
+        "measurement": whole.to_dict(),
+    }
+
+
+def print_shards(
+    config: Config, found: slices.Sharded, result: dict[str, Any], cut: tuple[int, int], line: str
+) -> None:
+    """The figures as a table, and go or no-go."""
+    kept = result["sharded"]["activation_gib"]
+    console().print(f"Measured with {cut[0]} and {cut[1]} of {found.layers} layers on one device:", highlight=False)
+    print_line(
+        f"activations on the longest rows ({counted(result['longest_row_tokens'], 'token')}): {kept['layers']:.2f} GiB "
+        f"in the layers, {kept['outside']:.2f} GiB outside them"
+    )
+    shown = Table(title="Sharded", title_justify="left")
+    for name in ("GPUs", "GiB on each", "step, ms", "of it waiting", "tokens/s", "longest row that fits"):
+        shown.add_column(name, justify="right")
+    for row in result["sharded"]["rows"]:
+        waits, longest = row["exposed_seconds"], row["longest_row_tokens"]
+        shown.add_row(
+            str(row["world_size"]),
+            f"{row['peak_memory_gib']:.2f}" + ("" if row["fits"] else " (too much)"),
+            f"{1e3 * row['step_seconds']:,.1f}" + ("" if waits is not None else " + communication"),
+            "not measured" if waits is None else f"{1e3 * waits:,.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            "-" if longest is None else f"{longest:,}",
+        )
+    console().print(shown)
+    if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
+        print_line("`finetune bench comm` on the GPUs of the run measures what gathering weights takes.")
+    if result["go"]:
+        console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
+        print_line(f"  {line}")
+    else:
+        print_line(f"NO-GO: {result['reason']}.", style="red")
+    if config.json:
+        write_json(config.json, redact_tree(result | {"launch": line}))
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
@@ -247,6 +401,8 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     from finetune.measure import trial as trials
 
     memory, job = trial.memory, trial.job
+    if slices.is_slice():
+        return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
     sizes = trials.allowed_sizes(job, world)
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
@@ -365,8 +521,8 @@ def print_report(config: Config, outcome: Outcome, line: str) -> None:
     """Print go or no-go, with the measurements and the launch line of the real run."""
     if config.training.strategy == "shard":
         print_line(
-            "warning: training.strategy is shard, and a dry run measures the whole model on one device. A sharded run "
-            "needs less memory per GPU, and gathers weights in each pass, which this does not time.",
+            "warning: training.strategy is shard, and this dry run measures the whole model on one device: it has too "
+            "few layers to measure slices of it. A sharded run needs less memory per GPU, and gathers weights.",
             style="yellow",
         )
     if outcome.go:

@@ -38,6 +38,7 @@ class Tried:
     recommended: int | None = None  # micro-batch size found by the dry run's search
     full: bool = False  # the device ran out of memory
     state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
+    sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
 
 
 @dataclass(kw_only=True)
@@ -90,12 +91,12 @@ def tried(report: Mapping[str, Any]) -> Tried:
     """The result of a dry run, from its report."""
     if not report["go"]:
         full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
-        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits)
-    sizes = report["micro_batch_search"]
-    return Tried(
-        measured=Measurement.from_dict(report["measurement"]),
-        recommended=sizes.get("recommended"),
-    )
+        rows = report.get("sharded", {}).get("rows")
+        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits, sharded=rows)
+    measured = Measurement.from_dict(report["measurement"])
+    if "sharded" in report:
+        return Tried(measured=measured, sharded=report["sharded"]["rows"])
+    return Tried(measured=measured, recommended=report["micro_batch_search"].get("recommended"))
 
 
 def measure_curves(

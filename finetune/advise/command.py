@@ -274,6 +274,9 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     if machine.device == "cuda":
         sharded, settings = shards(config, machine)
+        if settings is not None:
+            rows = bench.try_out(["--training.strategy", "shard"]).sharded
+            sharded, settings = with_measured(sharded, settings, rows)
         text += f" {sharded}"
         content["shard"] = settings
         if result is None and settings is not None and (reason := keep_sharding(config, machine, settings, names)):
@@ -316,6 +319,29 @@ def shards(config: Config, machine: Hardware) -> tuple[str, dict[str, Any] | Non
     return text, {"world_size": world, "gib_per_gpu": needed / 2**30, "gib_by_world_size": rows, "flags": flags}
 
 
+def with_measured(
+    text: str, settings: dict[str, Any], rows: list[dict[str, Any]] | None
+) -> tuple[str, dict[str, Any] | None]:
+    """What `shards` returns, completed by a dry run on slices of the model: memory with activations, and step times.
+
+    Args:
+        rows: the dry run's figures by number of ranks; None if it did not run.
+    """
+    if not rows:
+        return text, settings
+    each = ", ".join(
+        f"{row['world_size']} GPUs {row['peak_memory_gib']:.1f} GiB and {row['step_seconds']:.2f} s a step"
+        + (" without communication" if row["exposed_seconds"] is None else "")
+        for row in rows
+    )
+    text += f" Measured with slices of the model, activations included: on {each}."
+    fitting = next((row for row in rows if row["fits"]), None)
+    if fitting is None:
+        return f"{text} None of them holds the job.", None
+    measured = {"world_size": fitting["world_size"], "gib_per_gpu": fitting["peak_memory_gib"], "measured": rows}
+    return text, settings | measured
+
+
 def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any], tried: str) -> str | None:
     """Write the advice that `training.strategy: auto` follows for a model that nothing else makes fit. Returns the
     reason; None, and no advice, if this machine cannot do it.
@@ -338,10 +364,9 @@ def keep_sharding(config: Config, machine: Hardware, settings: Mapping[str, Any]
     except UserError:  # the global batch does not divide
         return None
     also = f", also with {tried}" if tried else ""
-    reason = (
-        f"one GPU is full{also}, and sharded over {world} each holds {settings['gib_per_gpu']:.1f} GiB without "
-        "activations"
-    )
+    reason = f"one GPU is full{also}, and sharded over {world} each holds {settings['gib_per_gpu']:.1f} GiB"
+    if "measured" not in settings:
+        reason += " without activations"
     advice = {
         "kind": "advice",
         "world_size": world,

@@ -142,8 +142,11 @@ def set_reduction(model: Any, reduces: bool) -> None:
 
 def reduces_once(config: Config) -> bool | None:
     """Whether the gradients of a step are reduced in its last backward pass only; None if the model is not sharded."""
-    if not wanted(config):
-        return None
+    return would_reduce_once(config) if wanted(config) else None
+
+
+def would_reduce_once(config: Config) -> bool:
+    """The same for a run on several ranks."""
     chosen = config.training.shard_reduce
     return not config.model.full_finetuning if chosen == "auto" else chosen == "once"
 

@@ -241,11 +241,16 @@ def find(wanted: dict[str, Any]) -> tuple[Measurement | None, str]:
     if (content := _read(path)) is not None:
         return Measurement.from_dict(content), str(path)
     others = [content["facts"] for path in folder().glob("job-*.json") if (content := _read(path))]
+    return None, nearest(wanted, others)
+
+
+def nearest(wanted: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    """Why none of the `others` is the job of these facts: what differs in the nearest one."""
     same_model = [other for other in others if _model(other) == _model(wanted)]
     if not same_model:
-        return None, "no dry run of this model was measured on this machine (run with `--dry-run` first)"
+        return "no dry run of this model was measured on this machine (run with `--dry-run` first)"
     names = min((_differing(other, wanted) for other in same_model), key=len)
-    return None, f"the nearest dry run differs in: {', '.join(names)}"
+    return f"the nearest dry run differs in: {', '.join(names)}"
 
 
 def _model(found: dict[str, Any]) -> Any:

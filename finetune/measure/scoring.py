@@ -7,15 +7,16 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from finetune.measure import measurements
+from finetune.measure import measurements, slices
 from finetune.measure.measurements import slowest_rank_seconds
-from finetune.measure.predict import Curve, Prediction, predict
+from finetune.measure.predict import Curve, Prediction, Work, predict
 from finetune.runtime import distributed
 from finetune.runtime.tags import tag
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.measure.measurements import Measurement
+    from finetune.measure.slices import Sharded
 
 FIELDS = ("step_seconds", "peak_memory_gib", "tokens_per_second_per_gpu")
 
@@ -30,9 +31,12 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
             that of the rank with the highest peak.
     """
     world = distributed.ranks().world_size
+    sharded = None
     if job.config.training.strategy == "shard" and world > 1:
-        return _unknown("predictions are for DDP, and training.strategy is shard")
-    measured, source = measurements.find(measurements.facts(job))
+        sharded, source = slices.find(measurements.facts(job))
+        measured = None if sharded is None else sharded.whole
+    else:
+        measured, source = measurements.find(measurements.facts(job))
     if measured is None:
         return _unknown(source)
     curve = None
@@ -42,7 +46,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
         if curve is None:
             return _unknown(where)
         source = f"{source} and {where}"
-    return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve), results)}
+    return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve, sharded), results)}
 
 
 def micro_batch_search(job: Job) -> dict[str, Any] | None:
@@ -51,9 +55,19 @@ def micro_batch_search(job: Job) -> dict[str, Any] | None:
     return None if measured is None else measured.micro_batch_search
 
 
-def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -> tuple[Prediction, Prediction]:
+def expected(
+    job: Job, measured: Measurement, world: int, curve: Curve | None, sharded: Sharded | None = None
+) -> tuple[Prediction, Prediction]:
     """Predictions for the steps of this run at this world size: for the median step, and for the mean. The first step
-    is left out, as in the measured results, because it compiles kernels."""
+    is left out, as in the measured results, because it compiles kernels.
+
+    Args:
+        sharded: what `measured` belongs to, of a run that shards its model.
+    """
+
+    def one(work: Work) -> Prediction:
+        return predict(work, world, curve) if sharded is None else slices.predict(sharded, work, world, curve)
+
     plan, layout = job.plan(), job.layout
     line = measured.seconds_per_micro_batch, measured.seconds_per_token
     seconds = slowest_rank_seconds(
@@ -68,9 +82,9 @@ def expected(job: Job, measured: Measurement, world: int, curve: Curve | None) -
     count = job.config.training.max_steps
     ran = slice(min(1, len(seconds) - 1), count if count > 1 else None)
     work = measured.work(world, float(median(seconds[ran])))
-    typical = predict(work, world, curve)
+    typical = one(work)
     mean = replace(work, compute_seconds=fmean(seconds[ran]), tokens=fmean(tokens[ran]))
-    return typical, predict(mean, world, curve)
+    return typical, one(mean)
 
 
 def compare(typical: Prediction, mean: Prediction, results: dict[str, Any]) -> dict[str, dict[str, float | None]]:

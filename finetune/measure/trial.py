@@ -234,7 +234,7 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
     """Run forward and backward on the longest rows three times: the second while the gradients of the first are
     held, as under accumulation, the third for its speed. Gradients are freed afterwards, even if memory ran out."""
     rows = longest_rows(layout, per_device)
-    batch = trainer._collate(layout.__getitems__(rows.tolist()))
+    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
     count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
     _empty(trainer)
     memory.reset()
@@ -256,6 +256,30 @@ def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> A
     fits = memory.limit_bytes is None or peak <= memory.limit_bytes
     speed = int(layout.tokens[rows].sum()) / seconds[-1]
     return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
+
+
+def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
+    """Bytes that a forward pass on the longest rows keeps for the backward pass, beside the parameters: what autograd
+    saves, each storage once. With checkpointing these are the inputs of the checkpointed parts."""
+    rows = longest_rows(layout, per_device)
+    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
+    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(batch), num_items_in_batch=count)
+    found = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    kept.clear()
+    _empty(trainer)
+    return found
 
 
 def holds_its_state(trainer: Any) -> bool:

@@ -23,15 +23,15 @@ def unusable() -> str | None:
     """Why FlashAttention-4 cannot be tried on this process's GPU; None if it can."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    if torch.cuda.get_device_capability()[0] < 9:
-        return "it needs Hopper (H100) or newer"
     try:
         found = importlib.util.find_spec("flash_attn.cute")
     except ImportError:
         found = None
-    return NOT_INSTALLED if found is None else None
+    if found is None:
+        return NOT_INSTALLED
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    return "it needs Hopper (H100) or newer" if torch.cuda.get_device_capability()[0] < 9 else None
 
 
 def offer() -> None:

@@ -186,3 +186,35 @@ def test_no_label_tokens_and_several_ranks_are_bad_input(tiny_model: Path, tiny_
     assert done.returncode == 2 and "none of 1 row (train) has a supervised token" in done.stdout
     done = launch.run("2 ranks", arguments(tiny_model, tiny_data), cache=tmp_path)
     assert done.returncode != 0 and "--dry-run runs on one device" in done.stdout
+
+
+@pytest.mark.campaign
+def test_a_sharded_job_is_measured_in_slices_and_its_run_is_scored(tmp_path: Path) -> None:
+    """The memory of two ranks is that of processes that never held the whole model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model, cache, out = tmp_path / "model", tmp_path / "cache", tmp_path / "out"
+    cache.mkdir()
+    tokenizer = tiny.make_tokenizer(model)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1, hidden_size=256, intermediate_size=512, num_hidden_layers=8,  # type: ignore[arg-type]
+        num_attention_heads=8, num_key_value_heads=4, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(model)
+    tiny.make_rows(tmp_path / "train.jsonl", 60)
+    batch = ["--training.global_batch_size", "8", "--training.max_steps", "8", "--training.save_steps", "0"]
+    shard = ["--training.strategy", "shard", "--model.full_finetuning", "true", "--training.output_dir", str(out)]
+    words = arguments(model, tmp_path, *batch, *shard)
+    done = launch.run("python", [*words, "--json", str(cache / "dry.json")], cache=cache)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "Measured with 2 and 4 of 8 layers on one device" in " ".join(done.stdout.split())
+    verdict = json.loads((cache / "dry.json").read_text())
+    row = next(row for row in verdict["sharded"]["rows"] if row["world_size"] == 2)
+    assert row["exposed_seconds"] is None and row["peak_memory_gib"] > 0  # no all-reduce was measured
+    assert not out.exists()
+
+    real = [word for word in words if word != "--dry-run"]
+    run = launch.train("torchrun", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
+    assert "no all-reduce of 2 ranks was measured" in run["prediction"]["reason"]
+    assert verdict["measurement"]["trainable_parameters"] == sum(run["sharding"]["local_elements"])
+    assert row["peak_memory_gib"] == pytest.approx(max(run["peak_memory_gib"]), rel=0.3)

@@ -84,8 +84,8 @@ class FakeTrainer:
         self.args = types.SimpleNamespace(device=torch.device("cpu"))
         self.step_losses, self._step_loss, self.steps = [torch.zeros(())], torch.zeros(()), []
 
-    def _collate(self, rows: list) -> dict[str, Any]:
-        self.memory.rows = len(rows)
+    def _collate(self, rows: list, pack_length: int | None = None) -> dict[str, Any]:
+        self.memory.rows, self.pack_length = len(rows), pack_length
         return {"input_ids": torch.ones(len(rows), 2)}
 
     def training_step(self, model: Any, inputs: dict[str, Any], count: Any) -> None:
@@ -100,6 +100,7 @@ class FakeLayout:
     tokens = np.array([5, 50, 20, 7])
     label_tokens = np.array([1, 9, 4, 2])
     padded_lengths = None
+    packs = types.SimpleNamespace(pack_length=64)
 
     def __len__(self) -> int:
         return 4
@@ -117,6 +118,7 @@ def test_a_size_is_tried_on_the_longest_rows_and_leaves_nothing() -> None:
     layout: Any = FakeLayout()
     found = try_size(trainer, layout, 2, memory)
     assert found.fits and found.peak_bytes == 2e9 and (found.tokens_per_second or 0) > 0
+    assert trainer.pack_length == 64  # without it each pack would be as long as its first document
     assert trainer.steps == [13, 13, 13]  # the labels of the two longest rows, three times
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert trainer.step_losses == [] and trainer._step_loss is None and memory.resets == 1

@@ -1,0 +1,293 @@
+"""What a sharded run needs, measured on one device with a few of the model's layers.
+
+Layers are alike, so time and memory are a line over their number: two slices of the model give its slope (a layer) and
+its intercept (embedding, head, loss and what a step costs anyway). The whole model never has to fit.
+
+A rank then computes all layers, holds its part of the weights, gradients and optimizer state, and gathers one unit
+after the other (FSDP2: Zhao et al. 2023, arXiv 2304.11277):
+
+    forward    all-gather of each layer, in the type of the weights
+    backward   the same again, then reduce-scatter of its gradients in float32
+
+A ring takes half of an all-reduce's time for either of them (NCCL-tests, PERFORMANCE.md), and the next layer is
+gathered while one computes. Not modeled: ranks that share a CPU or its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.measure import measurements, sharding
+from finetune.measure.measurements import Measurement
+from finetune.measure.predict import Curve, Prediction, Work
+from finetune.runtime.files import write_json
+
+VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
+GRADIENT_BYTES = 4  # gradients are reduced in float32
+_PER_LAYER = ("layer_types",)  # lists in a config with an entry per layer
+
+
+def counts(layers: int) -> tuple[int, int] | None:
+    """Layers of the two slices of a model; None if it has too few to be worth cutting."""
+    if layers < 3:
+        return None
+    return (2, 4) if layers > 4 else (1, 2)
+
+
+def layers_of(folder: Path) -> int | None:
+    """The number of layers in a model's config.json; None if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def write(source: Path, layers: int, folder: Path) -> Path:
+    """A model with only the first `layers` layers of `source`: its config, and links to its files. What the files have
+    beyond is not read by transformers."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.is_file() and file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = layers
+    for name in _PER_LAYER:
+        if isinstance(config.get(name), list):
+            config[name] = config[name][:layers]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A job measured in slices.
+
+    whole:              the job on one device, extrapolated to all layers; its peak memory is that of an imaginary
+                        device on which everything fits
+    layers:             number of layers
+    sizes, stored:      parameters of the model, and how they are stored
+    activation_bytes:   of all layers, on the longest rows
+    fixed_bytes:        activations outside the layers, the loss among them
+    reduces_once:       whether accumulated gradients are reduced in a step's last pass only
+    """
+
+    whole: Measurement
+    layers: int
+    sizes: sharding.Sizes
+    stored: sharding.Storage
+    activation_bytes: float
+    fixed_bytes: float
+    reduces_once: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as JSON."""
+        return {"kind": "sharded", **asdict(self), "whole": self.whole.to_dict()}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Sharded:
+        """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
+        return cls(
+            whole=Measurement.from_dict(content["whole"]),
+            sizes=sharding.Sizes(**content["sizes"]),
+            stored=sharding.Storage(**content["stored"]),
+            **{k: content[k] for k in ("layers", "activation_bytes", "fixed_bytes", "reduces_once")},
+        )
+
+    def peak_bytes(self, world_size: int) -> float:
+        """Peak memory of one of `world_size` ranks: its parts of the model, what is gathered, and the activations."""
+        state = sharding.bytes_per_gpu(self.sizes, world_size, self.stored)
+        accumulates = self.whole.global_batch_size > world_size * self.whole.per_device
+        if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
+            state += GRADIENT_BYTES * self.sizes.total
+        return state + self.activation_bytes + self.fixed_bytes
+
+
+# --- from slices to the whole -----------------------------------------------------------------------------------------
+
+
+def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], layers: int, model: str) -> Measurement:
+    """The measurement of all layers from those of two slices.
+
+    Args:
+        slices: layers of `few` and of `more`.
+        model: what the configuration calls the whole model.
+    """
+    share = (layers - slices[0]) / (slices[1] - slices[0])
+
+    def line(one: float, other: float) -> float:
+        return max(one + share * (other - one), 0.0)
+
+    a, b = few.to_dict(), more.to_dict()
+    lines = ("seconds_per_micro_batch", "seconds_per_token", "optimizer_seconds", "peak_memory_bytes")
+    exact = ("parameters", "trainable_parameters")
+    added = Counter(more.gradient_bytes) - Counter(few.gradient_bytes)
+    repeats = (layers - slices[1]) / (slices[1] - slices[0])
+    gradients = [*more.gradient_bytes, *(size for size, count in added.items() for _ in range(round(count * repeats)))]
+    facts = more.facts | {
+        "model.model_name_or_path": model,
+        "the size of the model": [
+            round(line(x, y))
+            for x, y in zip(few.facts["the size of the model"], more.facts["the size of the model"], strict=True)
+        ],
+    }
+    return replace(
+        more,
+        facts=facts,
+        **{name: line(a[name], b[name]) for name in lines},
+        **{name: round(line(a[name], b[name])) for name in exact},
+        # Times of single micro-batches vary in proportion to their length.
+        residual_seconds=[one * layers / slices[1] for one in more.residual_seconds],
+        compute_seconds={
+            world: line(few.compute_seconds.get(world, seconds), seconds)
+            for world, seconds in more.compute_seconds.items()
+        },
+        gradient_bytes=gradients,
+        micro_batch_search=None,
+    )
+
+
+def sharded(
+    few: Measurement,
+    more: Measurement,
+    saved: Sequence[int],
+    slices: tuple[int, int],
+    layers: int,
+    config: Config,
+    sizes: sharding.Sizes,
+    reduces_once: bool,
+) -> Sharded:
+    """The job in shards, from its slices.
+
+    Args:
+        saved: bytes that the forward pass of each slice keeps for the backward pass (`trial.saved_bytes`). Their
+            difference is the activations of layers; what a peak has beyond them and beyond weights, gradients and
+            optimizer state is outside the layers: the loss, and what is allocated for a moment.
+    """
+    stored = sharding.storage(config)
+    layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
+    held = (slices[1] * sizes.layer * stored.layer + sizes.outside * stored.outside) * (4 if stored.full else 1)
+    return Sharded(
+        whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
+        layers=layers,
+        sizes=sizes,
+        stored=stored,
+        activation_bytes=layers * layer,
+        fixed_bytes=max(more.peak_memory_bytes - held - slices[1] * layer, 0.0),
+        reduces_once=reduces_once,
+    )
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def predict(found: Sharded, work: Work, world_size: int, curve: Curve | None) -> Prediction:
+    """A sharded run at one world size.
+
+    Args:
+        work: one rank's share of the computation.
+        curve: of an all-reduce at that world size; None predicts the step without communication.
+    """
+    exposed = communication = 0.0
+    if curve is not None and world_size > 1:
+        exposed, communication = gathered(found, work, curve)
+    optimizer = work.optimizer_seconds / world_size  # each rank updates its part
+    step = work.compute_seconds + work.data_seconds + exposed + optimizer + work.other_seconds
+    return Prediction(
+        world_size=world_size,
+        step_seconds=step,
+        exposed_seconds=exposed,
+        communication_seconds=communication,
+        tokens_per_second=work.tokens / step if step > 0 else 0.0,
+        peak_memory_bytes=found.peak_bytes(world_size),
+        steps=work.steps,
+        start_up_seconds=work.start_up_seconds,
+    )
+
+
+def gathered(found: Sharded, work: Work, curve: Curve) -> tuple[float, float]:
+    """Exposed and total seconds of communication of a step.
+
+    The first all-gather of a pass and the last reduce-scatter have nothing to hide behind; the others take longer than
+    a layer's computation, or cost nothing. What is outside the layers is gathered once per micro-batch and stays.
+    """
+    layers, sizes, stored = found.layers, found.sizes, found.stored
+    in_layers = sizes.layer if stored.full else found.whole.trainable_parameters / layers
+
+    def half(size: float) -> float:
+        return curve.seconds(size) / 2
+
+    gather, outside = half(sizes.layer * stored.layer), half(sizes.outside * stored.outside)
+    reduce = half(in_layers * GRADIENT_BYTES)
+    reduce_outside = half(sizes.outside * GRADIENT_BYTES) if stored.full else 0.0
+    micro = work.compute_seconds / work.accumulation / layers  # of a layer, forward and backward
+    forward, backward = micro * (1 - work.backward_share), micro * work.backward_share
+    exposed = total = 0.0
+    for place in range(work.accumulation):
+        reduces = not found.reduces_once or place == work.accumulation - 1
+        back = gather + (reduce if reduces else 0.0)
+        last = (reduce + reduce_outside) if reduces else 0.0
+        exposed += outside + gather + (layers - 1) * max(gather - forward, 0.0)
+        exposed += gather + (layers - 1) * max(back - backward, 0.0) + last
+        total += outside + layers * (gather + back) + (reduce_outside if reduces else 0.0)
+    return exposed, total
+
+
+def longest_document(measured: Sharded, tokens: int, memory_bytes: float | None, world_size: int) -> int | None:
+    """Tokens of the longest row that fits one of `world_size` devices, one row a micro-batch; None without a limit.
+
+    Activations grow with the tokens of a micro-batch: variable-length attention keeps nothing of [tokens, tokens].
+
+    Args:
+        tokens: of the micro-batch at which the peak was measured.
+    """
+    if memory_bytes is None:
+        return None
+    grows = measured.activation_bytes + measured.fixed_bytes
+    room = memory_bytes - (measured.peak_bytes(world_size) - grows)
+    return max(int(room / grows * tokens), 0) if grows > 0 else None
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def file(facts: dict[str, Any]) -> Path:
+    """Where the measurement of a job in slices is kept."""
+    return measurements.folder() / f"shard-{measurements.digest(facts)}.json"
+
+
+def keep(found: Sharded) -> Path:
+    """Write to the cache, replacing an older one of the same job."""
+    path = file(found.whole.facts)
+    write_json(path, found.to_dict())
+    return path
+
+
+def find(facts: dict[str, Any]) -> tuple[Sharded | None, str]:
+    """The measurement of this job in slices and its file; or None and the reason."""
+    path = file(facts)
+    if (found := _read(path)) is not None:
+        return found, str(path)
+    others = [one.whole.facts for one in map(_read, measurements.folder().glob("shard-*.json")) if one is not None]
+    return None, measurements.nearest(facts, others)
+
+
+def _read(path: Path) -> Sharded | None:
+    """A measurement file; None if it is missing, damaged or from another version."""
+    try:
+        return Sharded.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def is_slice() -> bool:
+    """Whether this process is a dry run of a slice."""
+    return VARIABLE in os.environ

@@ -1,0 +1,224 @@
+"""A sharded run predicted from slices of its model: against the whole model, and against sums done by hand."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config import load
+from finetune.measure import measurements, sharding, slices
+from finetune.measure.measurements import Measurement
+from finetune.measure.predict import Curve
+from finetune.measure.trial import saved_bytes
+
+
+def build(layers: int, folder: Path) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_slice_is_the_first_layers_of_the_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = build(6, tmp_path / "whole")
+    folder = slices.write(tmp_path / "whole", 2, tmp_path / "slice")
+    part = AutoModelForCausalLM.from_pretrained(folder)
+    expected = {
+        name: value for name, value in whole.state_dict().items() if ".layers." not in name or ".layers.0." in name
+        or ".layers.1." in name
+    }  # fmt: skip
+    assert part.state_dict().keys() == expected.keys()
+    for name, value in part.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(2, None), (3, (1, 2)), (4, (1, 2)), (5, (2, 4)), (80, (2, 4))])
+def test_how_many_layers_are_measured(layers: int, expected: tuple[int, int] | None) -> None:
+    assert slices.counts(layers) == expected
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """One row of nine tokens."""
+
+    tokens = label_tokens = np.array([9])
+    packs = types.SimpleNamespace(pack_length=None)
+
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return rows
+
+    def largest_first(self) -> np.ndarray:
+        return np.array([0])
+
+
+class Trains:
+    """As much of a trainer as `saved_bytes` uses."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = self.model_wrapped = model.train()
+        self.args = types.SimpleNamespace(device=torch.device("cpu"))
+        self.step_losses: list[Any] = []
+        self._step_loss = None
+
+    def _collate(self, rows: list[int], pack_length: int | None = None) -> dict[str, Any]:
+        ids = torch.arange(9)[None].repeat(len(rows), 1)
+        return {"input_ids": ids, "labels": ids}
+
+    def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
+
+    def compute_loss_context_manager(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        return model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch).loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_path: Path) -> None:
+    found = {}
+    for layers in (2, 4, 7):
+        model = build(layers, tmp_path / str(layers))
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        found[layers] = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    each = (found[4] - found[2]) / 2
+    assert found[7] == found[2] + 5 * each
+    hidden = 2 * 9 * 32 * 4  # bytes of the hidden states
+    assert each == hidden if checkpointing else each > 10 * hidden
+
+
+# --- from slices to the whole -----------------------------------------------------------------------------------------
+
+
+def measured(layers: int) -> Measurement:
+    """Of a machine on which everything is a line over the layers; a layer has two trained tensors."""
+    return Measurement(
+        facts={
+            "model.model_name_or_path": f"/tmp/{layers}",
+            "the size of the model": [100 + 10 * layers, 10 * layers, layers],
+            "device": "x",
+        },
+        when="now", per_device=1, global_batch_size=8, seconds_per_micro_batch=0.5 + 0.1 * layers,
+        seconds_per_token=1e-3 * layers, residual_seconds=[0.0], backward_share=0.75, data_seconds=0.0,
+        optimizer_seconds=0.25 * layers, other_seconds=0.125, start_up_seconds=10.0,
+        compute_seconds={str(world): (2.0 + layers) / world for world in (1, 2, 4, 8)}, tokens_per_step=800.0,
+        steps=100.0, peak_memory_bytes=float(1000 + 300 * layers), memory_bytes=1e5, parameters=100 + 10 * layers,
+        trainable_parameters=10 * layers, gradient_bytes=[7, *[24, 16] * layers, 3], gradient_dtype="float32",
+        as_bucket_view=True, gradients_in_peak=True, bucket_cap_bytes=1, first_bucket_bytes=1,
+    )  # fmt: skip
+
+
+def test_the_whole_is_on_the_line_through_its_slices() -> None:
+    found = slices.extrapolate(measured(2), measured(4), (2, 4), 32, "hub/model")
+    expected = measured(32)
+    assert found.facts == expected.facts | {"model.model_name_or_path": "hub/model"}
+    for name, value in expected.to_dict().items():
+        own = found.to_dict()[name]
+        if name == "gradient_bytes":
+            assert sorted(own) == sorted(value)
+        elif name == "compute_seconds":
+            assert own == pytest.approx(value)
+        elif isinstance(value, float):
+            assert own == pytest.approx(value), name
+        elif name != "facts":
+            assert own == value, name
+
+
+def sharded(**changed: Any) -> slices.Sharded:
+    """A full fine-tuning of four layers of 100 parameters, and 40 outside them, in 2 bytes each."""
+    known: dict[str, Any] = dict(
+        whole=measured(4),
+        layers=4,
+        sizes=sharding.Sizes(total=440, layer=100, outside=40),
+        stored=sharding.Storage(layer=2, outside=2, full=True),
+        activation_bytes=900.0,
+        fixed_bytes=70.0,
+        reduces_once=False,
+    )
+    return slices.Sharded(**known | changed)
+
+
+def test_memory_of_a_rank() -> None:
+    # Weights, gradients and two states of a half of 440 parameters; two layers and the rest gathered; float32 gradients
+    # of a layer; activations.
+    assert sharded().peak_bytes(2) == 440 * 2 * 4 / 2 + (2 * 100 + 40) * 2 + 100 * 4 + 900 + 70
+    once = sharded(reduces_once=True)
+    assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
+    alone = replace(once, whole=replace(once.whole, global_batch_size=2))
+    assert alone.peak_bytes(2) == sharded().peak_bytes(2)
+
+
+def test_what_is_gathered_and_what_of_it_shows() -> None:
+    curve = Curve(points=((1.0, 2.0), (1e9, 2.0)))  # every all-reduce takes two seconds, so each half of one takes one
+    work = measured(4).work(8)
+    assert work.accumulation == 1
+    slow = replace(work, compute_seconds=4 * 40.0)  # a layer: 10 s forward, 30 s backward
+    exposed, total = slices.gathered(sharded(), slow, curve)
+    # Forward: what is outside and the first layer. Backward: the last layer's gather, the reduction of the first one
+    # and of what is outside.
+    assert exposed == 2 + 1 + 2
+    assert total == 1 + 4 * 1 + 4 * 2 + 1
+    fast = replace(work, compute_seconds=0.0)
+    assert slices.gathered(sharded(), fast, curve)[0] == total
+    twice = replace(fast, accumulation=2)
+    assert slices.gathered(sharded(), twice, curve)[1] == 2 * total
+    assert slices.gathered(sharded(reduces_once=True), twice, curve)[1] == total + (1 + 4 + 4)
+
+
+def test_a_step_of_several_ranks() -> None:
+    found, work = sharded(), measured(4).work(2)
+    one = slices.predict(found, work, 2, None)
+    assert one.step_seconds == pytest.approx(work.compute_seconds + work.optimizer_seconds / 2 + work.other_seconds)
+    assert one.peak_memory_bytes == found.peak_bytes(2)
+
+
+def test_the_longest_row_fills_the_device() -> None:
+    found = sharded()
+    state = found.peak_bytes(2) - 970
+    assert slices.longest_document(found, 64, state + 2 * 970, 2) == 128
+    assert slices.longest_document(found, 64, state / 2, 2) == 0
+    assert slices.longest_document(found, 64, None, 2) is None
+
+
+def test_activations_come_from_what_is_saved() -> None:
+    config = load(
+        ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.full_finetuning", "true",
+         "--model.dtype", "bfloat16"],
+        command="train",
+    )  # fmt: skip
+    sizes = sharding.Sizes(total=440, layer=10, outside=40)
+    found = slices.sharded(measured(2), measured(4), [50, 90], (2, 4), 32, config, sizes, True)
+    assert found.activation_bytes == 32 * 20
+    assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
+
+
+def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    found = sharded()
+    path = slices.keep(found)
+    assert slices.find(found.whole.facts) == (found, str(path))
+    other = found.whole.facts | {"device": "y"}
+    assert slices.find(other) == (None, "the nearest dry run differs in: device")
+    assert measurements.find(found.whole.facts)[0] is None  # it is no measurement of a run with DDP
+    path.write_text(json.dumps({"kind": "sharded"}))
+    assert slices.find(found.whole.facts)[0] is None
