@@ -9,7 +9,7 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.engine import checkpoints
 from finetune.engine.record import FILE_NAME
-from finetune.runtime import launcher
+from finetune.runtime import distributed, launcher
 from finetune.runtime.command import print_line
 
 
@@ -23,7 +23,7 @@ def continued(config: Config) -> Config:
     training = config.training
     output_dir = Path(training.output_dir)
     launches = _launches_of(output_dir)
-    if not launcher.restarts() or launcher.launch_id() not in launches:
+    if not _may_be_restart() or launcher.launch_id() not in launches:
         return config
     own = [
         path
@@ -32,10 +32,19 @@ def continued(config: Config) -> Config:
     ]
     # Without one it starts like the first attempt: from the given checkpoint, or from step 0.
     resume = str(own[-1]) if own else training.resume_from_checkpoint or True
-    print_line(
-        f"Restart {launcher.restarts()} by the launcher: {f'resuming from {own[-1]}' if own else 'no checkpoint yet'}"
-    )
+    print_line(f"Restart by the launcher: {f'resuming from {own[-1]}' if own else 'no checkpoint yet'}")
     return replace(config, training=replace(training, resume_from_checkpoint=resume, overwrite_output_dir=False))
+
+
+_is_first_run = True  # of this process
+
+
+def _may_be_restart() -> bool:
+    """Whether the launcher may have started this rank again. With several machines its count does not say: c10d starts
+    the ranks of the healthy machines again without counting it. A second run in one process is never a restart."""
+    global _is_first_run
+    first, _is_first_run = _is_first_run, False
+    return launcher.restarts() > 0 or (first and distributed.ranks().on_several_machines)
 
 
 def _launches_of(output_dir: Path) -> set[str]:

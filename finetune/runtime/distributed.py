@@ -10,20 +10,19 @@ import functools
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime import activity, hang, interrupt, launcher, machines
+from finetune.runtime import activity, hang, interrupt, launcher, machines, rendezvous
 from finetune.runtime.machines import Machine
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
@@ -180,15 +179,13 @@ def meet() -> None:
     me = ranks()
     if not me.on_several_machines or _meeting is not None:
         return
-    store = _store_of_machines(MEET_SECONDS)
+    store = _client(_attempt())
     links = machines.Links(_end_without, _warn) if me.is_local_main else None
     _meeting = _Meeting(store=store, links=links, group_begun=threading.Event())
     if links is not None:
         _, address = machines.route_to(os.environ.get("MASTER_ADDR")) or (None, None)
         own = _this_machine(address=address, port=links.port)
         store.set(f"{_MACHINE}/{own.first}", own.to_json())
-        if me.is_main:
-            store.set(_TOKEN, secrets.token_hex(16))
         threading.Thread(target=_follow_machines, args=(links, own, store), daemon=True).start()
     threading.Thread(target=_watch_until_the_group_has_begun, daemon=True).start()
 
@@ -213,48 +210,60 @@ def hosts() -> list[dict[str, Any]]:
     return [{"host": one.name, "ranks": list(one.ranks), "launch": one.launch} for _, one in sorted(found.items())]
 
 
-def _store_of_machines(seconds: float) -> Any:
+@functools.cache
+def _raw_store(seconds: float) -> Any:
     """A client of the store at MASTER_ADDR, which torch's launcher hosts, or else rank 0.
 
     Raises:
         UserError: it does not answer for so long.
     """
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import TCPStore
 
     me = ranks()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts_it = me.is_main and not _launcher_hosts_store()
     if not hosts_it:
-        _wait_for_port(address, port, seconds)
-    timeout = timedelta(seconds=seconds)
-    # With several tenants, the process group shares this server instead of opening the port again.
-    store = TCPStore(address, port, me.world_size, hosts_it, timeout, wait_for_workers=False, multi_tenant=True)
-    return PrefixStore(f"finetune/machines/{launcher.restarts()}", store)
+        rendezvous.wait_for_port(address, port, seconds, _warn)
+    timeout = timedelta(seconds=hang.START_SECONDS)
+    # With several tenants, another client of this process shares this server instead of opening the port again.
+    return TCPStore(address, port, me.world_size, hosts_it, timeout, wait_for_workers=False, multi_tenant=True)
 
 
-def _wait_for_port(address: str, port: int, seconds: float) -> None:
-    """Wait until something accepts connections there.
+@functools.cache
+def _attempt() -> str:
+    """The name of this attempt of a run on several machines, which all its ranks share and no earlier attempt had.
 
     Raises:
-        UserError: nothing does for so long.
+        UserError: rank 0 or its machine cannot be reached, or a rank has failed already.
     """
-    began, warned = time.monotonic(), False
-    while True:
-        try:
-            socket.create_connection((address, port), machines.CONNECT_SECONDS).close()
-            return
-        except OSError as error:
-            why, waited = error.strerror or str(error), time.monotonic() - began
-        if waited > seconds:
-            raise UserError(
-                f"Rank 0 cannot be reached from {socket.gethostname()} for {seconds:.0f} s: MASTER_ADDR is {address}, "
-                f"MASTER_PORT {port} ({why}). Check that the first machine runs, that all machines were given its "
-                "address and the same port, and that no firewall is between them."
-            )
-        if waited > machines.WARN_SECONDS / 2 and not warned:
-            warned = True
-            _warn(f"waiting for rank 0 at {address}:{port}, which does not answer ({why})")
-        threading.Event().wait(FAILURE_POLL_SECONDS)
+    me, store = ranks(), _raw_store(MEET_SECONDS)
+    if me.is_main:
+        return rendezvous.begin(store, me.world_size, _announce_for_another)
+    return rendezvous.join(store, me.rank, MEET_SECONDS, _end_if_one_has_failed, _warn)
+
+
+def _announce_for_another(attempt: str, failure: str) -> None:
+    """Rank 0 announces what a rank has left word of."""
+    _within_attempt(attempt, _raw_store(MEET_SECONDS)).compare_set(_FAILURE, "", failure)
+
+
+def _end_if_one_has_failed(attempt: str, early: str) -> None:
+    """End this process if a rank has failed and rank 0 does not answer: it may be that rank."""
+    store = _within_attempt(attempt, _raw_store(MEET_SECONDS))
+    found = early or (store.get(_FAILURE) if attempt and store.check([_FAILURE]) else None)
+    if found:
+        _end_after(_Failure.from_json(found), None)
+
+
+def _client(attempt: str) -> Any:
+    """The store of an attempt, over a connection of its own: a call that waits holds up all others of a connection."""
+    return _within_attempt(attempt, _raw_store.__wrapped__(MEET_SECONDS))
+
+
+def _within_attempt(attempt: str, store: Any) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"finetune/{attempt}", store)
 
 
 def _follow_machines(links: machines.Links, own: Machine, store: Any) -> None:
@@ -269,7 +278,7 @@ def _follow_machines(links: machines.Links, own: Machine, store: Any) -> None:
             others[first] = machine
             first += machine.count
         del others[own.first]
-        links.follow(own, others, store.get(_TOKEN).decode())
+        links.follow(own, others, _attempt())
 
 
 def _watch_until_the_group_has_begun() -> None:
@@ -469,19 +478,26 @@ def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` after a launcher has restarted its ranks; else none.
+    """Arguments of `init_process_group` after a launcher may have restarted its ranks; else none.
 
-    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, including the
-    addresses of the ended ranks, to which the new ones would try to connect. A prefix separates them.
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does
+    with several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A
+    prefix separates them.
     """
-    if not launcher.restarts() or not _launcher_hosts_store():
-        return {}
-    from torch.distributed import PrefixStore, TCPStore
+    me = ranks()
+    if me.on_several_machines:
+        store = _client(_attempt())
+    elif launcher.restarts() and _launcher_hosts_store():
+        from torch.distributed import PrefixStore, TCPStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, ranks().world_size, is_master=False, timeout=timeout)
-    own = PrefixStore(f"restart-{launcher.restarts()}", store)
-    return {"store": own, "rank": ranks().rank, "world_size": ranks().world_size}
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = PrefixStore(
+            f"restart-{launcher.restarts()}",
+            TCPStore(address, port, me.world_size, is_master=False, timeout=timeout),
+        )
+    else:
+        return {}
+    return {"store": store, "rank": me.rank, "world_size": me.world_size}
 
 
 def _launcher_hosts_store() -> bool:
@@ -615,7 +631,7 @@ class DelayedFlag:
 
 # --- stopping together ----------------------------------------------------------------------------------------------
 
-_FAILURE, _MACHINE, _TOKEN = "finetune/failure", "machine", "token"
+_FAILURE, _MACHINE = "finetune/failure", "machine"
 _stop_watching = threading.Event()
 _ending = threading.Event()  # a thread reports why this process ends, and ends it
 _on_failure: Callable[..., None] | None = None
@@ -642,10 +658,12 @@ def claim_failure(message: str) -> bool:
 
 
 def _announce(message: str) -> _Failure | None:
-    """`_claim` among the ranks of all machines, which this one may not have met yet; None if they cannot be reached."""
+    """`_claim` among the ranks of all machines; None if this rank has not met them, and can only leave word."""
     if _meeting is not None:
         return _within(STORE_SECONDS, lambda: _claim(message))
-    return _within(ANNOUNCE_SECONDS, lambda: _claim(message, _store_of_machines(ANNOUNCE_SECONDS)))
+    own = _own_failure(message).to_json()
+    _within(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(_raw_store(ANNOUNCE_SECONDS), own))
+    return None
 
 
 def announce_interruption(reason: str) -> None:
@@ -672,16 +690,21 @@ class _Failure:
         where = "" if ranks().are_here(self.rank) else f" on {self.host}"
         return f"rank {self.rank}{where}: {self.message}"
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
     @classmethod
-    def from_json(cls, text: bytes) -> _Failure:
+    def from_json(cls, text: str | bytes) -> _Failure:
         return cls(**json.loads(text))
 
 
-def _claim(message: str, store: Any = None) -> _Failure:
+def _own_failure(message: str) -> _Failure:
+    return _Failure(rank=ranks().rank, message=message, host=socket.gethostname())
+
+
+def _claim(message: str) -> _Failure:
     """The first failure, which is this one if no other has been announced."""
-    store = _failures() if store is None else store
-    own = {"rank": ranks().rank, "message": message, "host": socket.gethostname()}
-    return _Failure.from_json(store.compare_set(_FAILURE, "", json.dumps(own)))
+    return _Failure.from_json(_failures().compare_set(_FAILURE, "", _own_failure(message).to_json()))
 
 
 def _failures() -> Any:
