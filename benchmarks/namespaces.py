@@ -87,6 +87,18 @@ class Started:
         """What it has printed."""
         return self.log.read_text(errors="replace")
 
+    def ranks(self) -> list[int]:
+        """Process ids, as this host numbers them, of the ranks that a launcher has started on the node."""
+        found = []
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.node.namespace], capture_output=True, text=True, check=False
+        )
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(OSError):
+                if b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+        return found
+
     def kill(self) -> None:
         """SIGKILL everything on the node at once: it ends as one that loses its power, but for the kernel, which closes
         the connections."""
@@ -136,12 +148,17 @@ def two_nodes(tag: str, disks: Sequence[Mapping[Path, Path]] = ({}, {})) -> Iter
 
 def remove(node: Node) -> None:
     """Remove a node's namespace, if there is one, and its processes."""
-    listed = subprocess.run(["ip", "netns", "pids", node.namespace], capture_output=True, text=True, check=False)
-    for pid in listed.stdout.split():
+    for pid in processes(node):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     subprocess.run(["ip", "netns", "del", node.namespace], capture_output=True, check=False)
     shutil.rmtree(Path("/etc/netns", node.namespace), ignore_errors=True)
+
+
+def processes(node: Node) -> list[int]:
+    """All process ids on a node, as this host numbers them."""
+    command = ["ip", "netns", "pids", node.namespace]
+    return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
 
 
 def _ip(*words: str) -> None:

@@ -164,6 +164,7 @@ class _Meeting:
 
 
 _meeting: _Meeting | None = None
+_machines = 1
 
 
 def meet() -> None:
@@ -253,6 +254,11 @@ def _end_if_one_has_failed(attempt: str, early: str) -> None:
     found = early or (store.get(_FAILURE) if attempt and store.check([_FAILURE]) else None)
     if found:
         _end_after(_Failure.from_json(found), None)
+
+
+def machine_count() -> int:
+    """On how many machines the ranks are, once they can communicate; 1 before."""
+    return _machines
 
 
 def _client(attempt: str) -> Any:
@@ -414,9 +420,10 @@ def _begin_watching(
     """Start the threads that look after the other ranks; every rank calls it."""
     if _host_group is None:
         return []
-    global _on_failure, _here
+    global _on_failure, _here, _machines
     me = ranks()
     here = gather_objects((machines.identity(), os.getpid(), activity.share()))
+    _machines = len({machine for machine, _, _ in here})
     peers = {rank: pid for rank, (host, pid, _) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
     born = _born(peers)
     watch = hang.Watch(
