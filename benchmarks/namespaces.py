@@ -102,9 +102,13 @@ class Started:
     def kill(self) -> None:
         """SIGKILL everything on the node at once: it ends as one that loses its power, but for the kernel, which closes
         the connections."""
-        with contextlib.suppress(OSError):  # `unshare` has one child, the first process of the node's own processes
-            (first,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            os.kill(int(first), signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):  # it has ended already
+            os.kill(self.first(), signal.SIGKILL)
+
+    def first(self) -> int:
+        """The node's first process, by this host's number: the program itself. With it the kernel ends all others."""
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)  # of `unshare`, which has one
 
     def end(self) -> None:
         """Leave nothing behind."""

@@ -320,7 +320,7 @@ def uneven_accelerate(lab: Lab, name: str) -> dict[str, Any]:
     began = time.monotonic()
     run = lab.run("accelerate", [1, 2])
     run.wait(since=began)
-    return ended(run, world_size=run.record.get("world_size"), problems=of_refusal(run, within=None))
+    return ended(run, problems=of_refusal(run, "3 processes on 2 machines and started 2", "torchrun", within=None))
 
 
 def of_refusal(run: Run, *words: str, within: float | None = BOUND, codes: Sequence[int] = (1, 2)) -> list[str]:
@@ -430,6 +430,52 @@ def link_flap(lab: Lab, name: str) -> dict[str, Any]:
 
     run = fault(lab, "accelerate", [1, 1], flap, "--training.max_steps", "200")
     return ended(run, problems=[] if run.codes == [0, 0] else ["the run failed"])
+
+
+@cell("terminated-second")
+def terminated(lab: Lab, name: str) -> dict[str, Any]:
+    """SIGTERM to the launcher of one node, as a cluster does before it takes the machine: all save a checkpoint."""
+    act = lambda run: os.kill(run.started[1].first(), signal.SIGTERM)  # noqa: E731
+    run = fault(lab, "torchrun", [1, 1], act, *LONG)
+    newest = max((int(path.name.split("-")[1]) for path in run.out.glob("checkpoint-*")), default=0)
+    steps = run.record.get("steps")
+    problems = [] if run.record.get("status") == "interrupted" and newest == steps else [f"{newest} of {steps} saved"]
+    return ended(run, newest_checkpoint=newest, steps=steps, problems=problems)
+
+
+@cell("slurm-1+1")
+def slurm(lab: Lab, name: str) -> dict[str, Any]:
+    """examples/cluster/slurm.sh with Slurm's variables and stand-ins for its two commands: `srun` starts what follows
+    on each node. Slurm itself is not here."""
+    venv = lab.shared / "venv" / "bin"
+    venv.mkdir(parents=True, exist_ok=True)
+    commands = {"scontrol": "echo node-a; echo node-b\n", "srun": 'shift; exec "$@"\n'}
+    (venv / "activate").write_text(f"PATH={venv}:$PATH\n")
+    for command, text in commands.items():
+        (venv / command).write_text(f"#!/bin/bash\n{text}")
+        (venv / command).chmod(0o755)
+    given = {
+        "SUBMIT_DIR": lab.shared,
+        "JOB_NODELIST": "node-[a-b]",
+        "JOB_ID": 77,
+        "JOB_NUM_NODES": 2,
+        "GPUS_ON_NODE": 1,
+    }
+    env = lab.environment(lab.cell) | {f"SLURM_{key}": str(value) for key, value in given.items()}
+    env["FINETUNE_VENV"] = str(venv.parent)
+    (lab.shared / "empty.yaml").write_text("{}\n")
+    out = lab.shared / "out" / lab.cell
+    script = ["bash", ROOT / "examples" / "cluster" / "slurm.sh", lab.shared / "empty.yaml", *lab.settings(out, 2)]
+    logs = [lab.work / f"{lab.cell}-{node.name}.log" for node in lab.nodes]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    began = time.monotonic()
+    pairs = zip(lab.nodes, logs, strict=True)
+    run = Run([node.start(script, env=env, cwd=lab.shared, log=log) for node, log in pairs], out)
+    run.wait(since=began)
+    hosts = [(one["host"], one["ranks"]) for one in run.record.get("hosts") or []]
+    good = run.codes == [0, 0] and sorted(host for host, _ in hosts) == list(NAMES)
+    return ended(run, hosts=hosts, problems=[] if good else ["the run failed"])
 
 
 @cell("rank-killed-restart")

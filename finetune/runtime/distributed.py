@@ -100,7 +100,24 @@ def ranks() -> Ranks:
             f"The launcher's variables are inconsistent: {given}, LOCAL_WORLD_SIZE={local_world_size}. Start the run "
             "with `accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
         )
+    _check_count(world_size)
     return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
+
+
+def _check_count(world_size: int) -> None:
+    """accelerate starts `num_processes // num_machines` ranks on each machine, whatever remains.
+
+    Raises:
+        UserError: these are fewer than `num_processes`.
+    """
+    profile = _launcher_profile()
+    asked, machines_asked = profile.get("num_processes", 1), profile.get("num_machines", 1)
+    if machines_asked != 1 and asked > 1 and asked != world_size:
+        raise UserError(
+            f"accelerate launch was asked for {asked} processes on {machines_asked} machines and started {world_size}: "
+            "it starts the same number on each. Set num_processes to a multiple of num_machines; for machines with "
+            "different numbers of GPUs use torchrun, with its own --nproc_per_node on each (docs/two-machines.md)."
+        )
 
 
 @functools.cache
@@ -133,6 +150,8 @@ def _launcher_profile() -> dict[str, Any]:
     if not str(asked).isdecimal() or int(asked) < 1:
         raise UserError(f"accelerate's num_processes must be at least 1: {asked}. Give the number of ranks to start.")
     profile["num_processes"] = int(asked)
+    on = str(options.get("--num_machines", profile.get("num_machines") or 1))
+    profile["num_machines"] = int(on) if on.isdecimal() else 1
     if "--cpu" in own or "--use_cpu" in own:
         profile["use_cpu"] = True
     if "--num_cpu_threads_per_process" in options:
