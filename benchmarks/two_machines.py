@@ -463,9 +463,9 @@ def slurm(lab: Lab, name: str) -> dict[str, Any]:
     }
     env = lab.environment(lab.cell) | {f"SLURM_{key}": str(value) for key, value in given.items()}
     env["FINETUNE_VENV"] = str(venv.parent)
-    (lab.shared / "empty.yaml").write_text("{}\n")
+    (lab.shared / "my.yaml").write_text("logging: {logging_steps: 1}\n")
     out = lab.shared / "out" / lab.cell
-    script = ["bash", ROOT / "examples" / "cluster" / "slurm.sh", lab.shared / "empty.yaml", *lab.settings(out, 2)]
+    script = ["bash", ROOT / "examples" / "cluster" / "slurm.sh", lab.shared / "my.yaml", *lab.settings(out, 2)]
     logs = [lab.work / f"{lab.cell}-{node.name}.log" for node in lab.nodes]
     for log in logs:
         log.unlink(missing_ok=True)
