@@ -275,7 +275,14 @@ def of_healthy(found: dict[str, Any], *, losses: float = 1e-5, weights: float = 
     return [words for words, is_so in wrong.items() if is_so]
 
 
-@cell("accelerate-1+1", "accelerate-2+2", "torchrun-1+2", "torchrun-static-2+1", "torchrun-2+2-shard")
+@cell(
+    "accelerate-1+1",
+    "accelerate-2+2",
+    "torchrun-1+2",
+    "torchrun-static-2+1",
+    "torchrun-2+2-shard",
+    "torchrun-1+1-own-store",
+)
 def healthy(lab: Lab, name: str) -> dict[str, Any]:
     return equal_to_one_process(lab, name, shared_cache=False)
 
@@ -291,6 +298,8 @@ def equal_to_one_process(lab: Lab, name: str, *, shared_cache: bool) -> dict[str
     ranks = [int(count) for count in re.search(r"(\d)\+(\d)", name).groups()]
     extra = ("--training.strategy", "shard") if name.endswith("shard") else ()
     env = lab.environment(lab.cell, shared_cache=shared_cache)
+    if name.endswith("own-store"):  # rank 0 hosts the store, not torch's launcher
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     lab.prepared(lab.cell).unlink(missing_ok=True)
     began = time.monotonic()
     run = lab.run(how, ranks, *extra, env=env)
