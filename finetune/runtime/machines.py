@@ -190,17 +190,17 @@ class Links:
         self._wait_for_end(connection, machine)
 
     def _wait_for_end(self, connection: socket.socket, machine: Machine) -> None:
-        keep_alive(connection)
-        self._open.append(connection)
-        connection.settimeout(None)
+        why = ""
         try:
+            keep_alive(connection)
+            self._open.append(connection)
+            connection.settimeout(None)
             if connection.recv(len(_GOODBYE)) == _GOODBYE:
                 return
-            why = ""
+        except ConnectionResetError:  # as the end of the stream, with something unread
+            pass
         except OSError as error:
             why = error.strerror or str(error)
-            if isinstance(error, ConnectionResetError):
-                why = ""  # as the end of the stream, with something unread
         if not self._closed.is_set():
             self._lost(machine, why)
 
