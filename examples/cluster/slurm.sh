@@ -4,7 +4,8 @@
 #   sbatch examples/cluster/slurm.sh my.yaml
 #   sbatch --nodes 2 examples/cluster/slurm.sh my.yaml --training.learning_rate 1e-4
 #
-# Model, data and output_dir must have the same paths on all machines, and output_dir must be on a shared file system.
+# Model, data and output_dir must have the same paths on all machines, and output_dir must be on a disk that they share,
+# which is checked at the start (docs/two-machines.md). If a machine is lost, Slurm ends the others and requeues the job.
 # Two minutes before the time is over, Slurm sends SIGTERM and the run saves a checkpoint. A job that is requeued
 # (`scontrol requeue`, a failed machine, preemption) resumes from the newest complete checkpoint.
 #SBATCH --job-name=finetune

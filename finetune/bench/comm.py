@@ -10,7 +10,7 @@ from typing import Any
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.runtime import nccl
+from finetune.runtime import distributed, nccl
 from finetune.runtime.hardware import Hardware, survey
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -53,6 +53,30 @@ def measure(
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": warm_up, "collectives": list(collectives)}
     title = f"collectives on {world_size} ranks" + (f", {show(environment)}" if environment else "")
     found = launch.ranks("finetune.bench.comm_rank", world_size, request, title=title, environment=environment)
+    return _described(found, world_size, machine, environment)
+
+
+def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str, Any]:
+    """`measure`, by the ranks that a launcher has started on several machines; every rank calls it and gets the result,
+    which has `hosts` and `machines` as well."""
+    from finetune.bench import comm_rank, rank
+
+    rank.choose_device()
+    distributed.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
+    world_size, machine = distributed.ranks().world_size, survey()
+    if sizes is None:
+        sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
+    request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": WARM_UP, "collectives": list(COLLECTIVES)}
+    found = comm_rank.measure(request | {"progress": False})
+    hosts = distributed.hosts()
+    distributed.finish()
+    return _described(found, world_size, machine) | {"hosts": hosts, "machines": distributed.machine_count()}
+
+
+def _described(
+    found: dict[str, Any], world_size: int, machine: Hardware, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A result of `comm_rank.measure` with bandwidths and conditions."""
     for name, rows in found["collectives"].items():
         for row in rows:
             row |= bandwidths(name, row["bytes"], row["seconds"]["median"], world_size)

@@ -26,7 +26,8 @@ def measure(request: rank.Request) -> dict[str, Any]:
             seconds = rank.time_steps(step, warm_up=request["warm_up"], steps=request["steps"])
             before = before or rank.states()
             times[name, size].append(rank.slowest(seconds))
-            rank.progress(number * len(cases) + place + 1, request["runs"] * len(cases))
+            if request.get("progress", True):  # to the process that started the ranks
+                rank.progress(number * len(cases) + place + 1, request["runs"] * len(cases))
     collectives: dict[str, list[dict[str, Any]]] = {name: [] for name in request["collectives"]}
     for (name, size), runs in times.items():
         collectives[name].append({"bytes": prepare(name, size)[1], "seconds": rank.figure(runs)})

@@ -15,6 +15,7 @@ from finetune.measure import measurements
 from finetune.measure.predict import BUCKET_BYTES
 from finetune.measure.protocol import apart
 from finetune.plural import counted
+from finetune.runtime import distributed
 from finetune.runtime.command import console, print_line
 from finetune.runtime.hardware import Hardware, survey, topology_line
 from finetune.runtime.nccl import in_words, settings
@@ -22,6 +23,9 @@ from finetune.runtime.nccl import in_words, settings
 
 def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]]:
     """Measure everything requested. Yields the content of `--json`: one run, or {"kind": "comm", "runs": [...]}."""
+    if distributed.ranks().world_size > 1:
+        yield across_machines(options, rest)
+        return
     sent = job_buckets(rest) if rest else []
     machine = survey()
     world_sizes = choose_world_sizes(options.world_sizes, machine.count, least=2)
@@ -51,6 +55,28 @@ def run(options: argparse.Namespace, rest: list[str]) -> Iterator[dict[str, Any]
             yield runs[0] if len(runs) == 1 and not failed else {"kind": "comm", "runs": runs, "failed": failed}
         if options.settings:
             compare([found for found in runs if found["world_size"] == world])
+
+
+def across_machines(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Measure the ranks that a launcher has started, and keep the result on each of their machines.
+
+    Raises:
+        UserError: the options ask for ranks that this command starts itself, or all ranks are on one machine.
+    """
+    me = distributed.ranks()
+    given = [name for name in ("world_sizes", "settings") if getattr(options, name)] + ["configuration"] * bool(rest)
+    if given or not me.on_several_machines:
+        what = f"--{given[0].replace('_', '-')}" if given else "a launcher on one machine"
+        raise UserError(
+            f"`bench comm` was started by a launcher, and got {what}. Under a launcher it measures the ranks of "
+            "several machines, with --sizes, --runs, --steps and --json alone; start it without one for the rest."
+        )
+    found = comm.measure_here(options.sizes, options.runs, options.steps)
+    if me.is_local_main and options.sizes is None:
+        measurements.keep_comm(found, found["hardware"]["name"])
+    found |= {"variant": counted(found["machines"], "machine"), "gradient_buckets": []}
+    show(found)
+    return found
 
 
 def measure(

@@ -272,6 +272,7 @@ class SFTTrainer(engine.SFTTrainer):
         self.job.config, output_dir = config, record.path.parent
         resuming = bool(config.training.resume_from_checkpoint)
         checkpoints.check_output(output_dir, resuming=resuming, overwrite=True)
+        checkpoints.check_shared(output_dir)
         start = resume.prepare(config, self.job.batch, config.model.dtype)
         start = resume.confirm(start, config, self.model, self.plan.digest(), self.total_steps)
         session.check_space(config, self.model)

@@ -7,6 +7,10 @@ import itertools
 import os
 import re
 import shutil
+import socket
+import threading
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
@@ -23,6 +27,7 @@ FINAL_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safete
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What a killed run can leave behind. Matches only names that this package creates.
 _LEFTOVER = re.compile(r"\.(checkpoint-\d+(\.replaced|\.removed)?|final|run\.json\.\d+)\.partial")
+SHARED_SECONDS = 15.0  # for a new file to be seen on another machine; NFS remembers what it found for up to a minute
 SPARE_BYTES = 16 * 2**20  # for run.json, TensorBoard events and a tokenizer
 
 
@@ -208,6 +213,71 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
             f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."
         )
     check_space(output_dir, SPARE_BYTES, "the run's records")
+
+
+def check_shared(output_dir: Path) -> None:
+    """If the run has several machines, check that each sees what the others write into the output folder: every rank
+    writes its part of a checkpoint there. Every rank calls it; leaves nothing behind.
+
+    Raises:
+        UserError: on every rank: a machine has no such folder, another one, or cannot write there.
+    """
+    me = distributed.ranks()
+    if not me.on_several_machines:
+        return
+    token = distributed.gather_objects(uuid.uuid4().hex)[0]
+    own = output_dir / f".finetune-{token}-{me.rank}"
+    try:
+        why = _write_token(own) if me.is_main else None
+        distributed.barrier()
+        if me.is_local_main and not me.is_main:
+            seen = _appears(output_dir / f".finetune-{token}-0")
+            why = _write_token(own) if seen else "it has another folder under that path, or none"
+        machines = distributed.gather_objects((me.is_local_main, socket.gethostname(), why))
+        if me.is_main:  # what another machine has written reaches this one
+            unseen = [
+                rank
+                for rank, (writes, _, wrong) in enumerate(machines)
+                if writes and wrong is None and not _appears(output_dir / f".finetune-{token}-{rank}")
+            ]
+        else:
+            unseen = []
+        unseen = distributed.gather_objects(unseen)[0]
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
+    found = [(rank, name, why) for rank, (_, name, why) in enumerate(machines) if why is not None]
+    found += [(rank, machines[rank][1], "what it writes there does not reach rank 0") for rank in unseen]
+    if found:
+        where = "; ".join(f"on {name} (rank {rank}) {why}" for rank, name, why in found)
+        raise UserError(
+            f"training.output_dir is {output_dir}, which is not on a disk that all machines share: {where}. Each rank "
+            "writes its part of a checkpoint there: give a folder on a shared file system (NFS, Lustre, a shared "
+            "volume) that is mounted under the same path on all machines."
+        )
+
+
+def _write_token(path: Path) -> str | None:
+    """Why an empty file cannot be created; None if it was."""
+    try:
+        path.touch(exist_ok=False)
+    except OSError as error:
+        return f"it cannot be written ({error.strerror})"
+    return None
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file of another machine is there. Network file systems may take some time; reading the folders above it
+    has them look again."""
+    until = time.monotonic() + SHARED_SECONDS
+    while not path.exists():
+        for folder in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                os.listdir(folder)
+        if time.monotonic() > until:
+            return False
+        threading.Event().wait(0.2)
+    return True
 
 
 def existing_run(output_dir: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError
 from finetune.plural import counted
-from finetune.runtime import distributed
+from finetune.runtime import distributed, machines
 
 if TYPE_CHECKING:  # importing it imports torch
     from finetune.engine.shard import Sharding
@@ -24,6 +24,7 @@ class Facts:
 
     rank: int
     host: str
+    machine: str  # unlike any other machine's or container's, even of the same host name
     local_rank: int
     parameter_devices: list[str]
     current_device: str
@@ -57,6 +58,7 @@ def own_facts(trainer: Any) -> Facts:
     return Facts(
         rank=me.rank,
         host=socket.gethostname(),
+        machine=machines.identity(),
         local_rank=me.local_rank,
         parameter_devices=sorted({str(parameter.device) for parameter in model.parameters()}),
         current_device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
@@ -117,7 +119,7 @@ def one_device_per_rank(facts: list[Facts], timeout: int) -> str | None:
                 f"rank {one.rank} computes on {one.current_device} and has weights on "
                 f"{', '.join(one.parameter_devices)}; load the model on one device per rank"
             )
-        place = (one.host, one.current_device)
+        place = (one.machine, one.current_device)
         if place in seen:
             return (
                 f"ranks {seen[place]} and {one.rank} share {one.current_device} of {one.host}; make one GPU "

@@ -81,6 +81,7 @@ class Monitor:
         self.exposed: list[float] = []  # seconds of each step that DDP measured
         self._kept: list[dict[str, list[float]]] | None = None
         self._sampler: Any = None
+        self._most_here = distributed.ranks().local_world_size  # ranks of the machine that has the most
         _note_norms(trainer.accelerator, self._norms)
 
     def keep_steps(self) -> None:
@@ -105,6 +106,7 @@ class Monitor:
         if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
             model._set_ddp_runtime_logging_sample_rate(logging_steps)
         me = distributed.ranks()
+        self._most_here = max(distributed.gather_objects(me.local_world_size))
         if me.is_local_main:
             self._sampler = gpu_sampler.start(me.local_world_size)
 
@@ -197,10 +199,11 @@ class Monitor:
         return dict(zip(("top1", "entropy"), found or (math.nan, math.nan), strict=True))
 
     def _gpu_block(self) -> list[float]:
-        """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank."""
+        """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
+        if machines have different numbers of them."""
         width = len(gpu_sampler.FIELDS)
         taken = self._sampler.take() if self._sampler else []
-        taken += [[] for _ in range(distributed.ranks().local_world_size - len(taken))]
+        taken += [[] for _ in range(self._most_here - len(taken))]
         return [value for one in taken for value in (one or [math.nan] * width)]
 
 

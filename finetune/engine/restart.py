@@ -9,7 +9,7 @@ from pathlib import Path
 from finetune.config import Config
 from finetune.engine import checkpoints
 from finetune.engine.record import FILE_NAME
-from finetune.runtime import launcher
+from finetune.runtime import distributed, launcher
 from finetune.runtime.command import print_line
 
 
@@ -22,24 +22,36 @@ def continued(config: Config) -> Config:
     """
     training = config.training
     output_dir = Path(training.output_dir)
-    if not launcher.restarts() or launcher.launch_id() is None or _launch_of(output_dir) != launcher.launch_id():
+    launches = _launches_of(output_dir)
+    if not _may_be_restart() or launcher.launch_id() not in launches:
         return config
     own = [
         path
         for path in checkpoints.checkpoints(output_dir)
-        if checkpoints.damage(path) is None and checkpoints.manifest(path).get("launch") == launcher.launch_id()
+        if checkpoints.damage(path) is None and checkpoints.manifest(path).get("launch") in launches
     ]
     # Without one it starts like the first attempt: from the given checkpoint, or from step 0.
     resume = str(own[-1]) if own else training.resume_from_checkpoint or True
-    print_line(
-        f"Restart {launcher.restarts()} by the launcher: {f'resuming from {own[-1]}' if own else 'no checkpoint yet'}"
-    )
+    print_line(f"Restart by the launcher: {f'resuming from {own[-1]}' if own else 'no checkpoint yet'}")
     return replace(config, training=replace(training, resume_from_checkpoint=resume, overwrite_output_dir=False))
 
 
-def _launch_of(output_dir: Path) -> str | None:
-    """Id of the launch that wrote the folder's run.json."""
+_is_first_run = True  # of this process
+
+
+def _may_be_restart() -> bool:
+    """Whether the launcher may have started this rank again. With several machines its count does not say: c10d starts
+    the ranks of the healthy machines again without counting it. A second run in one process is never a restart."""
+    global _is_first_run
+    first, _is_first_run = _is_first_run, False
+    return launcher.restarts() > 0 or (first and distributed.ranks().on_several_machines)
+
+
+def _launches_of(output_dir: Path) -> set[str]:
+    """Ids of the launchers, one on each machine, of the launch that wrote the folder's run.json."""
     try:
-        return json.loads((output_dir / FILE_NAME).read_text(encoding="utf-8")).get("launch")
-    except (OSError, ValueError, AttributeError):
-        return None
+        content = json.loads((output_dir / FILE_NAME).read_text(encoding="utf-8"))
+        found = {content.get("launch"), *(host["launch"] for host in content.get("hosts", ()))}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return set()
+    return {launch for launch in found if isinstance(launch, str)}

@@ -91,6 +91,7 @@ def open_session(
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
     stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
+    distributed.meet()
     from finetune.engine.job import open_job
 
     named = user_code.named(config.logging)
@@ -126,6 +127,7 @@ def open_and_compare(
         from finetune.engine.model import resolve_dtype
 
         nonlocal start
+        checkpoints.check_shared(Path(config.training.output_dir))
         start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
 
     job = open_session(
@@ -313,10 +315,12 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
+    hosts = distributed.hosts()
     with disk.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
             launch=launcher.launch_id(),
+            hosts=hosts,
             config=job.config.to_dict(),
             script=str(job.hooks.script) if job.hooks.script else None,
             versions=bootstrap.versions(),

@@ -278,30 +278,37 @@ def _read(path: Path) -> dict[str, Any] | None:
 SPEED_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE")
 
 
-def comm_file(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> Path:
-    """The file of the collectives of `world_size` ranks on these devices in this environment."""
+def comm_file(world_size: int, backend: str, device: str, environment: Mapping[str, str], machines: int = 1) -> Path:
+    """The file of the collectives of `world_size` ranks on these devices in this environment, on so many machines."""
     deciding = (
         [f"{name}={environment[name]}" for name in SPEED_VARIABLES if name in environment] if backend == "nccl" else []
     )
     name = re.sub(r"[^A-Za-z0-9]+", "-", " ".join([device, *deciding])).strip("-")
-    return folder() / f"comm-{backend}-{name}-{world_size}.json"
+    where = f"-on-{machines}-machines" if machines > 1 else ""
+    return folder() / f"comm-{backend}-{name}-{world_size}{where}.json"
 
 
 def keep_comm(measured: dict[str, Any], device: str) -> Path:
     """Write the result of `bench comm` on devices of this name to the cache."""
-    path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"])
+    machines = measured.get("machines", 1)
+    path = comm_file(measured["world_size"], measured["backend"], device, measured["environment"], machines)
     write_json(path, measured)
     return path
 
 
-def find_comm(world_size: int, backend: str, device: str, environment: Mapping[str, str]) -> tuple[Curve | None, str]:
-    """The all-reduce curve of ranks with this environment, and its file; or None and the reason."""
-    path = comm_file(world_size, backend, device, environment)
+def find_comm(
+    world_size: int, backend: str, device: str, environment: Mapping[str, str], machines: int = 1
+) -> tuple[Curve | None, str]:
+    """The all-reduce curve of ranks with this environment on so many machines, and its file; or None and the reason."""
+    path = comm_file(world_size, backend, device, environment, machines)
     if not path.is_file():
         same = [f"{name}={environment[name]}" for name in SPEED_VARIABLES if name in environment]
+        where, how = "on this machine", "`finetune bench comm`"
+        if machines > 1:
+            where, how = f"on {machines} machines", "`torchrun ... -m finetune bench comm` on all of them"
         return None, (
-            f"no all-reduce of {world_size} ranks was measured on this machine with {' '.join([backend, *same])} "
-            "(run `finetune bench comm` first)"
+            f"no all-reduce of {world_size} ranks was measured {where} with {' '.join([backend, *same])} (run {how} "
+            "first)"
         )
     try:
         return read_comm(path)[world_size], str(path)

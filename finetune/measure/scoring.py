@@ -42,7 +42,9 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     curve = None
     if world > 1:
         backend = "nccl" if job.stack.device == "cuda" else "gloo"
-        curve, where = measurements.find_comm(world, backend, job.hardware.name, os.environ)
+        curve, where = measurements.find_comm(
+            world, backend, job.hardware.name, os.environ, distributed.machine_count()
+        )
         if curve is None:
             return _unknown(where)
         source = f"{source} and {where}"

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from finetune.errors import UserError, describe
+from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except interrupt.Interrupted:
+        distributed.announce_interruption(interrupt.reason())
         if distributed.ranks().is_main:
             sys.stderr.write(f"stopped by {interrupt.reason()}\n")
         return INTERRUPTED
@@ -62,7 +63,9 @@ def guarded(run: Callable[[], int]) -> int:
         report(error)
         return error.exit_code
     except Exception as error:
-        known = disk.failure(error)  # a full or missing disk, wherever the error occurred
+        # A full or missing disk, or a broken connection, wherever the error occurred.
+        broken = distributed.of_broken_connection(describe(error))
+        known = disk.failure(error) or (RunError(broken) if broken else None)
         text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
         _report(known or error, text)
         return FAILED

@@ -9,22 +9,30 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime import activity, hang, interrupt, launcher
+from finetune.runtime import activity, hang, interrupt, launcher, machines, rendezvous
+from finetune.runtime.machines import Machine
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
 # A launcher ends all ranks as soon as one exits with an error, so a rank that reports nothing must not exit first.
 QUIET_SECONDS = 10.0
+MEET_SECONDS = 600  # that a rank waits for the process group's store, as torch's launchers wait for each other
+ANNOUNCE_SECONDS = 10.0  # in which a rank that fails before it has met the others tries to reach them
+# A broken connection is the consequence of something: how long its rank waits for another one to report what it was.
+CAUSE_SECONDS = 8.0
+STORE_SECONDS = 3.0  # for an answer of the store, or a write of run.json, when a machine is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,20 @@ class Ranks:
     def is_local_main(self) -> bool:
         """The one process of each machine that prepares the data there."""
         return self.local_rank == 0
+
+    @property
+    def first_here(self) -> int:
+        """The first rank of this machine; launchers number the ranks of a machine one after the other."""
+        return self.rank - self.local_rank
+
+    @property
+    def on_several_machines(self) -> bool:
+        """Whether the run has ranks on other machines."""
+        return self.local_world_size < self.world_size
+
+    def are_here(self, rank: int) -> bool:
+        """Whether a rank is on this machine."""
+        return self.first_here <= rank < self.first_here + self.local_world_size
 
 
 @functools.cache
@@ -78,7 +100,24 @@ def ranks() -> Ranks:
             f"The launcher's variables are inconsistent: {given}, LOCAL_WORLD_SIZE={local_world_size}. Start the run "
             "with `accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
         )
+    _check_count(world_size)
     return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
+
+
+def _check_count(world_size: int) -> None:
+    """accelerate starts `num_processes // num_machines` ranks on each machine, whatever remains.
+
+    Raises:
+        UserError: these are fewer than `num_processes`.
+    """
+    profile = _launcher_profile()
+    asked, machines_asked = profile.get("num_processes", 1), profile.get("num_machines", 1)
+    if machines_asked != 1 and asked > 1 and asked != world_size:
+        raise UserError(
+            f"accelerate launch was asked for {asked} processes on {machines_asked} machines and started {world_size}: "
+            "it starts the same number on each. Set num_processes to a multiple of num_machines; for machines with "
+            "different numbers of GPUs use torchrun, with its own --nproc_per_node on each (docs/two-machines.md)."
+        )
 
 
 @functools.cache
@@ -111,6 +150,8 @@ def _launcher_profile() -> dict[str, Any]:
     if not str(asked).isdecimal() or int(asked) < 1:
         raise UserError(f"accelerate's num_processes must be at least 1: {asked}. Give the number of ranks to start.")
     profile["num_processes"] = int(asked)
+    on = str(options.get("--num_machines", profile.get("num_machines") or 1))
+    profile["num_machines"] = int(on) if on.isdecimal() else 1
     if "--cpu" in own or "--use_cpu" in own:
         profile["use_cpu"] = True
     if "--num_cpu_threads_per_process" in options:
@@ -127,6 +168,204 @@ def launcher_setting(name: str) -> Any:
 def wants_cpu() -> bool:
     """Whether the launcher asked for CPU training (`use_cpu: true` in the accelerate profile)."""
     return bool(_launcher_profile().get("use_cpu"))
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """What ranks on several machines share before there is a process group, and beside it."""
+
+    store: Any  # a client of the store that the process group will use
+    links: machines.Links | None  # on the first rank of each machine
+    group_begun: threading.Event  # set when the watch of the process group takes over
+
+
+_meeting: _Meeting | None = None
+_machines = 1
+
+
+def meet() -> None:
+    """If the run has several machines, join their store and follow them from here on: one that fails while it prepares
+    its data, or ends, ends the run everywhere. Every rank calls it as early as it can; further calls do nothing.
+
+    Only for programs that end with the run: one machine may not end before the others.
+
+    Raises:
+        UserError: the machine that hosts the store cannot be reached.
+    """
+    global _meeting
+    me = ranks()
+    if not me.on_several_machines or _meeting is not None:
+        return
+    store = _client(_attempt())
+    links = machines.Links(_end_without, _warn) if me.is_local_main else None
+    _meeting = _Meeting(store=store, links=links, group_begun=threading.Event())
+    if links is not None:
+        _, address = machines.route_to(os.environ.get("MASTER_ADDR")) or (None, None)
+        own = _this_machine(address=address, port=links.port)
+        store.set(f"{_MACHINE}/{own.first}", own.to_json())
+        threading.Thread(target=_follow_machines, args=(links, own, store), daemon=True).start()
+    threading.Thread(target=_watch_until_the_group_has_begun, daemon=True).start()
+
+
+def _this_machine(*, address: str | None = None, port: int = 0) -> Machine:
+    me = ranks()
+    return Machine(
+        name=socket.gethostname(),
+        identity=machines.identity(),
+        first=me.first_here,
+        count=me.local_world_size,
+        address=address,
+        port=port,
+        launch=launcher.launch_id(),
+    )
+
+
+def hosts() -> list[dict[str, Any]]:
+    """The machines of the run for run.json: {host, ranks, launch} of each, in rank order. Every rank calls it once the
+    ranks can communicate."""
+    found = {one.first: one for one in gather_objects(_this_machine())}
+    return [{"host": one.name, "ranks": list(one.ranks), "launch": one.launch} for _, one in sorted(found.items())]
+
+
+@functools.cache
+def _raw_store(seconds: float) -> Any:
+    """A client of the store at MASTER_ADDR, which torch's launcher hosts, or else rank 0.
+
+    Raises:
+        UserError: it does not answer for so long.
+    """
+    from torch.distributed import TCPStore
+
+    me = ranks()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = me.is_main and not _launcher_hosts_store()
+    if not hosts_it:
+        rendezvous.wait_for_port(address, port, seconds, _warn)
+    timeout = timedelta(seconds=hang.START_SECONDS)
+    # With several tenants, another client of this process shares this server instead of opening the port again.
+    return TCPStore(address, port, me.world_size, hosts_it, timeout, wait_for_workers=False, multi_tenant=True)
+
+
+@functools.cache
+def _attempt() -> str:
+    """The name of this attempt of a run on several machines, which all its ranks share and no earlier attempt had.
+
+    Raises:
+        UserError: rank 0 or its machine cannot be reached, or a rank has failed already.
+    """
+    me, store = ranks(), _raw_store(MEET_SECONDS)
+    if me.is_main:
+        return rendezvous.begin(store, me.world_size, _announce_for_another)
+    return rendezvous.join(store, me.rank, MEET_SECONDS, _end_if_one_has_failed, _warn)
+
+
+def _announce_for_another(attempt: str, failure: str) -> None:
+    """Rank 0 announces what a rank has left word of."""
+    _within_attempt(attempt, _raw_store(MEET_SECONDS)).compare_set(_FAILURE, "", failure)
+
+
+def _end_if_one_has_failed(attempt: str, early: str) -> None:
+    """End this process if a rank has failed and rank 0 does not answer: it may be that rank."""
+    store = _within_attempt(attempt, _raw_store(MEET_SECONDS))
+    found = early or (store.get(_FAILURE) if attempt and store.check([_FAILURE]) else None)
+    if found:
+        _end_after(_Failure.from_json(found), None)
+
+
+def machine_count() -> int:
+    """On how many machines the ranks are, once they can communicate; 1 before."""
+    return _machines
+
+
+def _client(attempt: str) -> Any:
+    """The store of an attempt, over a connection of its own: a call that waits holds up all others of a connection."""
+    return _within_attempt(attempt, _raw_store.__wrapped__(MEET_SECONDS))
+
+
+def _within_attempt(attempt: str, store: Any) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"finetune/{attempt}", store)
+
+
+def _follow_machines(links: machines.Links, own: Machine, store: Any) -> None:
+    """Wait until every machine has described itself, each beginning with the rank after the last one of another."""
+    others, first = {}, 0
+    with contextlib.suppress(Exception):  # the store has ended: its own watch notices
+        while first < ranks().world_size:
+            while not store.check([f"{_MACHINE}/{first}"]):
+                if _stop_watching.wait(FAILURE_POLL_SECONDS):
+                    return
+            machine = Machine.from_json(store.get(f"{_MACHINE}/{first}"))
+            others[first] = machine
+            first += machine.count
+        del others[own.first]
+        links.follow(own, others, _attempt())
+
+
+def _watch_until_the_group_has_begun() -> None:
+    """End this process soon after a rank of another machine has failed, while it prepares its data or waits."""
+    assert _meeting is not None
+    while not _meeting.group_begun.wait(FAILURE_POLL_SECONDS):
+        if _stop_watching.is_set():
+            return
+        try:
+            if not _meeting.store.check([_FAILURE]):
+                continue
+            failure = _Failure.from_json(_meeting.store.get(_FAILURE))
+        except Exception:
+            if _meeting.group_begun.is_set() or _stop_watching.is_set():
+                return
+            host = os.environ.get("MASTER_ADDR", "")
+            failure = _Failure(rank=0, message="the machine that hosts the ranks' store has ended", host=host)
+        _end_after(failure, None)
+
+
+def _end_without(machine: Machine, why: str) -> None:
+    """End this process, from a thread: a machine of the run is gone, and with it every collective.
+
+    Args:
+        why: the kernel's reason; empty if the machine has closed the connection.
+    """
+    if _stop_watching.wait(FAILURE_POLL_SECONDS / 2):  # the run is over, or this rank reports a failure
+        return
+    message = machines.what_happened(machine, why)
+    first = _within(STORE_SECONDS, lambda: _claim(message))  # the store may be on that machine
+    if first is not None and not first.is_own:
+        return  # what a rank has reported is the reason; the watch of failures ends this process
+    _ending.set()
+    _stop_watching.set()
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: [rank {ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+    if _on_failure is not None:
+        record = functools.partial(_on_failure, message, in_place_of_main=0 in machine.ranks)
+        _within(STORE_SECONDS, record)  # the disk may be on that machine as well
+    if first is None:
+        _kill(_here)  # they cannot learn it, and a launcher would wait 30 s for each of them
+    threading.Event().wait(2 * FAILURE_POLL_SECONDS)
+    os._exit(1)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` returns, or None if it fails or takes longer."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            found.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"warning: {text}\n".encode())
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -152,6 +391,7 @@ def start(
     Raises:
         UserError: a process group of another size exists already.
     """
+    meet()
     made_here = connect(cpu=cpu, timeout_seconds=timeout_seconds)
     _leave_timeouts_to_the_watch(timeout_seconds if made_here else None)
     _begin_watching(timeout_seconds, timeout_setting, on_failure)
@@ -170,6 +410,7 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     import torch.distributed as dist
     from accelerate import PartialState
 
+    _choose_interface()
     made_here = not dist.is_initialized()
     timeout = timedelta(seconds=max(hang.START_SECONDS, timeout_seconds))
     state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
@@ -183,15 +424,27 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     return made_here
 
 
+def _choose_interface() -> None:
+    """Have gloo connect over the network to the other machines, unless the user has chosen an interface. Its own choice
+    is the address of the host's name, on which no other machine can reach it if that is 127.0.1.1 (Debian, Ubuntu)."""
+    if ranks().on_several_machines and "GLOO_SOCKET_IFNAME" not in os.environ:
+        route = machines.route_to(os.environ.get("MASTER_ADDR"))
+        if route is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = route[0]
+
+
 def _begin_watching(
     timeout_seconds: int, timeout_setting: str | None, on_failure: Callable[..., None] | None
 ) -> list[threading.Thread]:
     """Start the threads that look after the other ranks; every rank calls it."""
     if _host_group is None:
         return []
+    global _on_failure, _here, _machines
     me = ranks()
-    here = gather_objects((socket.gethostname(), os.getpid(), activity.share()))
+    here = gather_objects((machines.identity(), os.getpid(), activity.share()))
+    _machines = len({machine for machine, _, _ in here})
     peers = {rank: pid for rank, (host, pid, _) in enumerate(here) if host == here[me.rank][0] and rank != me.rank}
+    born = _born(peers)
     watch = hang.Watch(
         rank=me.rank,
         world_size=me.world_size,
@@ -200,9 +453,12 @@ def _begin_watching(
         setting=timeout_setting,
         store_rank=None if _launcher_hosts_store() else 0,
         look=lambda rank: activity.of_process(peers[rank], here[rank][2]) if rank in peers else None,
-        fail=functools.partial(_end_hung, on_failure, _born(peers)),
+        fail=functools.partial(_end_hung, on_failure, born),
     )
+    _on_failure, _here = on_failure, born
     _stop_watching.clear()
+    if _meeting is not None:
+        _meeting.group_begun.set()
     guard = hang.start(watch, _stop_watching)
     failures = threading.Thread(target=_watch_for_failures, args=(on_failure, peers, watch.round), daemon=True)
     failures.start()
@@ -218,6 +474,7 @@ def watched(
     if _host_group is None:
         yield
         return
+    meet()
     _leave_timeouts_to_the_watch(timeout_seconds)
     threads = _begin_watching(timeout_seconds, timeout_setting, on_failure)
     try:
@@ -247,19 +504,26 @@ def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` after a launcher has restarted its ranks; else none.
+    """Arguments of `init_process_group` after a launcher may have restarted its ranks; else none.
 
-    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, including the
-    addresses of the ended ranks, to which the new ones would try to connect. A prefix separates them.
+    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does
+    with several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A
+    prefix separates them.
     """
-    if not launcher.restarts() or not _launcher_hosts_store():
-        return {}
-    from torch.distributed import PrefixStore, TCPStore
+    me = ranks()
+    if me.on_several_machines:
+        store = _client(_attempt())
+    elif launcher.restarts() and _launcher_hosts_store():
+        from torch.distributed import PrefixStore, TCPStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, ranks().world_size, is_master=False, timeout=timeout)
-    own = PrefixStore(f"restart-{launcher.restarts()}", store)
-    return {"store": own, "rank": ranks().rank, "world_size": ranks().world_size}
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = PrefixStore(
+            f"restart-{launcher.restarts()}",
+            TCPStore(address, port, me.world_size, is_master=False, timeout=timeout),
+        )
+    else:
+        return {}
+    return {"store": store, "rank": me.rank, "world_size": me.world_size}
 
 
 def _launcher_hosts_store() -> bool:
@@ -287,6 +551,8 @@ def finish() -> None:
 
         barrier()
         _stop_watching.set()
+        if _meeting is not None and _meeting.links is not None:
+            _meeting.links.close()
         dist.destroy_process_group()
         _host_group = None
 
@@ -391,20 +657,85 @@ class DelayedFlag:
 
 # --- stopping together ----------------------------------------------------------------------------------------------
 
-_FAILURE = "finetune/failure"
+_FAILURE, _MACHINE = "finetune/failure", "machine"
 _stop_watching = threading.Event()
+_ending = threading.Event()  # a thread reports why this process ends, and ends it
+_on_failure: Callable[..., None] | None = None
+_here: Mapping[int, tuple[int, float]] = {}  # process id and time of creation of the other ranks on this machine
 
 
 def claim_failure(message: str) -> bool:
-    """Announce to the other ranks that this one has failed. True if it is the first: its error is the one to report.
+    """Announce to the other ranks that this one has failed. True if its error is the one to report: it is the first, or
+    the first of its machine, whose output may be all that somebody sees.
 
-    Without a process group ranks cannot agree, so the first rank of each machine reports: all of them read the same
+    Without a process group ranks of one machine cannot agree, so its first rank reports: all of them read the same
     configuration and the same files.
     """
     _stop_watching.set()
+    me = ranks()
+    if me.on_several_machines:
+        first = _announce(message)
+        if first is None:
+            return me.is_local_main
+        return first.message == message if first.is_own else me.is_local_main and not me.are_here(first.rank)
     if _host_group is None:
-        return ranks().is_local_main
+        return me.is_local_main
     return first_failure(message) == message
+
+
+def _announce(message: str) -> _Failure | None:
+    """`_claim` among the ranks of all machines; None if this rank has not met them, and can only leave word."""
+    if _meeting is not None:
+        return _within(STORE_SECONDS, lambda: _claim(message))
+    own = _own_failure(message).to_json()
+    _within(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(_raw_store(ANNOUNCE_SECONDS), own))
+    return None
+
+
+def announce_interruption(reason: str) -> None:
+    """Have the ranks on other machines end, which this machine's launcher does not reach: this rank ends at once."""
+    if ranks().on_several_machines and _meeting is not None and not _stop_watching.is_set():
+        _stop_watching.set()
+        _within(STORE_SECONDS, lambda: _claim(f"stopped by {reason}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """An announced failure."""
+
+    rank: int
+    message: str
+    host: str
+
+    @property
+    def is_own(self) -> bool:
+        return self.rank == ranks().rank
+
+    def said(self) -> str:
+        """Such as "rank 1: ..." or, on another machine, "rank 1 on node-b: ..."."""
+        where = "" if ranks().are_here(self.rank) else f" on {self.host}"
+        return f"rank {self.rank}{where}: {self.message}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Failure:
+        return cls(**json.loads(text))
+
+
+def _own_failure(message: str) -> _Failure:
+    return _Failure(rank=ranks().rank, message=message, host=socket.gethostname())
+
+
+def _claim(message: str) -> _Failure:
+    """The first failure, which is this one if no other has been announced."""
+    return _Failure.from_json(_failures().compare_set(_FAILURE, "", _own_failure(message).to_json()))
+
+
+def _failures() -> Any:
+    """The store in which the first failure is announced."""
+    return _store() if _meeting is None else _meeting.store
 
 
 def wait_for_launcher() -> bool:
@@ -421,18 +752,44 @@ def wait_for_launcher() -> bool:
 
 def first_failure(message: str) -> str:
     """The message of the rank that failed first, which is the reason why all ranks end; `message` if it is this one."""
+    message = of_broken_connection(message) or message
     _stop_watching.set()
     if _host_group is None:
         return message
-    own = json.dumps([ranks().rank, message])
     try:
-        found = _store().compare_set(_FAILURE, "", own).decode()
+        first = _claim(message)
     except Exception:  # the rank that hosts the store has ended: it failed first
         return "rank 0: it ended, and the process group's store with it"
-    rank, first = json.loads(found)
-    if rank == ranks().rank:  # this rank, or its watch, which has said that others are stuck
-        return first
-    return f"rank {rank}: {first}"
+    return first.message if first.is_own else first.said()  # its own may be of its watch: that others are stuck
+
+
+# What torch's errors say of a connection whose other side has ended: gloo's, NCCL's, and the store's.
+_BROKEN = re.compile(
+    r"(RuntimeError|Dist\w*Error): .*("
+    r"Connection (reset|closed) by peer|Broken pipe|(Read|Write) error \[|Connection timed out|No route to host|"
+    r"remote process exited|ncclRemoteError|ncclSystemError|failed to recv, got 0 bytes)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def of_broken_connection(text: str) -> str | None:
+    """A sentence in place of the text of an error of torch's, if it is about a connection to another rank; else None.
+
+    That is the consequence of something, which this process is given time to learn: the launcher, or the watch of the
+    other ranks and machines, then ends it, with what it was.
+    """
+    if ranks().world_size == 1 or not _BROKEN.match(text):
+        return None
+    until = time.monotonic() + CAUSE_SECONDS
+    while time.monotonic() < until and not _stop_watching.wait(FAILURE_POLL_SECONDS / 4):
+        pass
+    if _ending.is_set():
+        threading.Event().wait(QUIET_SECONDS)
+    short = " ".join(text.split())[:200]
+    return (
+        f"The connection to another rank broke: {short}. A process has ended or the network has failed: see the "
+        "end of the output on every machine, then start the run again with training.resume_from_checkpoint: true."
+    )
 
 
 def _store() -> Any:
@@ -451,13 +808,13 @@ def _watch_for_failures(
         peers: process ids of the other ranks of this machine, by rank.
         each_second: called before each look.
     """
-    store = _store()
+    store = _failures()
     while not _stop_watching.wait(FAILURE_POLL_SECONDS):
         try:
             each_second()
             if not store.check([_FAILURE]):
                 continue
-            rank, message = json.loads(store.get(_FAILURE))
+            failure = _Failure.from_json(store.get(_FAILURE))
         except Exception:
             if _stop_watching.is_set():
                 return
@@ -466,14 +823,24 @@ def _watch_for_failures(
                 rank, message = _wait_for_lost_peer(peers), "it ended without a checkpoint after its launcher had ended"
             else:
                 rank, message = 0, "the rank that hosts the process group's store has ended"
+            failure = _Failure(rank=rank, message=message, host=os.environ.get("MASTER_ADDR", ""))
             if _stop_watching.is_set():
                 return
-        if on_failure is not None:
-            on_failure(f"rank {rank}: {message}")
-        threading.Event().wait(FAILURE_POLL_SECONDS)  # let the failed rank print its error first
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
+        _end_after(failure, on_failure)
+
+
+def _end_after(failure: _Failure, on_failure: Callable[..., None] | None) -> None:
+    """End this process because a rank has failed. If that one prints its error on another machine, print it here."""
+    me = ranks()
+    if me.is_local_main and not me.are_here(failure.rank):
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: [rank {me.rank}] {failure.said()}\n".encode())  # sys.stderr may be locked
+    if on_failure is not None:
+        on_failure(failure.said())
+    threading.Event().wait(FAILURE_POLL_SECONDS)  # let the failed rank print its error first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # the main thread may be inside NCCL, where no exception can reach it
 
 
 def _born(peers: Mapping[int, int]) -> dict[int, tuple[int, float]]:
@@ -505,22 +872,26 @@ def _end_hung(
         silent: the ranks that do not answer.
         store_answers: whether the other ranks can be reached.
     """
-    import psutil
-
-    own = json.dumps([ranks().rank, message])
-    if store_answers and _store().compare_set(_FAILURE, "", own).decode() != own:
+    if store_answers and not ((first := _claim(message)).is_own and first.message == message):
         return
     with contextlib.suppress(OSError):
         os.write(2, f"error: [rank {ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
     if on_failure is not None:
         on_failure(message, in_place_of_main=0 in silent)
-    for pid, born in (peers[rank] for rank in silent if rank in peers):
+    _kill({rank: peers[rank] for rank in silent if rank in peers})
+    threading.Event().wait(3 * FAILURE_POLL_SECONDS)  # the others have noticed by then: they end first
+    os._exit(1)
+
+
+def _kill(processes: Mapping[int, tuple[int, float]]) -> None:
+    """End ranks of this machine, given their process ids and times of creation, without a word."""
+    import psutil
+
+    for pid, born in processes.values():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.create_time() == born:
                 process.kill()
-    threading.Event().wait(3 * FAILURE_POLL_SECONDS)  # the others have noticed by then: they end first
-    os._exit(1)
 
 
 def _wait_for_lost_peer(peers: Mapping[int, int]) -> int:

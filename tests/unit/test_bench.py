@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.bench import comm, comm_report, conditions, launch, timeline, windows
+from finetune.bench import comm, comm_report, command, conditions, launch, timeline, windows
 from finetune.bench.command import main, parse
 from finetune.bench.launch import choose_world_sizes
 from finetune.bench.study import command as study
@@ -26,7 +26,8 @@ from finetune.bench.study import report as study_report
 from finetune.bench.study.rank import dense
 from finetune.config import load
 from finetune.errors import RunError, UserError
-from finetune.runtime import clock, communication, hardware
+from finetune.measure import measurements
+from finetune.runtime import clock, communication, distributed, hardware
 from tests.nvml import Card, install
 
 
@@ -552,3 +553,33 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--settings" in done.stdout
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is a rank of a launcher, on the first of two machines."""
+    me = distributed.Ranks(rank=0, local_rank=0, world_size=2, local_world_size=1)
+    monkeypatch.setattr(distributed, "ranks", lambda: me)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [(["--world-sizes", "2"], "--world-sizes"), (["--settings"], "--settings"),
+                          (["--config", "my.yaml"], "configuration")]
+)  # fmt: skip
+def test_a_launched_comm_refuses_what_it_does_not_do(two_machines: None, options: list[str], word: str) -> None:
+    with pytest.raises(UserError, match=f"got .*{word}.*several machines"):
+        command.run(["comm", *options])
+
+
+def test_a_curve_of_two_machines_is_for_two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    rows = [{"bytes": size, "seconds": {"median": size / 1e9}} for size in (4096, 65536)]
+    found = {"world_size": 2, "backend": "gloo", "environment": {}, "collectives": {"all_reduce": rows}}
+    measurements.keep_comm(found | {"machines": 2}, "cpu")
+    assert measurements.find_comm(2, "gloo", "cpu", {}, machines=2)[0] is not None
+    assert measurements.find_comm(2, "gloo", "cpu", {})[0] is None
+    curve, why = measurements.find_comm(2, "gloo", "cpu", {}, machines=3)
+    assert curve is None and "on 3 machines" in why and "torchrun" in why

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from finetune.errors import UserError
 from finetune.runtime import distributed
@@ -100,3 +103,82 @@ def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() ->
     assert ended.returncode == -15 and ended.stderr == ""
     alone = as_rank("1", f"distributed.QUIET_SECONDS = 0.0; {RAISE}")
     assert alone.returncode == 2 and alone.stderr == "error: [rank 1] bad input\n"
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, RANK="9", LOCAL_RANK="1", WORLD_SIZE="12", LOCAL_WORLD_SIZE="4")
+    me = distributed.ranks()
+    assert me.on_several_machines and me.first_here == 8
+    assert [rank for rank in range(12) if me.are_here(rank)] == [8, 9, 10, 11]
+
+
+def test_ranks_that_accelerate_leaves_out_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 processes on 2 machines become 1 on each."""
+    launch(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    monkeypatch.setattr(distributed, "_launcher_profile", lambda: {"num_processes": 3, "num_machines": 2})
+    with pytest.raises(UserError, match=r"asked for 3 processes on 2 machines and started 2.*torchrun"):
+        distributed.ranks()
+    monkeypatch.setattr(distributed, "_launcher_profile", lambda: {"num_processes": 2, "num_machines": 2})
+    assert distributed.ranks().world_size == 2
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """Rank 2, the first of the second of two machines, which has met the others."""
+    launch(monkeypatch, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    store = HashStore()
+    meeting = distributed._Meeting(store=store, links=None, group_begun=threading.Event())
+    monkeypatch.setattr(distributed, "_meeting", meeting)
+    for name in ("_stop_watching", "_ending"):
+        monkeypatch.setattr(distributed, name, threading.Event())
+    return store
+
+
+@pytest.mark.parametrize(("first", "reports"), [(None, True), (0, True), (3, False)])
+def test_one_rank_of_each_machine_reports(met: HashStore, first: int | None, reports: bool) -> None:
+    """Its own failure if it is the first, or the first failure of its machine."""
+    if first is not None:
+        met.set(distributed._FAILURE, json.dumps({"rank": first, "message": "its own", "host": "other"}))
+    assert distributed.claim_failure("no such file") is reports
+    announced = json.loads(met.get(distributed._FAILURE))
+    assert announced["message"] == ("no such file" if first is None else "its own")
+
+
+def test_the_failure_of_another_machine_names_it(met: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    met.set(distributed._FAILURE, json.dumps({"rank": 1, "message": "no such file", "host": "node-a"}))
+    monkeypatch.setattr(distributed, "_host_group", object())
+    assert distributed.first_failure("anything") == "rank 1 on node-a: no such file"
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:51: Connection reset by peer.", True),
+        ("DistBackendError: NCCL error: remote process exited or there was a network error", True),
+        ("RuntimeError: shapes do not match", False),
+        ("ConnectionError: Connection reset by peer, at https://huggingface.co", False),
+    ],
+)
+def test_a_broken_connection_is_one_sentence(
+    met: HashStore, monkeypatch: pytest.MonkeyPatch, text: str, broken: bool
+) -> None:
+    monkeypatch.setattr(distributed, "CAUSE_SECONDS", 0.0)
+    found = distributed.of_broken_connection(text)
+    assert (found is not None) is broken
+    if found:
+        assert found.startswith("The connection to another rank broke: ") and "resume_from_checkpoint" in found
+        assert distributed.of_broken_connection(found) is None
+
+
+def test_gloo_uses_the_network_between_the_machines(met: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(distributed.machines, "route_to", lambda host: ("ib0", "10.0.0.2"))
+    distributed._choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # the user's
+    distributed._choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")

@@ -18,6 +18,7 @@ def facts(rank: int) -> Facts:
     return Facts(
         rank=rank,
         host="one",
+        machine="one",
         local_rank=rank,
         parameter_devices=[f"cuda:{rank}"],
         current_device=f"cuda:{rank}",
@@ -57,8 +58,8 @@ SOUND = [facts(0), facts(1)]
 def test_a_sound_run_passes_all() -> None:
     assert [check(SOUND, 1800) for check in CHECKS] == [None] * len(CHECKS)
     assert [check([replace(one, sharding=SHARDED) for one in SOUND], 1800) for check in CHECKS] == [None] * len(CHECKS)
-    other_host = replace(facts(1), host="two", current_device="cuda:0", parameter_devices=["cuda:0"])
-    assert invariants.one_device_per_rank([facts(0), other_host], 1800) is None
+    other_machine = replace(facts(1), machine="two", current_device="cuda:0", parameter_devices=["cuda:0"])
+    assert invariants.one_device_per_rank([facts(0), other_machine], 1800) is None
 
 
 ONE_GPU = {"current_device": "cuda:0", "parameter_devices": ["cuda:0"]}
