@@ -11,6 +11,7 @@ bytes         NF4 weights before sharding and after the first gather, for four s
 one           training on one GPU, sharded over one rank and not sharded: losses, step time, memory
 loop          full fine-tuning by a plain loop on one rank and on two, which share a GPU if there is one only
 dry 8b        dry run of a sharded full fine-tuning of 8 B under a cap of 60 GiB: what is predicted for 2, 4 and 8
+slices        a model that fits: the whole measured, and extrapolated from two slices of it
 two           training on two GPUs, sharded and with DDP
 8b            full fine-tuning of 8 B under a cap of 60 GiB a GPU: one GPU fails, two shard; with its prediction
 20b, 20b 8bit full fine-tuning of 20 B on two GPUs, Adam's states in bfloat16, in 8 bits
@@ -257,6 +258,31 @@ def dry_8b(given: argparse.Namespace) -> dict[str, Any]:
     return {"dry_run": predicted(given, model_of(given, "llama-8b"), "dry 8b", *FULL, cap_gib=CAP_GIB)}
 
 
+def slices(given: argparse.Namespace) -> dict[str, Any]:
+    """A model that fits: the whole measured on one device, and extrapolated from two slices of it."""
+    model, found = model_of(given, given.shape), {}
+    for kind, extra in KINDS.items():
+        reports = {}
+        for strategy in ("shard", "single"):
+            out = given.work / f"slices-{kind}-{strategy}.json"
+            out.unlink(missing_ok=True)
+            batch = ("--training.per_device_train_batch_size", "1", "--model.backend", "transformers")
+            words = (*extra, *batch, "--training.strategy", strategy, "--dry-run", "--json", str(out))
+            arguments_ = arguments(given, model, given.work / "dry", *words)
+            _, said = rank(given, 0, "train", {}, arguments_, allowed=(0, 1), seen="" if given.cpu else "0")
+            if not out.is_file():
+                return {"error": said[-2000:]}
+            reports[strategy] = json.loads(out.read_text())["measurement"]
+        names = ("peak_memory_bytes", "optimizer_seconds", "parameters", "trainable_parameters")
+        pairs = {name: (reports["shard"][name], reports["single"][name]) for name in names}
+        pairs["compute_seconds"] = tuple(reports[one]["compute_seconds"]["1"] for one in ("shard", "single"))
+        found[kind] = {
+            name: {"extrapolated": one, "measured": other, "error": (one - other) / other if other else None}
+            for name, (one, other) in pairs.items()
+        }
+    return {"kinds": found}
+
+
 def collectives(given: argparse.Namespace) -> None:
     """Measure the collectives of two ranks, which predictions need, once."""
     place = given.work / "comm.json"
@@ -308,6 +334,7 @@ CELLS: dict[str, tuple[int, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "one": (1, one),
     "loop": (1, loops),
     "dry 8b": (1, dry_8b),
+    "slices": (1, slices),
     "two": (2, two),
     "8b": (2, eight),
     "20b": (2, lambda given: twenty(given, "adamw_torch")),

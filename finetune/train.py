@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
@@ -13,14 +12,12 @@ from finetune.engine import checkpoints, invariants, report, restart, resume, se
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError
 from finetune.measure import strategy
-from finetune.runtime import distributed, interrupt, runlock
+from finetune.runtime import distributed, interrupt, runlock, startup
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
-
-STARTED = time.time()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,18 +97,19 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         loss_normalized_by=invariants.divisor(trainer),
     )
 
+    start_up = startup.of_this_process()
+    start_up.ended("trainer")
     with logger, session.out_of_memory(job):
         before, answers_before = session.evaluate(job, built, questions)
+        start_up.ended("evaluation")
         with interrupt.deferred():
             trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
-        first_step = logger.first_step_at - STARTED if logger.first_step_at else None
         results = logger.results()
         prediction = scoring.score(job, results)
         scoring.write(logger.writer, prediction, trainer.state.global_step)
         # If the disk has no room for run.json, the model is still saved below.
         record.try_update(
             steps=trainer.state.global_step,
-            seconds_to_first_step=first_step,
             prediction=prediction,
             micro_batch_search=scoring.micro_batch_search(job),
             **results,

@@ -5,6 +5,7 @@ EARLY patches run before `import unsloth`, LATE ones after it. A patch is applie
 
 from patches import (
     torch_varlen_gqa,
+    unsloth_all_trl_trainers,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
     unsloth_fused_loss_backward,
@@ -13,7 +14,7 @@ from patches import (
     unsloth_packed_probe_in_checkpoint,
 )
 
-EARLY = (torch_varlen_gqa,)
+EARLY = (torch_varlen_gqa, unsloth_all_trl_trainers)
 LATE = (
     unsloth_fused_loss_view,
     unsloth_fused_loss_backward,

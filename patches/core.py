@@ -23,7 +23,7 @@ class Verdict:
     @property
     def reason(self) -> str:
         if self.left_out:
-            return "left out by --without"
+            return "left out"
         if self.missed:
             return "the defect is present, but Unsloth was imported before this patch could be applied"
         return "the defect is present" if self.needed else "the defect is absent from the installed versions"

@@ -51,7 +51,7 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
     )
     how = launch_lines.shown(world, on_cpu=on_cpu)
     if out is not None:
-        how = ["accelerate", "launch", "--config_file", str(out / PROFILE)]
+        how = ["accelerate-launch", "--config_file", str(out / PROFILE)]
     environment = {one.name: one.value for one in chosen}
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     target = shlex.join(["-m", "finetune.train", *redact_arguments(arguments)])
@@ -79,7 +79,7 @@ def write(out: Path, plan: LaunchPlan, reason: str) -> None:
         f"# {reason}",
         'here=$(cd "$(dirname "$0")" && pwd)',
         '. "$here/environment.sh"',
-        f'exec accelerate launch --config_file "$here/{PROFILE}" {plan.target}',
+        f'exec accelerate-launch --config_file "$here/{PROFILE}" {plan.target}',
     ]
     (out / "launch.sh").write_text("\n".join(script) + "\n", encoding="utf-8")
     (out / "launch.sh").chmod(0o755)

@@ -10,8 +10,9 @@ from types import TracebackType
 
 from finetune.config.schema import TrainingConfig
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, command, distributed
+from finetune.runtime import bootstrap, bytecode, command, distributed
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.files import cache_folder
 
 VARIABLE = "FINETUNE_BACKEND"
 _BACKENDS = ("auto", "unsloth", "transformers")
@@ -24,6 +25,7 @@ def start() -> Stack:
     Raises:
         UserError: the variable has another value, the backend cannot run here, or there are more ranks than GPUs.
     """
+    bytecode.keep(cache_folder())
     sys.excepthook = _report_errors
     backend = os.environ.get(VARIABLE, "auto")
     if backend not in _BACKENDS:
@@ -40,7 +42,8 @@ def start() -> Stack:
             f"import SFTTrainer` above the other imports; to keep it so, set {VARIABLE}=transformers."
         )
         backend = "transformers"
-    stack = bootstrap.start(backend, log_level=None, setting=VARIABLE)
+    # The script may use TRL's other trainers, too.
+    stack = bootstrap.start(backend, log_level=None, without=("unsloth_all_trl_trainers",), setting=VARIABLE)
     if distributed.ranks().world_size > 1 and stack.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # SFTConfig would choose a device again, and see no GPU to share
     # Before SFTConfig does it. The timeout is that of the run from the time on when `train` is called.

@@ -33,10 +33,9 @@ from finetune.engine.run_logger import RunLogger
 from finetune.errors import UserError
 from finetune.measure import scoring
 from finetune.review.rules.learning import divergence
-from finetune.runtime import distributed, hardware, interrupt, runlock
+from finetune.runtime import distributed, hardware, interrupt, runlock, startup
 from finetune.runtime.command import INTERRUPTED, print_line
 
-IMPORTED_AT = time.time()
 # TRL's names for metrics that are called otherwise in this project.
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
 
@@ -312,6 +311,7 @@ class SFTTrainer(engine.SFTTrainer):
         logger.attach(self)
         logger.trackers = trackers.adopt(self.callback_handler.callbacks, logger.reported)
         try:
+            startup.of_this_process().ended("script")
             with logger:
                 yield
         finally:
@@ -320,13 +320,11 @@ class SFTTrainer(engine.SFTTrainer):
                 self.remove_callback(callback)
 
     def _conclude(self, record: RunRecord, logger: RunLogger) -> None:
-        first_step = logger.first_step_at - IMPORTED_AT if logger.first_step_at else None
         results = logger.results()
         prediction = scoring.score(self.job, results)
         scoring.write(logger.writer, prediction, self.state.global_step)
         record.try_update(
             steps=self.state.global_step,
-            seconds_to_first_step=first_step,
             prediction=prediction,
             micro_batch_search=scoring.micro_batch_search(self.job),
             **results,

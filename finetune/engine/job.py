@@ -17,7 +17,7 @@ from finetune.data.prepare import Data, prepare
 from finetune.engine import invariants
 from finetune.engine.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import activity, bootstrap, distributed, hardware
+from finetune.runtime import activity, bootstrap, distributed, hardware, startup
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -84,6 +84,8 @@ def open_job(
     """
     from finetune.engine import adapter_targets, model
 
+    start_up = startup.of_this_process()
+    start_up.ended("libraries")
     model.check(config, stack)
     adapter_targets.check_by_config(config)
     tokenizer = model.load_tokenizer(config)
@@ -93,9 +95,11 @@ def open_job(
         prepared = prepare(config, tokenizer, hooks)
     tokenizer = model.with_template(config, tokenizer)  # the rows are rendered; from here on it is what is saved
     check_backend(stack)
+    start_up.ended("data")
     cpu = stack.device == "cpu"
     distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
+    start_up.ended("ranks")
     with activity.during("reading the checkpoint"):
         before_loading()
     pack_length = config.data.row_length if config.data.packing else None
@@ -113,6 +117,7 @@ def open_job(
     else:
         pack_length = None
     layout = lay_out(prepared.train, pack_length)
+    start_up.ended("model")
     return Job(
         config=config,
         batch=batch,

@@ -29,7 +29,7 @@ from finetune.engine.monitor import Monitor, RankRecord, StepRecord
 from finetune.engine.samples import Result
 from finetune.engine.trackers import Tracker
 from finetune.errors import RunError
-from finetune.runtime import distributed
+from finetune.runtime import distributed, startup
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
@@ -113,6 +113,7 @@ class RunLogger(TrainerCallback):
         self.evaluation_seconds = self.saving_seconds = self.training_seconds = 0.0
         self.tokens_seen = 0
         self.first_step_at: float | None = None
+        self.start_up: dict[str, float] | None = None  # seconds by phase, if this is the first run of its process
         self.last: StepRecord | None = None
         self.token_means: dict[str, float] = {}  # of the last record, by TRL's names, if its loss yields them
         self.diverged: str | None = None  # why the run was ended early, if it was
@@ -205,6 +206,7 @@ class RunLogger(TrainerCallback):
             if self.hardware.device == "cuda":
                 torch.cuda.synchronize()
             self.first_step_at = time.time()
+            self.start_up = startup.of_this_process().complete()
             self._window = Totals()
         self.monitor.step_ended(state.global_step, int(args.logging_steps))
         if state.global_step >= state.max_steps:
@@ -518,6 +520,8 @@ class RunLogger(TrainerCallback):
             "padding_fraction": measured.padding if measured else None,
             "clipped_fraction": clipped / known if known else None,
             "training_seconds": self.training_seconds,
+            "seconds_to_first_step": sum(self.start_up.values()) if self.start_up else None,
+            "start_up": self.start_up,
             "evaluation_seconds": self.evaluation_seconds,
             "saving_seconds": self.saving_seconds,
             **self._communication(),

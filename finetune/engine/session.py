@@ -90,9 +90,11 @@ def open_session(
     backend, setting = config.model.backend, "model.backend"
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
-    stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
-    distributed.meet()
-    from finetune.engine.job import open_job
+    with bootstrap.imports():
+        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
+        distributed.meet()
+        from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
+        from finetune.engine.job import open_job
 
     named = user_code.named(config.logging)
     loaded = [(key, name, user_code.load(key, name, config.config_file)) for key, name in named]

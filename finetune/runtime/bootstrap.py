@@ -7,6 +7,8 @@ imported, so it must be imported before them. It also inspects the GPUs, so this
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib.util
 import io
 import logging
@@ -14,13 +16,15 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import patches
 from finetune.errors import UserError
-from finetune.runtime import cpu_threads, distributed, flash
+from finetune.runtime import cpu_threads, distributed, flash, startup
+from finetune.runtime.files import cache_folder
 from patches import core
 
 # Unsloth deletes these when it is imported (unsloth_zoo/patching_utils.py); the user's values are restored.
@@ -52,6 +56,24 @@ class Stack:
         return {"": self.local_rank if self.device == "cuda" else "cpu"}
 
 
+@contextlib.contextmanager
+def imports() -> Iterator[None]:
+    """For importing the libraries: the garbage collector rests, and later collections leave out their objects.
+
+    There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
+    took 7 s on an H200 host (benchmarks/results/LOG.md).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@imports()
 def start(
     backend: str = "auto",
     log_level: str | None = "warning",
@@ -75,7 +97,10 @@ def start(
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
             for another strategy than DDP.
     """
+    start_up = startup.of_this_process()
+    start_up.ended("python")
     _check_strategy()
+    _scan_packages_once()
     _set_environment()
     me = distributed.ranks()
     import torch
@@ -117,6 +142,7 @@ def start(
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
     quiet_libraries(log_level)
+    start_up.ended("libraries")
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
 
 
@@ -188,17 +214,17 @@ def _set_environment() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
+def _scan_packages_once() -> None:
+    """Let transformers and TRL share one scan of the installed packages, which each makes when it is imported."""
+    metadata.packages_distributions = functools.cache(metadata.packages_distributions)
+
+
 def _has_expandable_segments() -> bool:
     """Whether the driver supports the virtual memory mapping that they need. WSL (unsloth issue 3511) and NVIDIA Tegra
     boards (unsloth issue 2401) do not."""
     if sys.platform != "linux" or "microsoft" in os.uname().release.lower():
         return False
     return not Path("/etc/nv_tegra_release").exists()
-
-
-def cache_folder() -> Path:
-    """Folder for files that can be regenerated: $FINETUNE_CACHE, else ~/.cache/finetune."""
-    return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
 
 
 def _import_unsloth() -> str | None:

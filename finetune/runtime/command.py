@@ -34,6 +34,10 @@ def run_command(command: str, argv: list[str] | None, run: Callable[[Config], in
 
 def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
     """Run a command with its arguments, or print `help_text` if they contain `--help`. Returns the exit code."""
+    from finetune.runtime import bytecode
+    from finetune.runtime.files import cache_folder
+
+    bytecode.keep(cache_folder())  # before anything else is imported
     from finetune.runtime.options import help_asked
 
     argv = sys.argv[1:] if argv is None else argv

@@ -16,6 +16,11 @@ BLOCK_BYTES = 1 << 22  # read at a time for a checksum
 READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
 
 
+def cache_folder() -> Path:
+    """Folder for files that can be regenerated: $FINETUNE_CACHE, else ~/.cache/finetune."""
+    return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
+
+
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
     write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")

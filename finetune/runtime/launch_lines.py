@@ -21,8 +21,13 @@ def _torchrun(world_size: int) -> Sequence[str]:
 
 
 def shown(world_size: int, *, on_cpu: bool) -> list[str]:
-    """The launcher to print in a command for the user. accelerate has no flags for several ranks on a CPU."""
-    if on_cpu and world_size > 1:
+    """What to print before a module or script in a command for the user.
+
+    One process needs no launcher. `accelerate-launch` is `accelerate launch` without importing accelerate's other
+    commands, one of which imports transformers; it has no flags for several ranks on a CPU.
+    """
+    if world_size == 1:
+        return ["python"]
+    if on_cpu:
         return ["torchrun", "--standalone", "--nproc_per_node", str(world_size)]
-    flags = [*(["--multi_gpu"] if world_size > 1 else []), *(["--cpu"] if on_cpu else [])]
-    return ["accelerate", "launch", *flags, "--num_processes", str(world_size)]
+    return ["accelerate-launch", "--multi_gpu", "--num_processes", str(world_size)]

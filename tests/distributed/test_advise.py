@@ -45,7 +45,7 @@ def test_advice_is_measured_written_launched_and_scored(tiny_model: Path, tiny_d
     # What is written for two ranks starts as it is written, and is scored from one device and the all-reduce.
     plan.write(advised, plan.plan(2, survey(), job, advised), "as the test wants it")
     script = advised / "launch.sh"  # on any free port: tests run side by side
-    script.write_text(script.read_text().replace("accelerate launch", "accelerate launch --main_process_port 0"))
+    script.write_text(script.read_text().replace("accelerate-launch", "accelerate-launch --main_process_port 0"))
     path = os.pathsep.join([str(Path(launch.command("python")[0]).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["sh", str(script)],

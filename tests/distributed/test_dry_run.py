@@ -39,7 +39,7 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     assert done.returncode == 0, done.stdout[-4000:]
     words = " ".join(done.stdout.split())
     assert "GO. Only the measurement was saved." in words and "saved and reloaded" in words
-    assert "accelerate launch" in words and "--dry-run" not in words.split("GO.")[1]
+    assert "python -m finetune.train" in words and "--dry-run" not in words.split("GO.")[1]
     assert "not searched, because a CPU run has no separate memory limit" in words
     assert "⟦" in words  # one example, its supervised part marked
     assert sorted(path for path in tmp_path.iterdir() if path != cache) == before
@@ -50,6 +50,9 @@ def test_go_then_the_real_run_is_scored(tiny_model: Path, tmp_path: Path, kind: 
     # The same job for real: what was predicted is compared with what happened.
     real = [word for word in arguments(tiny_model, tmp_path, *extra) if word != "--dry-run"]
     run = launch.train("1 rank", [*real, "--logging.generate_samples", "0"], out=out, cache=cache)
+    phases = ["python", "libraries", "data", "ranks", "model", "trainer", "evaluation", "first step"]
+    assert [phase for phase in run["start_up"] if phase != "launcher"] == phases
+    assert sum(run["start_up"].values()) == run["seconds_to_first_step"] > 0
     assert run["micro_batch_search"] == verdict["micro_batch_search"]  # for `review`
     prediction = run["prediction"]
     assert prediction["source"] == verdict["measurement_file"] and prediction["reason"] is None

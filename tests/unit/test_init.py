@@ -153,7 +153,7 @@ def test_gpus_found_choose_the_launch_line_and_the_method(
     write_rows(here / "rows.jsonl", ROWS["text"])
     assert command.main(["--model", str(tiny_model), "--data", "rows.jsonl"]) == 0
     text = (here / "my.yaml").read_text()
-    assert "accelerate launch --multi_gpu --num_processes 2 -m finetune.train --config my.yaml" in text
+    assert "accelerate-launch --multi_gpu --num_processes 2 -m finetune.train --config my.yaml" in text
     assert "# Found here: 2 x NVIDIA H200, 140 GiB each" in text
     # 0.8 of 139.8 GiB hold 60.05e9 parameters of two bytes.
     for parameters, method in ((60_000_000_000, "lora"), (60_100_000_000, "qlora")):

@@ -74,7 +74,7 @@ def test_a_patch_that_is_left_out_is_recorded_and_not_applied() -> None:
         raise AssertionError("a patch that was left out ran")
 
     broken, unknown = module(needed=lambda: True, apply=fail), module(needed=lambda: 1 / 0, apply=fail)
-    expected = {"name": "made_up", "applied": False, "reason": "left out by --without"}
+    expected = {"name": "made_up", "applied": False, "reason": "left out"}
     assert core.run([broken], ["made_up"])[0].to_dict() == expected | {"needed": True}
     assert core.run([broken], ["all"])[0].to_dict() == expected | {"needed": True}
     assert core.run([unknown], ["made_up"])[0].to_dict() == expected | {"needed": None}

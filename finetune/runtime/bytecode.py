@@ -1,0 +1,46 @@
+"""Keeps the bytecode of the libraries where Python cannot, so that not every start compiles thousands of files anew.
+
+Python keeps it beside the sources, unless their folder is read-only or PYTHONDONTWRITEBYTECODE is set, as in many
+container images. On an H200 host a start compiled 2,863 modules, in 7.6 s (benchmarks/results/LOG.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+FOLDER = "bytecode"
+_LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
+
+
+def keep(cache: Path) -> bool:
+    """Have this process and those it starts keep bytecode in a folder of `cache`, if some library has none.
+
+    Call it before the libraries are imported. Python compares each file's time and size with its source's.
+
+    Returns:
+        Whether the folder is in use.
+    """
+    if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, _LIBRARIES)):
+        return False
+    folder = cache / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            return False  # bytecode is code: not from a folder that somebody else writes
+    except OSError:
+        return False
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    return True
+
+
+def _has_no_bytecode(package: str) -> bool:
+    """Whether an installed package was never kept as bytecode, and cannot be: a first import would otherwise do it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.cached is None or package in sys.modules or Path(spec.cached).exists():
+        return False
+    return sys.dont_write_bytecode or not os.access(Path(spec.cached).parent.parent, os.W_OK)
