@@ -183,8 +183,14 @@ def _statements(script: str) -> list[Statement]:
 
 
 class _Formatted(ast.NodeTransformer):
-    """`rows if "input_ids" in rows.column_names else rows.map(...)` without its condition: the stubs know no columns,
-    and apply the notebook's formatting_func always."""
+    """The script without the conditions that the notebook does not have. `rows if "input_ids" in rows.column_names
+    else rows.map(...)`: the stubs know no columns, and apply the notebook's formatting_func always. `if PartialState()
+    .is_main_process:`: they compare the main rank."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
+            node.test = ast.Constant(True)
+        return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         test = ast.unparse(node.test)

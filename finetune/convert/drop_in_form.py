@@ -387,6 +387,9 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
     bound = (e.binds | e.may_bind) - code.own_targets(node)
     if why in ("inference", "account or service"):
         return bool(bound & live)
+    if why == "a branch that installs":
+        imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
+        return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
     if call is not None and own and code.method(call) and code.method(call) not in named("mutates"):
@@ -428,7 +431,7 @@ def sets_up(form: Form, node: ast.stmt) -> bool:
 def _installation(form: Form, statement: Statement) -> str | None:
     text = ast.unparse(statement.node)
     if installs(form.plan, form.notebook, statement):
-        return "installation"
+        return "installation" if code.commands(statement.node) else "a branch that installs"
     plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
     if not (plain and runs):
