@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, root
 from finetune.convert.read import Notebook, Refusal, is_dead
+from finetune.redact import redact
 
 # Arguments of a processor, and what they hold.
 _INPUTS = {"images": "images", "pixel_values": "images", "videos": "video", "audios": "audio", "audio": "audio"}
@@ -183,10 +184,37 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
                     raise Refusal("R3", f"the notebook trains on {kind} ({word}); only text is supported", cell)
 
 
+def unparsed_after_training(notebook: Notebook) -> list[int]:
+    """Cells that this Python cannot parse, after the last training: nothing in them trains."""
+    nodes = list(live(notebook))
+    last = max(_train_calls(nodes), default=None)
+    return [
+        cell
+        for cell, _, text in notebook.unparsed
+        if last is not None and cell > last and not re.search(r"\.train\s*\(|Trainer\b", text)
+    ]
+
+
 def _refuse_unparsed(notebook: Notebook) -> None:
+    version = ".".join(map(str, sys.version_info[:2]))
+    after = unparsed_after_training(notebook)
     for cell, error, text in notebook.unparsed:
-        version = ".".join(map(str, sys.version_info[:2]))
+        if cell in after:
+            continue
         newer = ""
         if re.search(r"\bf['\"]", text) and sys.version_info < (3, 12):
             newer = "; reusing the same quotes inside an f-string needs Python 3.12"
-        raise Refusal("R5", f"Python {version} cannot parse the cell ({error}){newer}", cell)
+        message, number = re.sub(r" \(<unknown>, line \d+\)$", "", error), re.search(r"line (\d+)\)$", error)
+        line = _shown(text, int(number[1])) if number else ""
+        where = f" in `{line}`" if line else ""
+        raise Refusal(
+            "R5", f"Python {version} cannot parse the cell: {message}{where}; correct or delete it{newer}", cell
+        )
+
+
+def _shown(text: str, number: int) -> str:
+    """A line of a text that is not Python, without what may be a secret: texts, and long words with digits."""
+    lines = text.split("\n")
+    line = redact(lines[number - 1].strip() if number <= len(lines) else "", "...")
+    line = re.sub(r"(['\"]).*?(\1|$)", r"\1...\1", line)
+    return re.sub(r"(?=\w*\d)[\w-]{12,}", "...", line)[:80]

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_trls, renamed
+from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_in, renamed
 from finetune.convert.names import Program, free_names, target_names
 from finetune.convert.read import Refusal
 
@@ -19,9 +19,10 @@ _LEFT_OUT = {row_name: row.drop_in for row_name, row in (arguments(TRAINER) | ar
 _CHANGES_LOSS = {row_name for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.changes_loss}
 # For the verification: arguments that may differ from the notebook's, and values that may be new.
 CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
-_DEFAULTS = [not_trls("transformers"), not_trls("unsloth")]
+_DEFAULTS = [not_in("trl", "transformers"), not_in("trl", "unsloth"), not_in("unsloth", "transformers")]
 WRITTEN_DEFAULTS = {
-    name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults) for name in _DEFAULTS[0] | _DEFAULTS[1]
+    name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults)
+    for name in dict.fromkeys(name for defaults in _DEFAULTS for name in defaults)
 }
 
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
@@ -186,7 +187,9 @@ class Arguments:
             keywords.append(item)
         call.keywords = keywords
         given = {item.arg for item in keywords}
-        defaults = not_trls("transformers") if of_transformers else not_trls("unsloth") if self.unsloth else {}
+        defaults = not_in("trl", "unsloth") if self.unsloth else {}
+        if of_transformers:  # Unsloth's SFTConfig has other defaults than TRL's
+            defaults = not_in("trl", "transformers") | (not_in("unsloth", "transformers") if self.unsloth else {})
         for name, value in defaults.items():
             if name not in given:
                 call.keywords.append(ast.keyword(arg=name, value=ast.Constant(value)))

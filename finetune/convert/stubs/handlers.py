@@ -109,6 +109,16 @@ def _responses(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return trainer
 
 
+def _chat_format(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """TRL's former `setup_chat_format(model, tokenizer)` returns both."""
+    given = dict(zip(("model", "tokenizer", "format", "resize_to_multiple_of"), args, strict=False)) | kwargs
+    model, tokenizer = given.pop("model", None), given.pop("tokenizer", None)
+    if model is not RUN.model or not isinstance(tokenizer, Symbol):
+        return NotImplemented
+    event("chat_format", values(given), "setup_chat_format")
+    return model, tokenizer
+
+
 def _same_model(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`FastLanguageModel.for_inference(model)` returns the model."""
     return RUN.model if args and args[0] is RUN.model else NotImplemented
@@ -225,6 +235,7 @@ def handlers_by_word() -> dict[str, Callable[..., Any]]:
         "SFTTrainer": _trainer,
         "train_on_responses_only": _responses,
         "prepare_model_for_kbit_training": _prepared,
+        "setup_chat_format": _chat_format,
         "for_inference": _same_model,
         "for_training": _same_model,
         "seed": _seed,

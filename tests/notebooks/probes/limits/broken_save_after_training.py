@@ -1,5 +1,5 @@
 # expect: refused R5
-# says: cell 1
+# says: for lr in (1e-4, 1e-5)
 # cause: a cell after the training that cannot be parsed, and trains once more
 # %%
 from datasets import load_dataset

@@ -1,6 +1,6 @@
 # expect: converted
 # drop-in has: weight_decay=0.0
-# drop-in has: optim='adamw_torch_fused'
+# drop-in has: optim="adamw_torch_fused"
 # drop-in has: seed=42
 # setting: training.weight_decay = 0.0
 # cause: TrainingArguments with Unsloth keep the defaults of transformers, not those of Unsloth's SFTConfig
