@@ -35,14 +35,36 @@ def _python(cell: str) -> str:
     if first.startswith("%%") and not re.match(r"%%(capture|time|timeit)\b", first):
         return ""
     lines, inside = [], False
-    for line in cell.splitlines():
+    for line in _dedented(cell).splitlines():
         bare = line.lstrip()
-        if inside or bare.startswith(("!", "%")):
+        if inside or bare.startswith(("!", "%")) or (_AUTOMAGIC.match(bare) and not _is_python(bare)):
             lines.append("" if inside else line[: len(line) - len(bare)] + "pass")
             inside = line.rstrip().endswith("\\")
         else:
             lines.append(line)
     return "\n".join(lines)
+
+
+# Magics that IPython runs without their percent sign.
+_AUTOMAGIC = re.compile(
+    r"(pip|pip3|conda|mamba|uv|ls|ll|cd|mkdir|rmdir|rm|cp|mv|cat|less|more|man|env|time|timeit|run|load_ext|matplotlib)"
+    r" +[^\s=(\[.,:]"
+)
+
+
+def _is_python(line: str) -> bool:
+    try:
+        ast.parse(line)
+    except SyntaxError as error:
+        return "was never closed" in error.msg or error.msg.startswith(("expected", "unterminated"))
+    return True
+
+
+def _dedented(cell: str) -> str:
+    """The cell without the indentation of its first line."""
+    first = next((line for line in cell.splitlines() if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip())]
+    return "\n".join(line.removeprefix(indent) for line in cell.splitlines()) if indent else cell
 
 
 def is_unsloth(cells: list[str]) -> bool:
@@ -245,7 +267,8 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
             try:
                 tree = ast.parse(cell)
             except SyntaxError as error:
-                raise Failed(f"cell {number + 1} is not Python: {error.msg}") from None
+                failures.append(f"cell {number + 1} is not Python: {error.msg}")
+                continue
             for node in tree.body:
                 run_statement(node, module.__dict__, failures, number + 1)
                 if "trainer" in state:
@@ -435,6 +458,7 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
         "lora": stand_ins.record.get("lora"),
         "rows": rows,
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
+        "failures": list(state["failures"]),
     }
 
 

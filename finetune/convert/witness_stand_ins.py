@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import traceback
+import types
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -297,7 +298,17 @@ def _no_gpu() -> None:
 
     torch.cuda.get_device_capability = lambda *_, **__: (8, 0)
     torch.cuda.get_device_name = lambda *_, **__: "NVIDIA A100-SXM4-40GB"
+    torch.cuda.get_device_properties = lambda *_, **__: types.SimpleNamespace(
+        name="NVIDIA A100-SXM4-40GB", total_memory=40 * 2**30, major=8, minor=0, multi_processor_count=108
+    )
     torch.cuda.current_device = lambda: 0
+    torch.cuda.mem_get_info = lambda *_, **__: (38 * 2**30, 40 * 2**30)
+    torch.cuda.memory_summary = lambda *_, **__: ""
+    for name in ("allocated", "reserved"):
+        setattr(torch.cuda, f"memory_{name}", lambda *_, **__: 0)
+        setattr(torch.cuda, f"max_memory_{name}", lambda *_, **__: 0)
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "synchronize"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.is_bf16_supported = lambda *_, **__: True
 
     move = torch.nn.Module.to
@@ -687,7 +698,7 @@ def _elsewhere(name: Any, mode: str) -> str | None:
     """A file in the folder of the sandbox for one that cannot be opened: to write, or with generated rows to read."""
     if mode[0] == "r":
         return _generated(name)
-    return _placed(name, "") if isinstance(name, str) and name.startswith("/") else None
+    return _placed(name, "") if isinstance(name, str) else None
 
 
 def _placed(name: str, kind: str) -> str:
