@@ -19,6 +19,7 @@ from typing import Any
 
 TRIES = 16
 state: dict[str, Any] = {}
+failed: list[str] = []  # every failure of any run: a file that one run writes exists in the next
 
 
 def read_cells(text: str, name: str) -> list[str]:
@@ -165,14 +166,17 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         value, key = given.pop(key), RENAMED.get(key, key)
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
+            args._has_length = getattr(args, "_has_length", False) or key == "max_length"
     args.dataset_num_proc = None
     if given.get("formatting_func") is not None and args.completion_only_loss is None:
         format_prompts(given)
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
-        # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one.
+        # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one. It takes
+        # `max_length=1024`, TRL's default, for none, but not `max_seq_length=1024`.
         default = next(field.default for field in dataclasses.fields(trl.SFTConfig) if field.name == "max_length")
-        explicit = args.max_length if args.max_length and args.max_length != default else None
+        given_length = args.max_length and (args.max_length != default or getattr(args, "_has_length", False))
+        explicit = args.max_length if given_length else None
         args.max_length = min(explicit, loaded) if explicit else loaded
     return given | {"args": args}
 
@@ -297,6 +301,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
         if "JSON object must be str" in str(error) and "list" in str(error):
             raise TypeError("json") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
+        failed.append(failures[-1])
         forget(node, space)
 
 
@@ -458,7 +463,7 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
         "lora": stand_ins.record.get("lora"),
         "rows": rows,
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
-        "failures": list(state["failures"]),
+        "failures": list(dict.fromkeys(failed)),
     }
 
 

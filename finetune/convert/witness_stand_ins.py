@@ -815,6 +815,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
     parameters = set(names)
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
+        has_length = given.get("max_seq_length") is not None
         if renamed is not None:
             given = {renamed.get(key, key): value for key, value in given.items()}
             if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
@@ -826,6 +827,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
         build(self, **dict(zip(names, positional, strict=False)) | values, use_cpu=True, report_to="none")
+        self._has_length = has_length
 
     kind.__init__ = init
 
