@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.classify import trainings
+from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
@@ -123,7 +123,7 @@ def safe_on_ranks(script: str) -> None:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
         if last == "wait_for_everyone" and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
-    if (trains := trainings(tree)) != 1:
+    if (trains := trainings(tree, not_trainers((0, node) for node in ast.walk(tree)))) != 1:
         raise NotVerified("V3", f"train() is called {trains} times")
 
 
@@ -259,6 +259,8 @@ def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         mine = {**mine, "warmup_steps": ratio}
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
+        if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
+            old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
         allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
         if str(old) != str(new) and not allowed and not (name == "max_length" and old is None):
             raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

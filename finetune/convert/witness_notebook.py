@@ -166,7 +166,8 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         value, key = given.pop(key), RENAMED.get(key, key)
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
-            args._has_length = getattr(args, "_has_length", False) or key == "max_length"
+            if key == "max_length":
+                args.__dict__["_has_length"] = True
     args.dataset_num_proc = None
     if given.get("formatting_func") is not None and args.completion_only_loss is None:
         format_prompts(given)
