@@ -80,6 +80,14 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
             and getattr(node.value, "value", None) is True
         ):
             raise Refusal("R6", "fast_inference=True starts vLLM in the training process", cell)
+        method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if method == "add_adapter" and trains and cell <= trains[-1][0]:
+            raise Refusal(
+                "R4",
+                f"`{ast.unparse(node)[:60]}` attaches an adapter that the conversion cannot see;"
+                " write `model = get_peft_model(model, lora_config)` (from peft) instead",
+                cell,
+            )
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Sequence
 
 from finetune.config.sft_fields import sft_fields
@@ -40,7 +41,7 @@ class Arguments:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
         self.seed: int | None = None
-        self.length = self._loaded_length()
+        self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
         if unsloth:
             for place, call in trainers:
@@ -75,12 +76,31 @@ class Arguments:
             if isinstance(node, ast.Call) and self.program.dotted(node.func).rsplit(".", 1)[-1] in names
         ]
 
-    def _loaded_length(self) -> ast.expr:
-        for _, call in self._calls("from_pretrained"):
+    def _loaded_length(self) -> ast.expr | None:
+        """The length that Unsloth's loader is given; None if no loader is there or its arguments are not known."""
+        loaders = [
+            (place, call)
+            for place, call in self._calls("from_pretrained")
+            if re.search(r"\bFast\w*Model\.from_pretrained$", self.program.dotted(call.func))
+        ]
+        for place, call in loaders:
             for item in call.keywords:
                 if item.arg == "max_seq_length":
                     return item.value
-        return ast.Constant(_UNSLOTH_LENGTH)
+                if item.arg is None and (length := self._length_in(place, item.value)) is not None:
+                    return length
+        certain = all(item.arg is not None for _, call in loaders for item in call.keywords)
+        return ast.Constant(_UNSLOTH_LENGTH) if loaders and certain else None
+
+    def _length_in(self, place: int, value: ast.expr) -> ast.expr | None:
+        """The length in `**value`: 2048 if the dict has none; None if it is not known."""
+        try:
+            names = [item.arg for item in self._of_dict(place, value)]
+        except Refusal:
+            return None
+        if "max_seq_length" not in names:
+            return ast.Constant(_UNSLOTH_LENGTH)
+        return ast.Subscript(value=copy.deepcopy(value), slice=ast.Constant("max_seq_length"), ctx=ast.Load())
 
     def _say(self, place: int, text: str) -> None:
         self.reasons.setdefault(place, []).append(text)
@@ -203,6 +223,9 @@ class Arguments:
                 self.seed = item.value.value
 
     def _length_keyword(self, place: int, name: str) -> ast.keyword:
+        if self.length is None:
+            reason = "Unsloth takes the length of the rows from its loader, whose arguments are not in the notebook;"
+            raise self._refuse(place, f"{reason} give SFTConfig a max_length")
         self._say(place, "Unsloth takes the length from the loader; it is written out")
         return ast.keyword(arg=name, value=copy.deepcopy(self.length))
 

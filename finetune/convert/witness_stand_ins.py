@@ -307,8 +307,9 @@ def _no_gpu() -> None:
     for name in ("allocated", "reserved"):
         setattr(torch.cuda, f"memory_{name}", lambda *_, **__: 0)
         setattr(torch.cuda, f"max_memory_{name}", lambda *_, **__: 0)
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "synchronize"):
-        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in dir(torch.cuda):
+        if name.startswith("reset_") or name == "synchronize":
+            setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.is_bf16_supported = lambda *_, **__: True
 
     move = torch.nn.Module.to
