@@ -54,9 +54,11 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     _refuse_images_and_audio(nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
-        raise Refusal("R1", f"{others[0]} is not supported; only trl.SFTTrainer is", cells.get(others[0]))
+        reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with it"
+        raise Refusal("R1", reason, cells.get(others[0]))
     if others:
-        raise Refusal("R1", f"{others[0]} is used in addition to SFTTrainer", cells.get(others[0]))
+        reason = f"{others[0]} is used in addition to SFTTrainer; keep the cells of the one that trains"
+        raise Refusal("R1", reason, cells.get(others[0]))
     others = not_trainers(nodes)
     trains = _train_calls(nodes, others)
     if sum(trainings(statement.node, others) for statement in notebook.statements) > 1:
