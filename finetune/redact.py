@@ -122,7 +122,8 @@ _PASSWORD = re.compile(r"(?:pass|pass_?phrase|passwd|pwd|password)$", re.IGNOREC
 _TOKENIZER_WORDS = frozenset(
     "pad eos bos unk sep cls mask special end start stop eot eom eod begin first last next new image img audio video"
     " vision user assistant system tool think prompt per max min num added extra additional decoder forced prefix"
-    " suffix middle separator space blank newline".split()
+    " suffix middle separator space blank newline response answer question query input output instruction context"
+    " split join delimiter boundary sentinel human speaker turn thought thinking reasoning solution label class".split()
 )
 _MAX_SEARCHED = 200_000  # leading characters of a text that are searched for names
 
@@ -213,11 +214,18 @@ def holds_secret(name: str, value: str, *, quoted: bool = True) -> bool:
         if _PASSWORD.search(name) and re.fullmatch(r"[A-Za-z]+(?:-[A-Za-z]+){2,}", value):  # correct-horse-battery
             return True
         return len(value) >= 6 and not is_expression and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
-    # LABEL_KEY = "answer", INSTRUCTION_KEY = "### Instruction: ..."
-    is_weak = not _STRONG.search(name) and not re.search("token$", name, re.IGNORECASE)
-    if not is_weak:
+    if _STRONG.search(name):
         return True
-    return not re.search(r"\s", value) and (bool(re.search(r"\d", value)) or len(value) >= 20)
+    if re.search("token$", name, re.IGNORECASE):  # CHAT_TOKEN = "### Assistant:"
+        return not re.search(r"[\s#<>{}\[\]|]|:$", value)
+    # LABEL_KEY = "answer", INSTRUCTION_KEY = "### Instruction: ..."
+    return not re.search(r"\s", value) and not is_words(value) and (bool(re.search(r"\d", value)) or len(value) >= 20)
+
+
+def is_words(value: str) -> bool:
+    """Whether a value consists of words and small numbers, as names of columns and data do: `answer_text_v2`."""
+    part = r"(?:[a-z]{1,14}|[A-Z][a-z]{0,13}|[A-Z]{1,14}|[A-Za-z]?\d{1,3}[A-Za-z]?)"
+    return bool(re.fullmatch(f"{part}(?:[_./-]{part})*", value)) and bool(re.search(r"[_./-]", value))
 
 
 def is_credible(value: str) -> bool:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, root
 from finetune.convert.read import Notebook, Refusal, is_dead
+from finetune.redact import redact
 
 # Arguments of a processor, and what they hold.
 _INPUTS = {"images": "images", "pixel_values": "images", "videos": "video", "audios": "audio", "audio": "audio"}
@@ -53,15 +54,20 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     _refuse_images_and_audio(nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
-        raise Refusal("R1", f"{others[0]} is not supported; only trl.SFTTrainer is", cells.get(others[0]))
+        reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with it"
+        raise Refusal("R1", reason, cells.get(others[0]))
     if others:
-        raise Refusal("R1", f"{others[0]} is used in addition to SFTTrainer", cells.get(others[0]))
-    trains = _train_calls(nodes)
-    if sum(trainings(statement.node) for statement in notebook.statements) > 1:
+        reason = f"{others[0]} is used in addition to SFTTrainer; keep the cells of the one that trains"
+        raise Refusal("R1", reason, cells.get(others[0]))
+    others = not_trainers(nodes)
+    trains = _train_calls(nodes, others)
+    if sum(trainings(statement.node, others) for statement in notebook.statements) > 1:
+        listed = "; ".join(f"cell {cell}: `{ast.unparse(call)[:60]}`" for cell, call in trains[:6])
+        more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(
             "R2",
-            f"the notebook trains several times (cells {', '.join(map(str, trains))}); split it into one notebook each",
-            trains[-1],
+            f"the notebook trains several times ({listed}{more}); split it into one notebook each",
+            trains[-1][0],
         )
     if "UnslothTrainer" in names:
         raise Refusal(
@@ -76,6 +82,14 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
             and getattr(node.value, "value", None) is True
         ):
             raise Refusal("R6", "fast_inference=True starts vLLM in the training process", cell)
+        method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if method == "add_adapter" and trains and cell <= trains[-1][0]:
+            raise Refusal(
+                "R4",
+                f"`{ast.unparse(node)[:60]}` attaches an adapter that the conversion cannot see;"
+                " write `model = get_peft_model(model, lora_config)` (from peft) instead",
+                cell,
+            )
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])
@@ -110,33 +124,70 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def trainings(node: ast.AST) -> int:
+def trainings(node: ast.AST, others: Set[str] = frozenset()) -> int:
     """How many `X.train()` calls of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
-    those with the most."""
+    those with the most. `others`: names of objects that are no trainers."""
+
+    def every(*nodes: ast.AST) -> int:
+        return sum(trainings(one, others) for one in nodes)
+
     if isinstance(node, ast.stmt) and is_dead(node):
         return 0
     if isinstance(node, ast.If):
-        return _all(node.test) + max(_all(*node.body), _all(*node.orelse))
+        return every(node.test) + max(every(*node.body), every(*node.orelse))
     if isinstance(node, ast.Try):
-        branches = [_all(*node.body, *node.orelse), *(_all(*handler.body) for handler in node.handlers)]
-        return max(branches) + _all(*node.finalbody)
-    return (1 if _train_calls([(0, node)]) else 0) + _all(*ast.iter_child_nodes(node))
+        branches = [every(*node.body, *node.orelse), *(every(*handler.body) for handler in node.handlers)]
+        return max(branches) + every(*node.finalbody)
+    return (1 if _train_calls([(0, node)], others) else 0) + every(*ast.iter_child_nodes(node))
 
 
-def _all(*nodes: ast.AST) -> int:
-    return sum(map(trainings, nodes))
-
-
-def _train_calls(nodes: list[tuple[int, ast.AST]]) -> list[int]:
-    """Cells of live `X.train()` calls, except on a model."""
-    cells = []
+def _train_calls(nodes: list[tuple[int, ast.AST]], others: Set[str]) -> list[tuple[int, ast.Call]]:
+    """Live `X.train()` calls with their cells, except on a model and on `others`."""
+    found = []
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
             receiver = node.func.value
             last = receiver.attr if isinstance(receiver, ast.Attribute) else ""
-            if "model" not in f"{root(receiver)} {last}".lower():
-                cells.append(cell)
-    return cells
+            if "model" not in f"{root(receiver)} {last}".lower() and root(receiver) not in others:
+                found.append((cell, node))
+    return found
+
+
+_LIBRARIES_THAT_TRAIN = frozenset({"trl", "unsloth", "transformers", "finetune"})
+
+
+def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str]:
+    """Names whose `train()` is no training of ours: modules and classes of other packages, and names that are only
+    assigned objects of such classes: `own = ByteLevelBPETokenizer()`."""
+    imported: set[str] = set()
+    assigned: dict[str, list[ast.expr | None]] = {}
+    stores: dict[str, int] = {}
+    for _, node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = alias.name if isinstance(node, ast.Import) else node.module or ""
+                if module.split(".")[0] not in _LIBRARIES_THAT_TRAIN and not getattr(node, "level", 0):
+                    imported.add((alias.asname or alias.name).split(".")[0])
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            stores[node.id] = stores.get(node.id, 0) + 1
+        elif isinstance(node, ast.arg):
+            stores[node.arg] = stores.get(node.arg, 0) + 1
+    made = {
+        name
+        for name, values in assigned.items()
+        if len(values) == stores.get(name) and all(_makes_other(value, imported) for value in values)
+    }
+    return (imported - stores.keys()) | made
+
+
+def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:
+    """Whether it creates an object of a class of another package; a function may return what it is given."""
+    if not isinstance(value, ast.Call) or root(value.func) not in imported:
+        return False
+    name = ast.unparse(value.func)
+    return any(part[:1].isupper() for part in name.split(".")) and "Trainer" not in name
 
 
 # Classes of models that read images as well, which train on text with a tokenizer in place of a processor.
@@ -183,10 +234,37 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
                     raise Refusal("R3", f"the notebook trains on {kind} ({word}); only text is supported", cell)
 
 
+def unparsed_after_training(notebook: Notebook) -> list[int]:
+    """Cells that this Python cannot parse, after the last training: nothing in them trains."""
+    nodes = list(live(notebook))
+    last = max((cell for cell, _ in _train_calls(nodes, not_trainers(nodes))), default=None)
+    return [
+        cell
+        for cell, _, text in notebook.unparsed
+        if last is not None and cell > last and not re.search(r"\.train\s*\(|Trainer\b", text)
+    ]
+
+
 def _refuse_unparsed(notebook: Notebook) -> None:
+    version = ".".join(map(str, sys.version_info[:2]))
+    after = unparsed_after_training(notebook)
     for cell, error, text in notebook.unparsed:
-        version = ".".join(map(str, sys.version_info[:2]))
+        if cell in after:
+            continue
         newer = ""
         if re.search(r"\bf['\"]", text) and sys.version_info < (3, 12):
             newer = "; reusing the same quotes inside an f-string needs Python 3.12"
-        raise Refusal("R5", f"Python {version} cannot parse the cell ({error}){newer}", cell)
+        message, number = re.sub(r" \(<unknown>, line \d+\)$", "", error), re.search(r"line (\d+)\)$", error)
+        line = _shown(text, int(number[1])) if number else ""
+        where = f" in `{line}`" if line else ""
+        raise Refusal(
+            "R5", f"Python {version} cannot parse the cell: {message}{where}; correct or delete it{newer}", cell
+        )
+
+
+def _shown(text: str, number: int) -> str:
+    """A line of a text that is not Python, without what may be a secret: texts, and long words with digits."""
+    lines = text.split("\n")
+    line = redact(lines[number - 1].strip() if number <= len(lines) else "", "...")
+    line = re.sub(r"(['\"]).*?(\1|$)", r"\1...\1", line)
+    return re.sub(r"(?=\w*\d)[\w-]{12,}", "...", line)[:80]

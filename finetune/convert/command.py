@@ -196,12 +196,19 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
+    from finetune.convert.classify import unparsed_after_training
+    from finetune.convert.inline import settle_globals
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
+    settle_globals(notebook)
     notes = inline_modules(notebook, path.parent)
+    notes += [
+        f"cell {cell} comes after the training and cannot be parsed, so it is left out"
+        for cell in unparsed_after_training(notebook)
+    ]
     return notebook, notes + remove_secrets(notebook)
 
 
@@ -260,6 +267,7 @@ def _report_sandbox(report: dict[str, Any], traces: Any) -> None:
 
 def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tuple[Any, Any, Any, Any]:
     """Read, classify, trace, plan and emit. Returns the notebook, plan, traces and the unverified conversion."""
+    from finetune.convert.choices import refuse_choices
     from finetune.convert.classify import refuse_by_kind
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
@@ -274,9 +282,11 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     notes = notes + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
-    traces = traces or trace_notebook(program.statements)
+    first, traces = traces is None, traces or trace_notebook(program.statements)
     plan = make_plan(notebook, program, traces)
     settings = make_settings(plan, traces)
+    if first:
+        refuse_choices(plan, settings, traces, make_settings)
     conversion = emit(notebook, plan, settings, notes, keep_inference=keep_inference)
     refuse_missing(notebook, conversion.script)
     return notebook, plan, traces, conversion

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Sequence
 
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_trls, renamed
+from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_in, renamed
 from finetune.convert.names import Program, free_names, target_names
 from finetune.convert.read import Refusal
 
@@ -19,9 +20,10 @@ _LEFT_OUT = {row_name: row.drop_in for row_name, row in (arguments(TRAINER) | ar
 _CHANGES_LOSS = {row_name for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.changes_loss}
 # For the verification: arguments that may differ from the notebook's, and values that may be new.
 CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
-_DEFAULTS = [not_trls("transformers"), not_trls("unsloth")]
+_DEFAULTS = [not_in("trl", "transformers"), not_in("trl", "unsloth"), not_in("unsloth", "transformers")]
 WRITTEN_DEFAULTS = {
-    name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults) for name in _DEFAULTS[0] | _DEFAULTS[1]
+    name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults)
+    for name in dict.fromkeys(name for defaults in _DEFAULTS for name in defaults)
 }
 
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
@@ -39,7 +41,7 @@ class Arguments:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
         self.seed: int | None = None
-        self.length = self._loaded_length()
+        self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
         if unsloth:
             for place, call in trainers:
@@ -74,12 +76,31 @@ class Arguments:
             if isinstance(node, ast.Call) and self.program.dotted(node.func).rsplit(".", 1)[-1] in names
         ]
 
-    def _loaded_length(self) -> ast.expr:
-        for _, call in self._calls("from_pretrained"):
+    def _loaded_length(self) -> ast.expr | None:
+        """The length that Unsloth's loader is given; None if no loader is there or its arguments are not known."""
+        loaders = [
+            (place, call)
+            for place, call in self._calls("from_pretrained")
+            if re.search(r"\bFast\w*Model\.from_pretrained$", self.program.dotted(call.func))
+        ]
+        for place, call in loaders:
             for item in call.keywords:
                 if item.arg == "max_seq_length":
                     return item.value
-        return ast.Constant(_UNSLOTH_LENGTH)
+                if item.arg is None and (length := self._length_in(place, item.value)) is not None:
+                    return length
+        certain = all(item.arg is not None for _, call in loaders for item in call.keywords)
+        return ast.Constant(_UNSLOTH_LENGTH) if loaders and certain else None
+
+    def _length_in(self, place: int, value: ast.expr) -> ast.expr | None:
+        """The length in `**value`: 2048 if the dict has none; None if it is not known."""
+        try:
+            names = [item.arg for item in self._of_dict(place, value)]
+        except Refusal:
+            return None
+        if "max_seq_length" not in names:
+            return ast.Constant(_UNSLOTH_LENGTH)
+        return ast.Subscript(value=copy.deepcopy(value), slice=ast.Constant("max_seq_length"), ctx=ast.Load())
 
     def _say(self, place: int, text: str) -> None:
         self.reasons.setdefault(place, []).append(text)
@@ -186,7 +207,9 @@ class Arguments:
             keywords.append(item)
         call.keywords = keywords
         given = {item.arg for item in keywords}
-        defaults = not_trls("transformers") if of_transformers else not_trls("unsloth") if self.unsloth else {}
+        defaults = not_in("trl", "unsloth") if self.unsloth else {}
+        if of_transformers:  # Unsloth's SFTConfig has other defaults than TRL's
+            defaults = not_in("trl", "transformers") | (not_in("unsloth", "transformers") if self.unsloth else {})
         for name, value in defaults.items():
             if name not in given:
                 call.keywords.append(ast.keyword(arg=name, value=ast.Constant(value)))
@@ -200,6 +223,9 @@ class Arguments:
                 self.seed = item.value.value
 
     def _length_keyword(self, place: int, name: str) -> ast.keyword:
+        if self.length is None:
+            reason = "Unsloth takes the length of the rows from its loader, whose arguments are not in the notebook;"
+            raise self._refuse(place, f"{reason} give SFTConfig a max_length")
         self._say(place, "Unsloth takes the length from the loader; it is written out")
         return ast.keyword(arg=name, value=copy.deepcopy(self.length))
 

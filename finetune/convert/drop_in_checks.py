@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.classify import trainings
+from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
@@ -123,7 +123,7 @@ def safe_on_ranks(script: str) -> None:
             raise NotVerified("V3", f"line {node.lineno}: {last} must be called on every rank")
         if last == "wait_for_everyone" and node in guarded:
             raise NotVerified("V3", f"line {node.lineno}: one rank waits for the others, which do not")
-    if (trains := trainings(tree)) != 1:
+    if (trains := trainings(tree, not_trainers((0, node) for node in ast.walk(tree)))) != 1:
         raise NotVerified("V3", f"train() is called {trains} times")
 
 
@@ -173,6 +173,10 @@ def _statements(script: str) -> list[Statement]:
     seeded = len(main.body) > 1 and re.fullmatch(r"set_seed\(\d+\)", ast.unparse(main.body[0]))
     # Without the seed that the converter adds: under the stubs, whatever is random depends on its seed.
     nodes = [node for node in tree.body[1:-1] if node is not main] + main.body[1 if seeded else 0 :]
+    # `has_its_frame` compares the package's own parts; here they are TRL's again.
+    parts = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name in PARTS]
+    nodes = [node for node in nodes if getattr(node, "name", "") not in parts]
+    nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
         node = _Formatted().visit(node)
@@ -183,8 +187,14 @@ def _statements(script: str) -> list[Statement]:
 
 
 class _Formatted(ast.NodeTransformer):
-    """`rows if "input_ids" in rows.column_names else rows.map(...)` without its condition: the stubs know no columns,
-    and apply the notebook's formatting_func always."""
+    """The script without the conditions that the notebook does not have. `rows if "input_ids" in rows.column_names
+    else rows.map(...)`: the stubs know no columns, and apply the notebook's formatting_func always. `if PartialState()
+    .is_main_process:`: they compare the main rank."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
+            node.test = ast.Constant(True)
+        return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         test = ast.unparse(node.test)
@@ -198,7 +208,7 @@ def _compare(mine: Trace, theirs: Trace) -> None:
             raise _NotComparable(f"the notebook does not reach {kind} ({_first(mine['failed'].values())})")
         if kind not in two:
             raise NotVerified("V5", f"the script does not reach {kind} ({_first(theirs['failed'].values())})")
-    for kind in ("load", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
+    for kind in ("load", "chat_format", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
         if one.get(kind) != two.get(kind):
             raise NotVerified("V5", f"{kind} differs: notebook {one.get(kind)}; script {two.get(kind)}"[:600])
     old, new = described(mine), described(theirs)
@@ -249,6 +259,8 @@ def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         mine = {**mine, "warmup_steps": ratio}
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
+        if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
+            old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
         allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
         if str(old) != str(new) and not allowed and not (name == "max_length" and old is None):
             raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

@@ -107,6 +107,9 @@ class Rewriter(ast.NodeTransformer):
         if call is not None and only_installs(node):
             self.reasons.append("packages are installed before the script starts")
             return True
+        if call is not None and self._displays(call):
+            self.reasons.append("display")
+            return True
         if isinstance(node, ast.ImportFrom) and node.module == "google.colab" and _names(node) == ["userdata"]:
             return True  # its calls become environment variables
         if self._of_secrets(node):
@@ -124,6 +127,11 @@ class Rewriter(ast.NodeTransformer):
         if flag or device:
             self.reasons.append("each rank has its own device")
         return flag or device
+
+    def _displays(self, call: ast.Call) -> bool:
+        """`display(rows)`, which only notebooks have."""
+        name = self.program.dotted(call.func)
+        return name.startswith("IPython.") or name == "display" and name not in self.bound
 
     def _of_secrets(self, node: ast.stmt) -> bool:
         """A client of Kaggle's secrets, or a secret copied from a variable into the environment, where it is anyway."""

@@ -11,10 +11,12 @@ import builtins
 import functools
 import importlib.util
 import re
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
+from finetune.convert.classify import not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
@@ -79,20 +81,21 @@ def decide(notebook: Notebook, program: Program) -> Form:
 def _train(program: Program) -> int:
     """The place of the statement that trains: it calls train(), or a function or method that does."""
     units = _units(program)
-    training = {name for name, node in units.items() if _trains(node)}
+    others = not_trainers((0, node) for one in program.statements for node in ast.walk(one.node))
+    training = {name for name, node in units.items() if _trains(node, others)}
     while more := {n for n, node in units.items() if n not in training and _called(node, program) & training}:
         training |= more
     definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
     outside = [one for one in program.statements if not isinstance(one.node, definitions)]
     sites: list[ast.AST] = [*(one.node for one in outside), *(units[name] for name in sorted(training))]
     for node in sites:
-        _refuse_loops(node, training, program)
+        _refuse_loops(node, training, program, others)
     for name in sorted(training):
         if sum(name in _called(node, program) for node in sites) > 1:
             what = name.removeprefix(".")
             raise Refusal("R2", f"{what}() trains and is called more than once; start the script once per call instead")
     for place, statement in enumerate(program.statements):
-        if statement in outside and (_trains(statement.node) or _called(statement.node, program) & training):
+        if statement in outside and (_trains(statement.node, others) or _called(statement.node, program) & training):
             _refuse_generating(place, program, units)
             return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
@@ -122,9 +125,9 @@ def _called(node: ast.AST, program: Program) -> set[str]:
 _LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-def _refuse_loops(node: ast.AST, training: set[str], program: Program) -> None:
+def _refuse_loops(node: ast.AST, training: set[str], program: Program, others: set[str]) -> None:
     for loop in ast.walk(node):
-        if not isinstance(loop, _LOOPS) or not (_trains(loop) or _called(loop, program) & training):
+        if not isinstance(loop, _LOOPS) or not (_trains(loop, others) or _called(loop, program) & training):
             continue
         handlers = [one.type for one in ast.walk(loop) if isinstance(one, ast.ExceptHandler) and one.type is not None]
         if any(re.search(r"OutOfMemory|RuntimeError|\bException", ast.unparse(one)) for one in handlers):
@@ -150,8 +153,9 @@ def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST]) 
             raise Refusal("R4", reason, program.statements[place].cell)
 
 
-def _trains(node: ast.AST) -> bool:
-    return any(code.method(call) == "train" and not _is_model(call.func.value) for call in code.calls(node))  # type: ignore[attr-defined]
+def _trains(node: ast.AST, others: Set[str] = frozenset()) -> bool:
+    receivers = [call.func.value for call in code.calls(node) if code.method(call) == "train"]  # type: ignore[attr-defined]
+    return any(not _is_model(one) and root(one) not in others for one in receivers)
 
 
 def _is_model(receiver: ast.expr) -> bool:
@@ -387,6 +391,9 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
     bound = (e.binds | e.may_bind) - code.own_targets(node)
     if why in ("inference", "account or service"):
         return bool(bound & live)
+    if why == "a branch that installs":
+        imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
+        return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
     if call is not None and own and code.method(call) and code.method(call) not in named("mutates"):
@@ -428,7 +435,7 @@ def sets_up(form: Form, node: ast.stmt) -> bool:
 def _installation(form: Form, statement: Statement) -> str | None:
     text = ast.unparse(statement.node)
     if installs(form.plan, form.notebook, statement):
-        return "installation"
+        return "installation" if code.commands(statement.node) else "a branch that installs"
     plain = not isinstance(statement.node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     runs = re.search(r"subprocess|os\.(system|popen)|ensurepip|get_ipython|pip\.main", text)
     if not (plain and runs):

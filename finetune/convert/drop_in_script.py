@@ -169,7 +169,8 @@ def _rewrite(form: Form, arguments: Arguments) -> None:
 
 
 def _used(form: Form, place: int) -> set[str]:
-    return {inner.id for node in form.rewritten[place].nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    """The names that the statement needs from outside."""
+    return {name for node in form.rewritten[place].nodes for name in code.reads(node)}
 
 
 def _only_used(form: Form, place: int, used: set[str], once: set[str]) -> None:

@@ -65,6 +65,46 @@ def data_in_memory(notebook: Notebook) -> list[str]:
     return notes
 
 
+def settle_globals(notebook: Notebook) -> None:
+    """Decide `if "name" not in globals():` in place, where the cells above always or never bind the name."""
+    known: set[str] = set()
+    perhaps: set[str] = set()
+    statements: list[Statement] = []
+    for statement in notebook.statements:
+        body = _settled(statement, known, perhaps)
+        if body is None:
+            statements.append(statement)
+        else:
+            texts = [ast.unparse(one) for one in body]
+            statements += [replace(statement, node=ast.parse(text).body[0], source=text) for text in texts]
+        for one in [statement.node] if body is None else body:
+            found = effects(one)
+            known |= found.binds
+            perhaps |= found.may_bind
+            gone = {
+                inner.id for inner in ast.walk(one) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Del)
+            }
+            known, perhaps = known - gone, perhaps | gone
+    notebook.statements = [replace(statement, id=number) for number, statement in enumerate(statements)]
+
+
+def _settled(statement: Statement, known: set[str], perhaps: set[str]) -> list[ast.stmt] | None:
+    """The branch that runs; None for any other statement, or if either may run."""
+    node = statement.node
+    test = node.test if isinstance(node, ast.If) else None
+    if not (isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and len(test.ops) == 1):
+        return None
+    name, place = test.left.value, ast.unparse(test.comparators[0])
+    if (
+        not isinstance(test.ops[0], ast.In | ast.NotIn)
+        or place not in ("globals()", "locals()", "vars()", "dir()")
+        or (name in perhaps and name not in known)
+    ):
+        return None
+    assert isinstance(node, ast.If)
+    return node.body if (name in known) == isinstance(test.ops[0], ast.In) else node.orelse
+
+
 def _loaded_folder(node: ast.stmt) -> str | None:
     call = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
     named = isinstance(call, ast.Call) and re.search(r"\bload_from_disk$", ast.unparse(call.func))

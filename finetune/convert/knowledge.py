@@ -78,22 +78,22 @@ CALLS = (
     Call(
         "absolute add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
         " convert_ids_to_tokens copy count current_device device_count dim drop dropna empty_cache encode_plus"
-        " endswith expanduser features fillna filter filterwarnings findall flatten format from_dict from_list"
+        " endswith expanduser features fillna filterwarnings findall flatten format from_dict from_list"
         " from_pandas getLogger get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin"
         " isnull isoformat item iterrows itertuples join joinpath json loc lower map match max mean merge min mkdir"
         " most_common named_children notnull now numel nunique perf_counter raise_for_status read readlines"
-        " remove_columns removeprefix removesuffix rename rename_column replace reset_index resolve sample search"
-        " select setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
-        " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail take text"
-        " text_generation time title to_list to_pandas tolist total_seconds train_on_responses_only"
-        " train_test_split unique unsqueeze upper value_counts zfill",
+        " removeprefix removesuffix rename replace reset_index resolve sample search"
+        " setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
+        " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail text"
+        " text_generation time title to_list tolist total_seconds train_on_responses_only"
+        " unique unsqueeze upper value_counts zfill",
         "looks",
     ),
     Call(
-        "apply_chat_template batch_decode convert_tokens_to_ids cpu decode describe encode get get_input_embeddings"
-        " get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head items keys modules"
-        " named_modules named_parameters num_parameters parameters parse_response show state_dict to_dict tokenize"
-        " values",
+        "apply_chat_template batch_decode convert_tokens_to_ids cpu decode describe encode filter get"
+        " get_input_embeddings get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head"
+        " items keys modules named_modules named_parameters num_parameters parameters parse_response remove_columns"
+        " rename_column select show state_dict take to_dict to_pandas tokenize train_test_split values",
         "looks, keeps",
     ),
     Call("get_chat_template to_diff_dict to_json_string", "keeps"),
@@ -490,9 +490,10 @@ ADAPTER_DEFAULTS = {
 }
 
 
-def not_trls(library: str) -> dict[str, Any]:
-    """A library's defaults, where those of TRL's SFTConfig differ."""
-    return {name: value for name, value in DEFAULTS[library].items() if _TRL[name] != value} | _ALSO[library]
+def not_in(config: str, library: str) -> dict[str, Any]:
+    """A library's defaults, where those of the SFTConfig of TRL or Unsloth (`config`) differ."""
+    given = DEFAULTS[config]
+    return {name: value for name, value in DEFAULTS[library].items() if given[name] != value} | _ALSO[library]
 
 
 @cache

@@ -202,7 +202,14 @@ def _heading(markdown: str) -> str:
 
 _HARMLESS_MAGICS = frozenset(
     "matplotlib load_ext reload_ext autoreload config pip conda uv pwd ls who whos time timeit cd env set_env capture"
-    " tensorboard pylab precision xmode colors mkdir reset reset_selective history memit mprun lprun wandb".split()
+    " tensorboard pylab precision xmode colors mkdir reset reset_selective history memit mprun lprun wandb pprint pdb"
+    " debug ll ldir lsmagic cat less more man rmdir unload_ext psource pinfo pdoc".split()
+)
+_COMMAND_MAGICS = frozenset("run writefile store rm cp mv bash sx system".split())
+# IPython runs `pip install x` and `ls folder` as magics if the line is not Python and no variable has that name.
+_AUTOMAGIC = re.compile(
+    r"(pip3?|conda|mamba|uv|ls|ll|cd|mkdir|rmdir|rm|cp|mv|cat|less|more|man|env|time|timeit|run|load_ext|matplotlib)"
+    r"\s+(?!(in|is|if|and|or|not|else|for|as)\b)[\w./~$%*\"'-]"
 )
 _DISPLAY_CELLS = frozenset("html javascript js markdown latex svg".split())
 _SHELL_CELLS = frozenset("bash sh script system cmd !".split())
@@ -214,7 +221,7 @@ _INSTALL = re.compile(
 
 def _read_cell(notebook: Notebook, index: int, source: str) -> None:
     if not _parses(source):
-        source = _without_magics(notebook, index, source)
+        source = _without_magics(notebook, index, _without_indent(source))
     if any(shell.cell == index and _INSTALL.search(shell.text) for shell in notebook.shells):
         notebook.install.add(index)
     try:
@@ -380,6 +387,12 @@ def _parses(source: str) -> bool:
     return True
 
 
+def _without_indent(source: str) -> str:
+    """The cell without the indentation of its first line, as IPython reads it."""
+    indent = re.match(r"(?:[ \t]*\n)*([ \t]*)", source)
+    return re.sub(f"^{indent[1]}", "", source, flags=re.MULTILINE) if indent and indent[1] else source
+
+
 def _without_magics(notebook: Notebook, index: int, source: str) -> str:
     """The cell's Python, with `pass` in place of each shell line or magic."""
     lines = source.split("\n")
@@ -396,8 +409,10 @@ def _without_magics(notebook: Notebook, index: int, source: str) -> str:
         line = lines[number]
         stripped = line.lstrip()
         indent = line[: len(line) - len(stripped)]
-        if quotes is None and stripped.startswith(("!", "%")) and not _continues(kept):
+        automagic = _AUTOMAGIC.match(stripped) and not _parses(stripped)
+        if quotes is None and (stripped.startswith(("!", "%")) or automagic) and not _continues(kept):
             text, number, blanks = _joined(lines, number)
+            text = f"%{text}" if automagic else text
             kept.append(indent + (_line_magic(notebook, index, number, text) or "pass"))
             kept += [""] * blanks
         elif (
@@ -484,17 +499,7 @@ def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str |
         return f"os.environ[{match.group(1)!r}] = {value!r}"
     if name in ("time", "timeit") and rest and _parses(rest):
         return rest
-    if name not in _HARMLESS_MAGICS and name not in (
-        "run",
-        "writefile",
-        "store",
-        "rm",
-        "cp",
-        "mv",
-        "bash",
-        "sx",
-        "system",
-    ):
+    if name not in _HARMLESS_MAGICS | _COMMAND_MAGICS:
         raise Refusal("E-MAGIC", f"unknown magic: %{name}", index)
     _shell(notebook, index, number + 1, f"%{name} {rest}".strip())
     return None

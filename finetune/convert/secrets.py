@@ -23,6 +23,7 @@ from finetune.redact import (
     is_credible,
     is_placeholder,
     is_secret_name,
+    is_words,
     merged,
     redact,
     variable_for,
@@ -112,7 +113,7 @@ class _Known:
 
     def holds(self, name: str, text: str) -> bool:
         """Whether `name` denotes a secret and `text` could be one."""
-        weak = name.lower().endswith("key") and _RANDOM.fullmatch(text)
+        weak = name.lower().endswith("key") and _RANDOM.fullmatch(text) and not is_words(text)
         return bool((name in self.names or weak) and is_credible(text)) or holds_secret(name, text)
 
     def find(self, text: str) -> list[Found]:

@@ -190,6 +190,9 @@ def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool
         if quantization.name.rsplit(".", 1)[-1] != "BitsAndBytesConfig":
             raise Refusal("R4", f"unsupported quantization ({quantization}); use a BitsAndBytesConfig with 4 or 8 bits")
     if what.api == "transformers" and what.adapter is None:
+        if four or eight:
+            reason = "a quantized model is trained without an adapter; add get_peft_model or peft_config"
+            raise Refusal("R4", reason)
         full = True
     if full or sixteen or eight:
         four = False

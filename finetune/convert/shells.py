@@ -53,7 +53,10 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
         if (file := _made_file(shell)) is not None:
             if file in text or any(file in literal for literal in literals):
                 raise Refusal(
-                    "R4", f"training needs {file}, which a shell command creates (`{shell.text[:80]}`)", shell.cell
+                    "R4",
+                    f"training needs {file}, which a shell command creates (`{shell.text[:80]}`); run it first, then"
+                    " delete the line",
+                    shell.cell,
                 )
             continue
         named = any(word in literal for word in _words(shell.text) for literal in literals)
@@ -62,11 +65,13 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
         if local or named:
             raise Refusal(
                 "R4",
-                f"training reads files that a shell command may create (`{shell.text[:80]}`)",
+                f"training reads files that a shell command may create (`{shell.text[:80]}`); run it first, then delete"
+                " the line",
                 shell.cell,
             )
         if re.search(r"&\s*$|\b(serve|server|ollama|vllm|synthetic-data-kit|docker)\b", shell.text):
-            raise Refusal("R4", f"a shell command starts a service or creates data (`{shell.text[:80]}`)", shell.cell)
+            reason = f"a shell command starts a service or creates data (`{shell.text[:80]}`); run it first, and load"
+            raise Refusal("R4", f"{reason} what it makes from a file", shell.cell)
 
 
 def _literals(plan: Plan) -> list[str]:

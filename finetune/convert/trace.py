@@ -31,10 +31,16 @@ Trace = dict[str, Any]
 
 
 def trace_notebook(statements: Sequence[Statement]) -> list[Trace]:
-    """One trace per assumption: `events`, `failed` (statement id as text -> reason), `words` (hash -> description)."""
+    """One trace per assumption: `events`, `failed` (statement id as text -> reason), `words` (hash -> description),
+    `decisions` (hash -> value, description and statement of each unknown condition)."""
+    return trace_with(statements, [(assumed, {}) for assumed in ASSUMPTIONS])
+
+
+def trace_with(statements: Sequence[Statement], jobs: Sequence[tuple[bool, dict[str, bool]]]) -> list[Trace]:
+    """One trace per pair of an assumption and the conditions (by hash) that have another value."""
     items = [(statement.id, statement.source) for statement in statements]
     common = {"kind": "notebook", "statements": items, "yaml": _yaml(source for _, source in items)}
-    return _run([common | {"assumed": assumed} for assumed in ASSUMPTIONS])
+    return _run([common | {"assumed": assumed, "choices": choices} for assumed, choices in jobs])
 
 
 def trace_script(source: str, *, own_tokenizer: bool = False) -> dict[tuple[bool, int], Trace]:
@@ -112,6 +118,10 @@ def _traces(answer: Any, count: int) -> list[Trace]:
                 _of(str | None, event.get(key))
             if "detail" not in event:
                 raise ValueError("an event without detail")
+        for decision in _of(dict, trace.get("decisions")).values():
+            _of(bool, _of(dict, decision).get("value"))
+            _of(str, decision.get("words"))
+            _of(int | None, decision.get("statement"))
         trace["unconfined"] = missing
     return results
 

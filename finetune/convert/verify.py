@@ -84,8 +84,10 @@ def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, tr
 
 
 def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
-    """Whether the notebook's author is responsible: an unused local, a repeated key or a redefined function."""
-    return " F841 " in line or " F601 " in line or " F811 " in line and "def " in line
+    """Whether the notebook's author is responsible: an unused local, a repeated key, a redefined function, or an import
+    in `try:` that only tests for a package."""
+    tests = " F401 " in line and "importlib.util.find_spec" in line
+    return tests or " F841 " in line or " F601 " in line or " F811 " in line and "def " in line
 
 
 # --- V3 ---------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,12 @@ class Witness:
 _NOTHING_LEFT = re.compile(r"the script fails.*(`eval_dataset` is empty|Dropped: \d+ x empty )", re.DOTALL)
 
 
+def _same_failure(of_notebook: str, of_script: str | None) -> bool:
+    """Whether a statement of the notebook failed as the script did. Addresses and folders differ."""
+    one, two = (re.sub(r"0x[0-9a-f]+|/[\w./-]+", "", text) for text in (of_notebook, of_script or ""))
+    return bool(two) and one.endswith(f": {two}")
+
+
 class CouldNotRun(Exception):
     pass
 
@@ -73,6 +79,9 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         columns = [run["columns"] for run in theirs["runs"]]
         left = seconds - (time.perf_counter() - start)
         ours = run_scripts([name], files, form, theirs, left)[name]
+        for one, two in zip(theirs["runs"], ours, strict=True):
+            if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
+                raise CouldNotRun(f"both the notebook and the script fail: {two['refused']}")
         difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
     except CouldNotRun as error:
         return found("could-not-run", str(error))
@@ -171,6 +180,8 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
         return "a run is not an object"
     if refusable and isinstance(run.get("refused"), str):
         return None
+    if not refusable and not (isinstance(failures := run.get("failures"), list) and all(map(_is_text, failures))):
+        return "the failures are missing"
     columns, settings, lora, model = (run.get(name) for name in ("columns", "settings", "lora", "model"))
     if not isinstance(columns, dict) or not all(isinstance(kind, str) for kind in columns.values()):
         return "the columns are missing"
@@ -187,6 +198,10 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
     if not all(map(_is_row, run["rows"])):
         return "a row is not token ids and labels"
     return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_row(row: Any) -> bool:

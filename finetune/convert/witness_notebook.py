@@ -19,6 +19,7 @@ from typing import Any
 
 TRIES = 16
 state: dict[str, Any] = {}
+failed: list[str] = []  # every failure of any run: a file that one run writes exists in the next
 
 
 def read_cells(text: str, name: str) -> list[str]:
@@ -35,14 +36,36 @@ def _python(cell: str) -> str:
     if first.startswith("%%") and not re.match(r"%%(capture|time|timeit)\b", first):
         return ""
     lines, inside = [], False
-    for line in cell.splitlines():
+    for line in _dedented(cell).splitlines():
         bare = line.lstrip()
-        if inside or bare.startswith(("!", "%")):
+        if inside or bare.startswith(("!", "%")) or (_AUTOMAGIC.match(bare) and not _is_python(bare)):
             lines.append("" if inside else line[: len(line) - len(bare)] + "pass")
             inside = line.rstrip().endswith("\\")
         else:
             lines.append(line)
     return "\n".join(lines)
+
+
+# Magics that IPython runs without their percent sign.
+_AUTOMAGIC = re.compile(
+    r"(pip|pip3|conda|mamba|uv|ls|ll|cd|mkdir|rmdir|rm|cp|mv|cat|less|more|man|env|time|timeit|run|load_ext|matplotlib)"
+    r" +[^\s=(\[.,:]"
+)
+
+
+def _is_python(line: str) -> bool:
+    try:
+        ast.parse(line)
+    except SyntaxError as error:
+        return "was never closed" in error.msg or error.msg.startswith(("expected", "unterminated"))
+    return True
+
+
+def _dedented(cell: str) -> str:
+    """The cell without the indentation of its first line."""
+    first = next((line for line in cell.splitlines() if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip())]
+    return "\n".join(line.removeprefix(indent) for line in cell.splitlines()) if indent else cell
 
 
 def is_unsloth(cells: list[str]) -> bool:
@@ -143,14 +166,18 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
         value, key = given.pop(key), RENAMED.get(key, key)
         if key in fields and value is not None and key != "dataset_num_proc":
             setattr(args, key, value)
+            if key == "max_length":
+                args.__dict__["_has_length"] = True
     args.dataset_num_proc = None
     if given.get("formatting_func") is not None and args.completion_only_loss is None:
         format_prompts(given)
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
-        # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one.
+        # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one. It takes
+        # `max_length=1024`, TRL's default, for none, but not `max_seq_length=1024`.
         default = next(field.default for field in dataclasses.fields(trl.SFTConfig) if field.name == "max_length")
-        explicit = args.max_length if args.max_length and args.max_length != default else None
+        given_length = args.max_length and (args.max_length != default or getattr(args, "_has_length", False))
+        explicit = args.max_length if given_length else None
         args.max_length = min(explicit, loaded) if explicit else loaded
     return given | {"args": args}
 
@@ -245,7 +272,8 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
             try:
                 tree = ast.parse(cell)
             except SyntaxError as error:
-                raise Failed(f"cell {number + 1} is not Python: {error.msg}") from None
+                failures.append(f"cell {number + 1} is not Python: {error.msg}")
+                continue
             for node in tree.body:
                 run_statement(node, module.__dict__, failures, number + 1)
                 if "trainer" in state:
@@ -274,6 +302,7 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
         if "JSON object must be str" in str(error) and "list" in str(error):
             raise TypeError("json") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
+        failed.append(failures[-1])
         forget(node, space)
 
 
@@ -435,6 +464,7 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
         "lora": stand_ins.record.get("lora"),
         "rows": rows,
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
+        "failures": list(dict.fromkeys(failed)),
     }
 
 

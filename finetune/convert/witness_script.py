@@ -192,8 +192,8 @@ def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], s
         return _with_variables(lambda: run(job | {"name": name}, stand_ins), columns, stand_ins) | {"columns": columns}
     except (UserError, RunError) as error:
         return {"refused": str(error)[:600]}
-    except (NameError, SyntaxError) as error:  # no other data or device would help
-        return {"refused": f"{type(error).__name__}: {error}"[:600]}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
 def load(job: dict[str, Any]) -> Any:

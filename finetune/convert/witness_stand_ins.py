@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import traceback
+import types
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -297,7 +298,18 @@ def _no_gpu() -> None:
 
     torch.cuda.get_device_capability = lambda *_, **__: (8, 0)
     torch.cuda.get_device_name = lambda *_, **__: "NVIDIA A100-SXM4-40GB"
+    torch.cuda.get_device_properties = lambda *_, **__: types.SimpleNamespace(
+        name="NVIDIA A100-SXM4-40GB", total_memory=40 * 2**30, major=8, minor=0, multi_processor_count=108
+    )
     torch.cuda.current_device = lambda: 0
+    torch.cuda.mem_get_info = lambda *_, **__: (38 * 2**30, 40 * 2**30)
+    torch.cuda.memory_summary = lambda *_, **__: ""
+    for name in ("allocated", "reserved"):
+        setattr(torch.cuda, f"memory_{name}", lambda *_, **__: 0)
+        setattr(torch.cuda, f"max_memory_{name}", lambda *_, **__: 0)
+    for name in dir(torch.cuda):
+        if name.startswith("reset_") or name == "synchronize":
+            setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.is_bf16_supported = lambda *_, **__: True
 
     move = torch.nn.Module.to
@@ -687,7 +699,7 @@ def _elsewhere(name: Any, mode: str) -> str | None:
     """A file in the folder of the sandbox for one that cannot be opened: to write, or with generated rows to read."""
     if mode[0] == "r":
         return _generated(name)
-    return _placed(name, "") if isinstance(name, str) and name.startswith("/") else None
+    return _placed(name, "") if isinstance(name, str) else None
 
 
 def _placed(name: str, kind: str) -> str:
@@ -804,6 +816,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
     parameters = set(names)
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
+        has_length = given.get("max_seq_length") is not None
         if renamed is not None:
             given = {renamed.get(key, key): value for key, value in given.items()}
             if (share := given.pop("warmup_ratio", None)) and not given.get("warmup_steps"):
@@ -815,6 +828,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
         build(self, **dict(zip(names, positional, strict=False)) | values, use_cpu=True, report_to="none")
+        self._has_length = has_length
 
     kind.__init__ = init
 

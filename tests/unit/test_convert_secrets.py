@@ -126,6 +126,8 @@ INNOCENT = [
     'pad_token = "[PAD]"\nstop_token = "im_end_1"',
     'text_key = "question"\nLABEL_KEY = "answer"',
     'INTRO_KEY = "Below is an instruction, number 1."\nINSTRUCTION_KEY = "### Instruct: Summarize"',
+    'RESPONSE_TOKEN = "ASSISTANT:"\nCHAT_TOKEN = "### Assistant 1"\nsplit_token = "assistant_response_begin_v1"',
+    'TEXT_KEY = "answer_text_v2"\nDATASET_KEY = "databricks-dolly-15k-v2"\ndata_key = "conversations_clean_v2"',
     'rows = {"token": "<|im_end|>", "key": "question", "secret": "<hidden>"}',
     'question = "What is a password, and is a token: a word?"',
     'import os\nkey = os.environ["HF_TOKEN"]\ntoken = os.getenv("HF_TOKEN")',

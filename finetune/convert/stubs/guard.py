@@ -7,14 +7,32 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import operator
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .handlers import leave
-from .state import KNOWLEDGE, REAL_VALUES, RUN, STEPS, Endless, Unsafe
-from .symbols import Base, Symbol, call, changed, elements, form, holds_symbol, of_notebook, plain, role, words
+from .state import KNOWLEDGE, REAL_VALUES, RUN, STEPS, Endless, Unsafe, decide
+from .symbols import (
+    Base,
+    Symbol,
+    call,
+    changed,
+    contains,
+    elements,
+    form,
+    holds_symbol,
+    of_notebook,
+    operation,
+    opposite,
+    plain,
+    role,
+    unknown_length,
+    words,
+)
 
 # Real code of the standard library: pure functions and types without access to files or the interpreter.
 PURE_MODULES: dict[str, str] = {
@@ -185,7 +203,9 @@ def _setattr(value: Any, name: str, new: Any) -> None:
 
 def _hasattr(value: Any, name: str) -> bool:
     check_name(plain(name))
-    return RUN.assumed if isinstance(value, Symbol) else hasattr(value, plain(name))
+    if isinstance(value, Symbol):
+        return decide(["hasattr", form(value), plain(name)], f"hasattr({words(value)}, {plain(name)!r})")
+    return hasattr(value, plain(name))
 
 
 def _type(value: Any, *more: Any) -> Any:
@@ -198,8 +218,12 @@ def _type(value: Any, *more: Any) -> Any:
 
 def _isinstance(value: Any, kinds: Any) -> bool:
     if isinstance(value, Symbol) or holds_symbol(kinds) or isinstance(value, Base):
-        return RUN.assumed
+        return decide(["isinstance", form(value), form(kinds)], f"isinstance({words(value)}, {words(kinds)})")
     return isinstance(value, kinds)
+
+
+def _issubclass(one: Any, kinds: Any) -> bool:
+    return decide(["issubclass", form(one), form(kinds)], f"issubclass({words(one)}, {words(kinds)})")
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -236,7 +260,7 @@ def namespace(program: str) -> dict[str, Any]:
         "setattr": _setattr,
         "hasattr": _hasattr,
         "isinstance": _isinstance,
-        "issubclass": lambda *_: RUN.assumed,
+        "issubclass": _issubclass,
         "type": _type,
         "dir": lambda *_: [],
         "print": lambda *_, **__: None,
@@ -249,10 +273,13 @@ def namespace(program: str) -> dict[str, Any]:
         "__shell__": lambda line: Symbol(["shell", line], f"!{line}"),
         "__tick__": tick,
         "__do__": do,
-        "__is__": is_same,
-        "__not__": lambda value: (
-            Symbol(["not", form(value)], f"not {value._words}") if isinstance(value, Symbol) else not value
-        ),
+        "__compare__": compare,
+        "__item__": item,
+        "__true__": truth,
+        "__unless__": unless,
+        "__attempt__": attempt,
+        "__subject__": lambda value: text_symbol(value) if isinstance(value, str) and holds_symbol(value) else value,
+        "__not__": lambda value: opposite(value) if isinstance(value, Symbol) else not truth(value),
         "__unpack__": unpack,
         "__each__": each,
         "__bare__": bare,
@@ -284,10 +311,8 @@ def do(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     if isinstance(function, type) and ("_source_" in function.__dict__ or issubclass(function, BaseException)):
         return function(*args, **kwargs)
-    if function in DEEP:  # these accept a symbol but treat it as something else
-        if any(holds_symbol(value) for value in args):
-            return symbol_of(function, args, kwargs)
-        return function(*args, **kwargs)
+    if _reads(function, args, kwargs):
+        return symbol_of(function, args, kwargs)
     try:
         return function(*args, **kwargs)
     except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -296,6 +321,46 @@ def do(function: Any, *args: Any, **kwargs: Any) -> Any:
         if any(holds_symbol(value) for value in involved):
             return symbol_of(function, args, kwargs)
         raise error from None
+
+
+# Methods of real values whose result does not depend on what an unknown item is.
+_PASSES = frozenset(
+    "format format_map join encode append extend insert copy clear get pop popitem setdefault items keys values update"
+    " add discard fromkeys appendleft remove reverse".split()
+)
+_READERS = frozenset({sorted, min, max, int, float, ord, hash, set, frozenset, str.join})
+_READING_MODULES = frozenset(
+    "re _sre textwrap html difflib ast json json.decoder json.encoder unicodedata _hashlib hashlib base64 statistics"
+    " heapq _heapq bisect _bisect string decimal fractions math".split()
+)
+
+
+def _reads(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of real code depends on what an unknown argument, or receiver, is."""
+    given = (*args, *kwargs.values())
+    receiver = getattr(function, "__self__", None)
+    if function is len:
+        return bool(args) and unknown_length(args[0])
+    if isinstance(receiver, str | list | tuple | dict | set):
+        name = function.__name__
+        if isinstance(receiver, dict) and name in ("get", "pop") and args:
+            known = args[0] in receiver if _hashable(args[0]) else False
+            return not known and (holds_symbol(args[0]) or any(map(holds_symbol, receiver)))
+        if name in _PASSES:
+            return False
+        return holds_symbol(receiver) or any(map(holds_symbol, given))
+    if function in _READERS or function in DEEP or getattr(function, "__module__", None) in _READING_MODULES:
+        return any(map(holds_symbol, given))
+    receiver_module = type(receiver).__module__
+    return receiver_module in ("re", "_sre") and any(map(holds_symbol, given))
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def symbol_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
@@ -308,11 +373,81 @@ def symbol_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 DEEP: set[Any] = set()
 
 
-def is_same(one: Any, other: Any, same: bool) -> Any:
-    """`x is y`. Whether a symbol is None is unknown."""
-    if isinstance(one, Symbol) and other is None:
-        return not RUN.assumed if same else RUN.assumed
-    return (one is other) if same else (one is not other)
+def text_symbol(value: Any) -> Symbol:
+    """An unknown text as a symbol."""
+    return Symbol(["text", form(value)], words(value))
+
+
+def compare(sign: str, one: Any, other: Any) -> Any:
+    """`one sign other`: a symbol if it is only known at run time."""
+    if sign in ("is", "is not"):
+        found = is_same(one, other)
+        return found if sign == "is" else opposite(found) if isinstance(found, Symbol) else not found
+    if sign in ("in", "not in"):
+        found = contains(one, other)
+        return found if sign == "in" else opposite(found) if isinstance(found, Symbol) else not found
+    if isinstance(one, Symbol) or isinstance(other, Symbol) or not (holds_symbol(one) or holds_symbol(other)):
+        return _COMPARISONS[sign](one, other)
+    if sign in ("==", "!=") and type(one) is not type(other):
+        return sign == "!="
+    return operation(sign, one, other)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def is_same(one: Any, other: Any) -> Any:
+    """`one is other`. Whether a symbol is None is unknown; by default it is something."""
+    if one is other or not (isinstance(one, Symbol) or isinstance(other, Symbol)):
+        return one is other
+    made = Symbol(["is", form(one), form(other)], f"({words(one)} is {words(other)})")
+    something = Symbol(["is not", form(one), form(other)], f"({words(one)} is not {words(other)})")
+    made.__dict__["_not"] = something
+    return made
+
+
+def item(value: Any, key: Any) -> Any:
+    """`value[key]`: a symbol if either is only known at run time."""
+    if isinstance(value, Symbol) or not isinstance(value, str | list | tuple | dict):
+        return value[key]
+    bounds = (key.start, key.stop, key.step) if isinstance(key, slice) else key
+    unknown = holds_symbol(value) if isinstance(value, str) else holds_symbol(bounds)
+    if not unknown or (isinstance(value, dict) and key in value):
+        try:
+            return value[key]
+        except LookupError:
+            if not (any(map(holds_symbol, value)) if isinstance(value, dict) else unknown_length(value)):
+                raise
+    return Symbol(["item", form(value), form(bounds)], f"{words(value)}[{words(bounds)}]")
+
+
+def truth(value: Any) -> Any:
+    """The value of a condition. An unknown text may be empty, and so may a list that an unknown loop fills."""
+    if not isinstance(value, Symbol) and isinstance(value, str | list | tuple | set | dict) and unknown_length(value):
+        bare = not isinstance(value, str) or not re.sub(r"<<[0-9a-f]{16}>>", "", value)
+        return decide(["true", form(value)], words(value)) if bare else True
+    return value
+
+
+def unless(value: Any) -> bool:
+    """The condition of a statement that ends the program: if it is only known at run time, the program goes on."""
+    return False if isinstance(value, Symbol) or truth(value) is not value else bool(value)
+
+
+def attempt(code: str, kind: Callable[[], Any]) -> None:
+    """The start of a `try:` block. By default nothing fails."""
+    if not decide(["fails", code], "try:", default=False):
+        return
+    found = kind()
+    found = found[0] if isinstance(found, tuple) and found else found
+    raise (found if isinstance(found, type) and issubclass(found, BaseException) else Exception)("may fail")
 
 
 def unpack(value: Any, count: int, star: bool) -> Any:

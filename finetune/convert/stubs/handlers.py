@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .state import ENVIRONMENT, RUN, Leave, event
-from .symbols import Path, Symbol, attribute, call, form, holds_symbol, plain, words
+from .symbols import Path, Symbol, attribute, call, form, holds_symbol, is_placeholder, plain, words
 
 
 def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +84,11 @@ def _formatted(dataset: Any, function: Any) -> Any:
     """The data with the column `text` made by `formatting_func`, which is batched if it returns a list."""
     if not isinstance(dataset, Symbol):
         return dataset
-    made = function(Symbol(["argument", 0], "argument 0"))
+    RUN.inside.add(id(function))
+    try:
+        made = function(Symbol(["argument", 0], "argument 0"))
+    finally:
+        RUN.inside.discard(id(function))
     scope = {"f": function, "__builtins__": {}}
     if isinstance(made, list):
         convert = eval(compile("lambda rows: {'text': f(rows)}", "notebook", "eval"), scope)
@@ -103,6 +107,16 @@ def _responses(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given.pop("trainer", None)
     event("responses", values(given), "train_on_responses_only")
     return trainer
+
+
+def _chat_format(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """TRL's former `setup_chat_format(model, tokenizer)` returns both."""
+    given = dict(zip(("model", "tokenizer", "format", "resize_to_multiple_of"), args, strict=False)) | kwargs
+    model, tokenizer = given.pop("model", None), given.pop("tokenizer", None)
+    if model is not RUN.model or not isinstance(tokenizer, Symbol):
+        return NotImplemented
+    event("chat_format", values(given), "setup_chat_format")
+    return model, tokenizer
 
 
 def _same_model(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,6 +235,7 @@ def handlers_by_word() -> dict[str, Callable[..., Any]]:
         "SFTTrainer": _trainer,
         "train_on_responses_only": _responses,
         "prepare_model_for_kbit_training": _prepared,
+        "setup_chat_format": _chat_format,
         "for_inference": _same_model,
         "for_training": _same_model,
         "seed": _seed,
@@ -237,7 +252,7 @@ _NUMPY_DRAWS = "rand randn randint choice permutation random uniform normal".spl
 def _device(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.device("cuda", 0)` is text, as conditions read it: `"cuda" in str(device)`, `device.type == "cuda"`."""
     given = [*args, *kwargs.values()]
-    if not given or not isinstance(given[0], str) or "<<" in given[0]:
+    if not given or not isinstance(given[0], str) or is_placeholder(given[0]):
         return NotImplemented
     kind, _, index = given[0].partition(":")
     number = [str(one) for one in (*given[1:2], *([index] if index else []))][:1]
@@ -265,6 +280,7 @@ def handlers_by_name() -> dict[str, Callable[..., Any]]:
         "box.Box": _attribute_dict,
         "ml_collections.ConfigDict": _attribute_dict,
         "torch.device": _device,
+        "torch.cuda.is_available": lambda *_: True,  # the script is for GPUs
         "random.shuffle": _shuffle,
         "numpy.random.shuffle": _shuffle,
         **{f"random.{name}": random_value for name in _DRAWS},
@@ -287,7 +303,7 @@ def values(value: Any) -> Any:
     if isinstance(value, list):
         return [values(item) for item in value]
     if isinstance(value, str):
-        return {"text": value} if "<<" in value and ">>" in value else value
+        return {"text": value} if is_placeholder(value) else value
     if isinstance(value, bool | int | type(None)):
         return value
     if isinstance(value, float):

@@ -13,7 +13,10 @@ from .state import Unsafe, digest
 
 
 class Instrument(ast.NodeTransformer):
-    """Route calls, `is`, unpacking and bare expressions through the functions above, and count steps."""
+    """Route calls, comparisons, subscripts, conditions, unpacking and bare expressions through helpers, and count
+    steps."""
+
+    tries = 0  # how many `try:` surround the node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -32,9 +35,51 @@ class Instrument(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
-        if len(node.ops) == 1 and isinstance(node.ops[0], ast.Is | ast.IsNot):
-            same = ast.Constant(isinstance(node.ops[0], ast.Is))
-            return _helper("__is__", [node.left, node.comparators[0], same])
+        if len(node.ops) > 1 and not all(isinstance(one, ast.Name | ast.Constant) for one in node.comparators[:-1]):
+            return node
+        sides = [node.left, *node.comparators]
+        pairs: list[ast.expr] = [
+            _helper("__compare__", [ast.Constant(_SIGNS[type(sign)]), copy.deepcopy(one), other])
+            for sign, one, other in zip(node.ops, sides, sides[1:], strict=False)
+        ]
+        return pairs[0] if len(pairs) == 1 else ast.BoolOp(ast.And(), pairs)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        return _helper("__item__", [node.value, _as_value(node.slice)]) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        only_raises = not self.tries and not node.orelse and _leaves(node.body[-1])
+        node.test = _helper("__unless__" if only_raises else "__true__", [node.test])
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        node.test = _helper("__true__", [node.test])
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        if not self.tries:
+            node.test = _helper("__not__", [_helper("__unless__", [_helper("__not__", [node.test])])])
+        return node
+
+    def visit_Match(self, node: ast.Match) -> ast.AST:
+        self.generic_visit(node)
+        node.subject = _helper("__subject__", [node.subject])
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        """Whether the body fails is unknown: the first handler's exception may be raised at its start."""
+        code = digest(_code(node))
+        self.tries += 1
+        self.generic_visit(node)
+        self.tries -= 1
+        if node.handlers:
+            kind = node.handlers[0].type or ast.Name("Exception", ast.Load())
+            delayed = ast.Lambda(ast.arguments([], [], None, [], [], None, []), copy.deepcopy(kind))
+            node.body.insert(0, ast.Expr(_helper("__attempt__", [ast.Constant(code), delayed])))
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
@@ -96,6 +141,33 @@ def _code(node: ast.AST) -> str:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(inner):
             inner.body = inner.body[1:] or [ast.Pass()]
     return ast.dump(copied)
+
+
+_SIGNS: dict[type, str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
+}  # fmt: skip
+
+
+def _as_value(node: ast.expr) -> ast.expr:
+    """What is between the brackets, as a value: `a:b` is `slice(a, b, None)`."""
+    if isinstance(node, ast.Slice):
+        parts = [part or ast.Constant(None) for part in (node.lower, node.upper, node.step)]
+        return ast.Call(ast.Name("slice", ast.Load()), parts, [])
+    if isinstance(node, ast.Tuple):
+        node.elts = [_as_value(one) for one in node.elts]
+    return node
+
+
+def _leaves(node: ast.stmt) -> bool:
+    """`raise`, `sys.exit()` and the like: nothing is trained afterwards."""
+    if isinstance(node, ast.Raise):
+        return True
+    call = node.value if isinstance(node, ast.Expr) else None
+    call = call.args[0] if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "__bare__" else call
+    if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "__do__"):
+        return False
+    return ast.unparse(call.args[0]) in ("sys.exit", "exit", "quit")
 
 
 def _helper(name: str, args: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:

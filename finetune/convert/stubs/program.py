@@ -12,12 +12,12 @@ from .guard import DEEP, MODULES, fill_real_values, fixed_values, module, namesp
 from .handlers import RANDOM, YAML, handlers_by_name, handlers_by_word
 from .instrument import execute, prepared
 from .state import BY_NAME, ENVIRONMENT, HANDLERS, KNOWLEDGE, REAL_VALUES, RUN, WORDS, Endless, Leave, Unsafe, event
-from .symbols import Symbol, add_operators, form, words
+from .symbols import OF_ELEMENTS, Symbol, add_operators, form, words
 
 
-def run_notebook(statements: list[tuple[int, str]], assumed: bool) -> dict[str, Any]:
+def run_notebook(statements: list[tuple[int, str]], assumed: bool, choices: dict[str, bool]) -> dict[str, Any]:
     """Execute the statements in order. A failure is recorded and the next statement runs."""
-    reset(assumed, 0)
+    reset(assumed, 0, choices)
     scope = namespace("notebook.py")
     failed: dict[str, str] = {}
     for identity, source in statements:
@@ -88,8 +88,9 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def reset(assumed: bool, rank: int) -> None:
-    RUN.start(assumed, rank)
+def reset(assumed: bool, rank: int, choices: dict[str, bool] | None = None) -> None:
+    RUN.start(assumed, rank, choices)
+    OF_ELEMENTS.clear()
     ENVIRONMENT.clear()
     RANDOM.clear()
     MODULES.clear()
@@ -100,7 +101,8 @@ def reset(assumed: bool, rank: int) -> None:
 
 def result(failed: dict[str, str]) -> dict[str, Any]:
     used = {item for e in RUN.events for item in _hashes(e["detail"])}
-    return {"events": RUN.events, "failed": failed, "words": {key: WORDS[key] for key in used if key in WORDS}}
+    known = {key: WORDS[key] for key in used if key in WORDS}
+    return {"events": RUN.events, "failed": failed, "words": known, "decisions": RUN.decisions}
 
 
 def _hashes(detail: Any) -> Iterator[str]:
@@ -165,7 +167,8 @@ def main(confine: Callable[[], list[str]]) -> None:
         YAML.clear()
         YAML.update(job["yaml"])
         if job["kind"] == "notebook":
-            results.append(run_notebook([tuple(item) for item in job["statements"]], job["assumed"]))
+            statements = [tuple(item) for item in job["statements"]]
+            results.append(run_notebook(statements, job["assumed"], job.get("choices", {})))
         else:
             results.append(run_script(job["source"], job["assumed"], job["rank"], job["own_tokenizer"]))
     out.write(json.dumps({"missing": missing, "results": results}).encode())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from .state import BY_NAME, ENVIRONMENT, HANDLERS, REAL_VALUES, RUN, WORDS, digest, event
+from .state import BY_NAME, ENVIRONMENT, HANDLERS, REAL_VALUES, RUN, WORDS, decide, digest, event
 
 
 class Symbol:
@@ -18,6 +18,8 @@ class Symbol:
     def __init__(self, form: Any, words: str, name: str | None = None):
         d = self.__dict__
         d["_form"], d["_name"], d["_known"] = digest(form), name, {}
+        if isinstance(form, list) and (form[0] == "element" or OF_ELEMENTS and _mentions(form)):
+            OF_ELEMENTS.add(d["_form"])
         d["_text"] = ""  # what str() gives, if it is known
         d["_words"] = words if len(words) < 400 else words[:400] + "..."
         WORDS[d["_form"]] = d["_words"]
@@ -54,15 +56,14 @@ class Symbol:
         changed(self, ["delitem", form(key)], f"del [{words(key)}]")
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(elements(self, 2))
+        return iter(elements(self, 2 if RUN.assumed else 3))  # how many there are is unknown
 
     def __contains__(self, item: Any) -> bool:
-        if self._name == "os.environ":
-            return item in ENVIRONMENT
-        return RUN.assumed
+        return bool(contains(item, self))
 
     def __bool__(self) -> bool:
-        return RUN.assumed
+        opposite = self.__dict__.get("_not")
+        return not opposite if opposite is not None else decide(["true", form(self)], self._words)
 
     def __format__(self, spec: str) -> str:
         return self._text or f"<<{self._form}{':' + spec if spec else ''}>>"
@@ -88,16 +89,79 @@ class Symbol:
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
         return (type(f"Of{self._form}", (Base,), {"_stub": self}),)
 
-    def __instancecheck__(self, _: Any) -> bool:
-        return RUN.assumed
+    def __instancecheck__(self, value: Any) -> bool:
+        return decide(["instance", form(value), form(self)], f"isinstance({words(value)}, {self._words})")
 
 
 def _binary(sign: str, reverse: bool = False) -> Callable[[Symbol, Any], Any]:
     def operator(self: Symbol, other: Any) -> Any:
         one, two = (other, self) if reverse else (self, other)
-        return Symbol(["op", sign, form(one), form(two)], f"({words(one)} {sign} {words(two)})")
+        return operation(sign, one, two)
 
     return operator
+
+
+_OPPOSITES = {"!=": "==", ">=": "<", "<=": ">"}
+
+
+def operation(sign: str, one: Any, two: Any) -> Symbol:
+    """`one + two`, `one < two` and others, with an unknown side."""
+    made = Symbol(["op", sign, form(one), form(two)], f"({words(one)} {sign} {words(two)})")
+    if sign in _OPPOSITES:
+        made.__dict__["_not"] = operation(_OPPOSITES[sign], one, two)
+    return made
+
+
+def opposite(value: Symbol) -> Symbol:
+    """`not value`."""
+    if (same := value.__dict__.get("_not")) is not None:
+        return same
+    made = Symbol(["not", form(value)], f"not {value._words}")
+    made.__dict__["_not"] = value
+    return made
+
+
+def contains(item: Any, container: Any) -> Any:
+    """`item in container`: a symbol unless both are known."""
+    if isinstance(container, Symbol) and container._name == "os.environ":
+        return item in ENVIRONMENT
+    known = not isinstance(container, Symbol) and not holds_symbol(item)
+    if known and isinstance(container, str):
+        known = not holds_symbol(container)
+    if known and (item in list(container) if isinstance(container, list | tuple) else item in container):
+        return True  # also if it holds unknown items besides
+    if known and not any(holds_symbol(one) for one in (container if isinstance(container, _COLLECTIONS) else ())):
+        return False
+    return Symbol(["in", form(item), form(container)], f"({words(item)} in {words(container)})")
+
+
+_COLLECTIONS = (list, tuple, set, frozenset, dict)
+_PLACEHOLDER = re.compile(r"<<([0-9a-f]{16})(?::[^<>]*)?>>")
+# Hashes of what is made from an element of an unknown value: how many of them there are is unknown.
+OF_ELEMENTS: set[str] = set()
+
+
+def is_placeholder(text: str) -> bool:
+    """Whether a text has a part that is only known at run time."""
+    return "<<" in text and _PLACEHOLDER.search(text) is not None
+
+
+def _mentions(form: Any) -> bool:
+    """Whether a form has a hash of OF_ELEMENTS."""
+    if isinstance(form, list):
+        return any(map(_mentions, form))
+    return isinstance(form, str) and (
+        form in OF_ELEMENTS or "<<" in form and any(one in OF_ELEMENTS for one in _PLACEHOLDER.findall(form))
+    )
+
+
+def unknown_length(value: Any) -> bool:
+    """Whether len() of a known container is unknown, because a loop over an unknown value fills it."""
+    if isinstance(value, str):
+        return is_placeholder(value)
+    if isinstance(value, set | frozenset | dict):
+        return any(holds_symbol(one) for one in value) or (isinstance(value, dict) and _mentions(form(value)))
+    return isinstance(value, list | tuple) and _mentions(form(value))
 
 
 def add_operators() -> None:
@@ -212,11 +276,11 @@ def holds_symbol(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Symbol):
         return True
     if isinstance(value, str):
-        return "<<" in value
-    if depth < 4 and isinstance(value, list | tuple | set):
-        return any(holds_symbol(item, depth + 1) for item in list(value)[:50])
-    if depth < 4 and isinstance(value, dict):
-        return any(holds_symbol(item, depth + 1) for item in list(value.values())[:50])
+        return is_placeholder(value)
+    if depth < 8 and isinstance(value, list | tuple | set | frozenset):
+        return any(holds_symbol(item, depth + 1) for item in value)
+    if depth < 8 and isinstance(value, dict):
+        return any(holds_symbol(item, depth + 1) for pair in value.items() for item in pair)
     return False
 
 

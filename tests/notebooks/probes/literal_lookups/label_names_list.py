@@ -1,5 +1,5 @@
 # expect: converted
-# setting: data.format = text
+# setting: data.dataset_text_field = prompted
 # has: CATEGORIES
 # cause: class names by index of a list, and by features
 # %%

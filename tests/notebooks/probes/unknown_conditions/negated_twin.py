@@ -1,0 +1,26 @@
+# expect: converted
+# form: drop-in
+# fast
+# cause: two conditions that exclude each other; all true and all false give the same
+# %%
+import os
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+ds = load_dataset("trl-lib/Capybara", split="train")
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-1.7B")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-1.7B")
+# %%
+rank, rate = 16, 1e-4
+small = torch.cuda.get_device_properties(0).total_memory < 20e9
+if small:
+    rank = 8
+if not small:
+    rank = 16
+# %%
+peft_config = LoraConfig(r=rank, target_modules="all-linear")
+args = SFTConfig(output_dir="o", max_steps=10, learning_rate=rate)
+trainer = SFTTrainer(model=model, args=args, train_dataset=ds, processing_class=tokenizer, peft_config=peft_config)
+trainer.train()

@@ -1,0 +1,22 @@
+# expect: converted
+# form: drop-in
+# cause: the first of sorted texts
+# %%
+import os
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+ds = load_dataset("trl-lib/Capybara", split="train")
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-1.7B")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-1.7B")
+# %%
+rank, rate = 16, 1e-4
+found = {f"{model.config.model_type}": 64, "llama": 32}
+rank = found[sorted(found)[0]]
+# %%
+peft_config = LoraConfig(r=rank, target_modules="all-linear")
+args = SFTConfig(output_dir="o", max_steps=10, learning_rate=rate)
+trainer = SFTTrainer(model=model, args=args, train_dataset=ds, processing_class=tokenizer, peft_config=peft_config)
+trainer.train()

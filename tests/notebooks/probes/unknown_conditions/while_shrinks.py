@@ -1,0 +1,24 @@
+# expect: converted
+# form: drop-in
+# cause: a loop until a condition holds
+# %%
+import os
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+ds = load_dataset("trl-lib/Capybara", split="train")
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-1.7B")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-1.7B")
+# %%
+rank, rate = 16, 1e-4
+for _ in range(3):
+    if torch.cuda.mem_get_info()[0] > rank * 1e9:
+        break
+    rank = rank // 2
+# %%
+peft_config = LoraConfig(r=rank, target_modules="all-linear")
+args = SFTConfig(output_dir="o", max_steps=10, learning_rate=rate)
+trainer = SFTTrainer(model=model, args=args, train_dataset=ds, processing_class=tokenizer, peft_config=peft_config)
+trainer.train()
