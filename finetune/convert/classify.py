@@ -54,7 +54,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     _refuse_images_and_audio(nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
-        reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with it"
+        reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with SFTTrainer"
         raise Refusal("R1", reason, cells.get(others[0]))
     if others:
         reason = f"{others[0]} is used in addition to SFTTrainer; keep the cells of the one that trains"

@@ -68,9 +68,10 @@ def refuse_missing(notebook: Notebook, script: str) -> None:
     for name in _modules(ast.parse(script)):
         if name in own or name.split(".")[0] in own:
             cell = next((one.cell for one in notebook.statements if name in _modules(one.node)), None)
-            raise MissingModule(
-                "R4", f"it imports {name}, a module that is not in the notebook; paste its code into a cell", cell
-            )
+            reason = f"it imports {name}, a module that is not in the notebook; paste its code into a cell"
+            if not name.startswith(".") and not _USUAL.match(name.split(".")[0]):
+                reason += ", or if it is an installed package, remove what changes sys.path or the folder"
+            raise MissingModule("R4", reason, cell)
 
 
 def inline_modules(notebook: Notebook, folder: Path) -> list[str]:

@@ -31,6 +31,7 @@ RUN = {
     "lora": dict.fromkeys(ADAPTER, 1),
     "rows": [[[5, 6, 7], [-100, 6, 7]]],
     "eos": 9,
+    "failures": ["cell 2, line 1: OSError: no disk at 0x7f10"],
 }
 
 
@@ -127,6 +128,13 @@ def test_what_is_not_one_report_with_the_key_is_not_read(
     wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert verdict(tmp_path, monkeypatch, [RUN], [RUN], wrap).status == "could-not-run"
+
+
+def test_a_script_fails_only_where_the_notebook_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, status in (("OSError: no disk at 0x7f99", "could-not-run"), ("TypeError: x", "differs")):
+        found = verdict(tmp_path, monkeypatch, [RUN], [{"refused": error}])
+        assert found.status == status and error in found.reason
+    assert verdict(tmp_path, monkeypatch, [RUN | {"failures": None}], [RUN]).status == "could-not-run"
 
 
 def test_only_an_end_token_that_the_script_adds_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
