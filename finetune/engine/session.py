@@ -91,7 +91,7 @@ def open_session(
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
     stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
-    distributed.meet()
+    distributed.meet(config.training.join_timeout)
     from finetune.engine.job import open_job
 
     named = user_code.named(config.logging)
