@@ -92,7 +92,7 @@ def open_session(
         backend, setting = "transformers", "training.strategy: shard"
     with bootstrap.imports():
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
-        distributed.meet()
+        distributed.meet(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 

@@ -21,14 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import UserError
+from finetune.errors import UserError, describe
 from finetune.runtime import activity, hang, interrupt, launcher, machines, rendezvous
 from finetune.runtime.machines import Machine
 
 FAILURE_POLL_SECONDS = 1.0  # how often a rank checks whether another one has failed
 # A launcher ends all ranks as soon as one exits with an error, so a rank that reports nothing must not exit first.
 QUIET_SECONDS = 10.0
-MEET_SECONDS = 600  # that a rank waits for the process group's store, as torch's launchers wait for each other
 ANNOUNCE_SECONDS = 10.0  # in which a rank that fails before it has met the others tries to reach them
 # A broken connection is the consequence of something: how long its rank waits for another one to report what it was.
 CAUSE_SECONDS = 8.0
@@ -99,6 +98,12 @@ def ranks() -> Ranks:
         raise UserError(
             f"The launcher's variables are inconsistent: {given}, LOCAL_WORLD_SIZE={local_world_size}. Start the run "
             "with `accelerate launch -m finetune.train` or `torchrun -m finetune.train`."
+        )
+    if "LOCAL_WORLD_SIZE" not in os.environ and rank != local_rank:
+        raise UserError(
+            f"RANK={rank} and LOCAL_RANK={local_rank} are of a run on several machines, but LOCAL_WORLD_SIZE is not "
+            "set. Set it on every machine to the number of its ranks, or start the run with torchrun "
+            "(docs/two-machines.md)."
         )
     _check_count(world_size)
     return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
@@ -184,20 +189,28 @@ class _Meeting:
 
 _meeting: _Meeting | None = None
 _machines = 1
+_join_limit: dict[str, Any] = {}  # `seconds` and `setting` of rendezvous.Place, once they are known
 
 
-def meet() -> None:
+def meet(join_seconds: int | None = None) -> None:
     """If the run has several machines, join their store and follow them from here on: one that fails while it prepares
     its data, or ends, ends the run everywhere. Every rank calls it as early as it can; further calls do nothing.
 
     Only for programs that end with the run: one machine may not end before the others.
+
+    Args:
+        join_seconds: training.join_timeout; without a configuration 600.
 
     Raises:
         UserError: the machine that hosts the store cannot be reached.
     """
     global _meeting
     me = ranks()
-    if not me.on_several_machines or _meeting is not None:
+    if _meeting is not None:
+        return
+    if join_seconds is not None:
+        _join_limit.update(seconds=join_seconds, setting="training.join_timeout")
+    if not me.on_several_machines:
         return
     store = _client(_attempt())
     links = machines.Links(_end_without, _warn) if me.is_local_main else None
@@ -231,45 +244,74 @@ def hosts() -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _raw_store(seconds: float) -> Any:
+def _raw_store() -> Any:
     """A client of the store at MASTER_ADDR, which torch's launcher hosts, or else rank 0.
 
     Raises:
-        UserError: it does not answer for so long.
+        UserError: it cannot be reached in time.
     """
-    from torch.distributed import TCPStore
-
-    me = ranks()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts_it = me.is_main and not _launcher_hosts_store()
-    if not hosts_it:
-        rendezvous.wait_for_port(address, port, seconds, _warn)
+    hosts_it = ranks().is_main and not _launcher_hosts_store()
     timeout = timedelta(seconds=hang.START_SECONDS)
-    # With several tenants, another client of this process shares this server instead of opening the port again.
-    return TCPStore(address, port, me.world_size, hosts_it, timeout, wait_for_workers=False, multi_tenant=True)
+    return rendezvous.open_store(_place(), hosts_it=hosts_it, timeout=timeout, warn=_warn)
+
+
+def _place() -> rendezvous.Place:
+    """Where the launcher has the ranks meet.
+
+    Raises:
+        UserError: it has not set MASTER_ADDR and MASTER_PORT.
+    """
+    me, address, port = ranks(), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise UserError(
+            f"The launcher's variables are incomplete: MASTER_ADDR={address!r}, MASTER_PORT={port!r}. Set them to the "
+            "address of the machine of rank 0 and a free port of it (1-65535), the same for all ranks."
+        )
+    return rendezvous.Place(
+        address=address,
+        port=int(port),
+        rank=me.rank,
+        world_size=me.world_size,
+        rank_0_here=me.are_here(0),
+        **_join_limit,
+    )
 
 
 @functools.cache
 def _attempt() -> str:
-    """The name of this attempt of a run on several machines, which all its ranks share and no earlier attempt had.
+    """The name of this attempt, which all its ranks share and no earlier attempt had.
 
     Raises:
         UserError: rank 0 or its machine cannot be reached, or a rank has failed already.
     """
-    me, store = ranks(), _raw_store(MEET_SECONDS)
-    if me.is_main:
-        return rendezvous.begin(store, me.world_size, _announce_for_another)
-    return rendezvous.join(store, me.rank, MEET_SECONDS, _end_if_one_has_failed, _warn)
+    store, place = _raw_store(), _place()
+    if ranks().is_main:
+        return rendezvous.begin(store, place, failed=_announce_for_another, give_up=_end_without_ranks, warn=_warn)
+    return rendezvous.join(store, place, _end_if_one_has_failed, _warn)
+
+
+def _end_without_ranks(attempt: str, message: str) -> None:
+    """Rank 0, from a thread: end this process and all ranks that have come, because others have not."""
+    if _stop_watching.is_set():  # this rank ends, or has ended, anyway
+        return
+    store = _within_attempt(attempt, _raw_store())
+    first = _Failure.from_json(store.compare_set(_FAILURE, "", _own_failure(message).to_json()))
+    if first.is_own:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: [rank {ranks().rank}] {message}\n".encode())  # sys.stderr may be locked
+        threading.Event().wait(2 * FAILURE_POLL_SECONDS)  # this rank may host the store: the others read it first
+        os._exit(1)
+    _end_after(first, None)
 
 
 def _announce_for_another(attempt: str, failure: str) -> None:
     """Rank 0 announces what a rank has left word of."""
-    _within_attempt(attempt, _raw_store(MEET_SECONDS)).compare_set(_FAILURE, "", failure)
+    _within_attempt(attempt, _raw_store()).compare_set(_FAILURE, "", failure)
 
 
 def _end_if_one_has_failed(attempt: str, early: str) -> None:
     """End this process if a rank has failed and rank 0 does not answer: it may be that rank."""
-    store = _within_attempt(attempt, _raw_store(MEET_SECONDS))
+    store = _within_attempt(attempt, _raw_store())
     found = early or (store.get(_FAILURE) if attempt and store.check([_FAILURE]) else None)
     if found:
         _end_after(_Failure.from_json(found), None)
@@ -282,7 +324,7 @@ def machine_count() -> int:
 
 def _client(attempt: str) -> Any:
     """The store of an attempt, over a connection of its own: a call that waits holds up all others of a connection."""
-    return _within_attempt(attempt, _raw_store.__wrapped__(MEET_SECONDS))
+    return _within_attempt(attempt, _raw_store.__wrapped__())
 
 
 def _within_attempt(attempt: str, store: Any) -> Any:
@@ -413,14 +455,17 @@ def connect(*, cpu: bool, timeout_seconds: int) -> bool:
     _choose_interface()
     made_here = not dist.is_initialized()
     timeout = timedelta(seconds=max(hang.START_SECONDS, timeout_seconds))
-    state = PartialState(cpu=cpu, timeout=timeout, **_store_of_restart(timeout))
+    arguments = {} if not made_here else _store_arguments(timeout)
+    with _connection_errors():
+        state = PartialState(cpu=cpu, timeout=timeout, **arguments)
     if state.num_processes != me.world_size:
         raise UserError(
             f"The launcher started {me.world_size} processes, but the process group has {state.num_processes}. "
             "Something initialized accelerate before this program did; launch it with a profile from "
             "accelerate_configs/."
         )
-    _host_group = dist.new_group(backend="gloo", timeout=timeout)
+    with _connection_errors():
+        _host_group = dist.new_group(backend="gloo", timeout=timeout)
     return made_here
 
 
@@ -503,17 +548,40 @@ def _leave_timeouts_to_the_watch(seconds: int | None) -> None:
         _set_pg_timeout(timedelta(seconds=seconds + _backstop_seconds))
 
 
-def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` after a launcher may have restarted its ranks; else none.
+@contextlib.contextmanager
+def _connection_errors() -> Iterator[None]:
+    """Errors of torch when ranks that have met cannot connect to each other, in words.
 
-    The static rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does
-    with several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A
-    prefix separates them.
+    Raises:
+        UserError: in place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not ranks().on_several_machines or _BROKEN.match(describe(error)):  # the latter: a rank has ended
+            raise
+        chosen = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+        shown = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "no interface was set"
+        raise UserError(
+            f"Rank {ranks().rank} on {socket.gethostname()} has found the other ranks at {_place()} but cannot "
+            f"connect to them: {' '.join(str(error).split())[:300]} ({shown}). Set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME on each machine to its interface towards the others (`ip -brief address` lists them), "
+            "and open all TCP ports between the machines."
+        ) from None
+
+
+def _store_arguments(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` if this program brings the ranks together itself; else none.
+
+    So it does with several machines; if no launcher has waited for the ranks; and after a restart. The static
+    rendezvous (`accelerate launch`, `torchrun --master-addr`) keeps its store across restarts, as c10d does with
+    several machines, including the addresses of the ended ranks, to which the new ones would try to connect. A prefix
+    separates them.
     """
     me = ranks()
-    if me.on_several_machines:
+    if me.on_several_machines or not _launcher_hosts_store():
         store = _client(_attempt())
-    elif launcher.restarts() and _launcher_hosts_store():
+    elif launcher.restarts():
         from torch.distributed import PrefixStore, TCPStore
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -688,7 +756,7 @@ def _announce(message: str) -> _Failure | None:
     if _meeting is not None:
         return _within(STORE_SECONDS, lambda: _claim(message))
     own = _own_failure(message).to_json()
-    _within(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(_raw_store(ANNOUNCE_SECONDS), own))
+    _within(ANNOUNCE_SECONDS, lambda: rendezvous.announce_early(_raw_store(), own))
     return None
 
 

@@ -73,7 +73,8 @@ def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPa
     """Unsloth can switch accelerate's distributed set-up off: each rank then trains alone, without an error."""
     import accelerate
 
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in given.items():
         monkeypatch.setenv(name, value)
     distributed.ranks.cache_clear()
     monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
