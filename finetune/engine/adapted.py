@@ -161,7 +161,8 @@ class _Mlp(torch.autograd.Function):
         own_a, own_b = a[2], b[2]
         dinner = None if own_b is None else dy @ (own_b * last.scalings[0])
         dh_term = None if dinner is None else Term(dinner, own_a)
-        h, dgate, dup = silu_and_multiply_backward(gate, up, dh, *first.terms(inner, a[:2], b[:2]), dh_term)
+        gate_term, up_term = first.terms(inner, a[:2], b[:2])
+        h, dgate, dup = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
         last_da = last_db = None
         if dinner is not None:
             last_da, last_db = dinner.t() @ h, (dy.t() @ last_inner).mul_(last.scalings[0])
