@@ -147,8 +147,10 @@ def _prepared(*given: tuple[torch.Tensor, Term | None]) -> tuple[list[Any], list
     without one), all of them padded to what tl.dot takes, and its precision."""
     inputs: list[Any] = []
     ranks: list[int] = []
+    # Before Ampere, tl.dot has no bfloat16.
+    largest = LARGEST_RANK if torch.cuda.get_device_capability(given[0][0].device) >= (8, 0) else 0
     for y, term in given:
-        if term is not None and term.left.shape[1] > LARGEST_RANK:
+        if term is not None and term.left.shape[1] > largest:
             y, term = plus(y, term), None
         if term is None:
             inputs += [y, y, y, 0.0, 0, 0, 0]
