@@ -17,7 +17,7 @@ from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
 from finetune.plural import counted
 from finetune.redact import redact_tree
-from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher, user_code
+from finetune.runtime import bootstrap, disk, distributed, failures, hang, interrupt, launcher, meeting, user_code
 from finetune.runtime.command import console
 from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
@@ -92,7 +92,7 @@ def open_session(
         backend, setting = "transformers", "training.strategy: shard"
     with bootstrap.imports():
         stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
-        distributed.meet(config.training.join_timeout)
+        meeting.meet(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 
@@ -317,7 +317,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
-    hosts = distributed.hosts()
+    hosts = meeting.hosts()
     with disk.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
@@ -346,7 +346,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             yield
     except BaseException as error:
         with interrupt.deferred():  # a signal here must not leave the status at "running"
-            record.fail(distributed.first_failure(describe(error)))
+            record.fail(failures.first_failure(describe(error)))
         raise
 
 

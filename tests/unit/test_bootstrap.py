@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, distributed
+from finetune.runtime import bootstrap, distributed, process_group
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPa
     distributed.ranks.cache_clear()
     monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
     with pytest.raises(UserError, match="started 2 processes, but the process group has 1"):
-        distributed.start(cpu=True, timeout_seconds=60)
+        process_group.start(cpu=True, timeout_seconds=60)
 
 
 @pytest.mark.parametrize(
