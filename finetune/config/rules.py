@@ -484,7 +484,7 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
 
 
 # Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
-SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd")
 
 
 def sharding(config: Config, given: frozenset[str]) -> Found:

@@ -62,12 +62,20 @@ def imports() -> Iterator[None]:
 
     There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
     took 7 s on an H200 host (benchmarks/results/LOG.md).
+
+    Each rank is warned that torchao has kernels for other devices and that it registers types as it did before torch
+    2.13; neither concerns its optimizers.
     """
     was_enabled = gc.isenabled()
     gc.disable()
+    levels = {log: log.level for log in map(logging.getLogger, ("torch.utils._pytree", "torchao"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        for log, level in levels.items():
+            log.setLevel(level)
         gc.freeze()
         if was_enabled:
             gc.enable()
