@@ -734,7 +734,7 @@ def move_schedule(schedule: Any, step: int) -> None:
         set_learning_rate(group, rate)
 
 
-def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+def set_learning_rate(group: dict[str, Any], rate: float | torch.Tensor) -> None:
     """Of a group of an optimizer's parameters. torchao's optimizers have it in a tensor, and refuse a number there."""
     if torch.is_tensor(group["lr"]):
         group["lr"].fill_(rate)

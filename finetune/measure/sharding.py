@@ -57,7 +57,7 @@ class Storage:
     layer: float
     outside: float
     full: bool
-    state: float = 0
+    state: float
 
     def kept(self, in_layers: float, outside: float) -> float:
         """Bytes of that many weights, with their gradients and optimizer state."""
@@ -69,7 +69,7 @@ def storage(config: Config) -> Storage:
     """Of a GPU that has bfloat16. PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the
     scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314)."""
     if config.model.load_in_4bit:
-        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False)
+        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False, state=0)
     each = 4 if config.model.dtype == "float32" else 2
     state = optimizer_bytes.per_weight(config.training.optim, each)
     return Storage(layer=each, outside=each, full=config.model.full_finetuning, state=state)
