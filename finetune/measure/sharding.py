@@ -19,6 +19,8 @@ from finetune.config.rules import sharding
 from finetune.engine import optimizer_bytes
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
+# What files of weights that are in 4 bits already have beside each: its scales and tables.
+_BESIDE = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,10 @@ def sizes(folder: Path) -> Sizes | None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                count = math.prod(tensors.get_slice(key).get_shape())
+                if _BESIDE.search(key):
+                    continue
+                tensor = tensors.get_slice(key)
+                count = math.prod(tensor.get_shape()) * (2 if tensor.get_dtype() == "U8" else 1)  # two of 4 bits a byte
                 if (layer := _LAYER.match(key)) is None:
                     outside += count
                 else:
