@@ -367,13 +367,15 @@ def out_of_memory(job: Job) -> Iterator[None]:
         )
         model, training = job.config.model, job.config.training
         longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
-        alternatives = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        sharded = training.strategy == "shard"
+        kind, optimizer = ("true", "adamw_torch_8bit") if sharded else ("unsloth", "adamw_8bit")
+        alternatives = [] if training.gradient_checkpointing else [f"training.gradient_checkpointing: {kind}"]
         if model.full_finetuning:
-            alternatives += ["training.optim: adamw_8bit"] if training.adam_in_full else []
+            alternatives += [f"training.optim: {optimizer}"] if training.adam_in_full else []
             alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
             alternatives.append("model.load_in_4bit: true")
-        if training.strategy != "shard" and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
+        if not sharded and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
             alternatives.append("training.strategy: shard on several GPUs")
         raise RunError(
             f"CUDA ran out of memory: {counted(job.batch.per_device, 'row')} of up to {longest} tokens per GPU. "

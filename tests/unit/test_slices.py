@@ -178,6 +178,23 @@ def test_memory_of_adams_states_in_8_bits() -> None:
     assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
 
 
+def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model(tmp_path: Path) -> None:
+    """Two weights are in a byte, with scales and tables beside them."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.models import write_nf4
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    LlamaForCausalLM(config).save_pretrained(plain)
+    packed.mkdir()
+    write_nf4(packed, config, torch.device("cpu"))
+    assert sharding.sizes(packed) == sharding.sizes(plain)
+
+
 def test_what_is_gathered_and_what_of_it_shows() -> None:
     curve = Curve(points=((1.0, 2.0), (1e9, 2.0)))  # every all-reduce takes two seconds, so each half of one takes one
     work = measured(4).work(8)
