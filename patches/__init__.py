@@ -1,10 +1,12 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it. A patch is applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it, those on EITHER_BACKEND also without Unsloth. A patch is
+applied only if its probe finds the defect.
 """
 
 from patches import (
     torch_varlen_gqa,
+    torchao_state_dtype,
     unsloth_all_trl_trainers,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
@@ -15,6 +17,7 @@ from patches import (
 )
 
 EARLY = (torch_varlen_gqa, unsloth_all_trl_trainers)
+EITHER_BACKEND = (torchao_state_dtype,)
 LATE = (
     unsloth_fused_loss_view,
     unsloth_fused_loss_backward,

@@ -149,6 +149,7 @@ def start(
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
+    verdicts += core.run(patches.EITHER_BACKEND, without)
     quiet_libraries(log_level)
     start_up.ended("libraries")
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))

@@ -118,3 +118,15 @@ def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(UserError, match="add `--training.strategy shard`"):
         bootstrap.start("transformers")
+
+
+def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> None:
+    """Two lines per rank about other devices, and two about torch 2.13."""
+    import logging
+
+    for name in ("torchao", "torch.utils._pytree"):
+        log = logging.getLogger(name)
+        before = log.level
+        with bootstrap.imports():
+            assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
+        assert log.level == before

@@ -17,6 +17,7 @@ from finetune.engine import eight_bit, optimizer_bytes, shard, shard_memory, ten
 from finetune.engine.run_logger import RunLogger
 from finetune.engine.trainer import move_schedule, set_learning_rate
 from finetune.measure import trial
+from patches import torchao_state_dtype
 
 pytest.importorskip("torchao")
 
@@ -32,6 +33,7 @@ def one_rank_group() -> Iterator[None]:
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchao wrote it: compiling takes minutes on a CPU."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    torchao_state_dtype.apply()  # as `bootstrap.start` does
 
 
 def state(shape: tuple[int, ...], signed: bool, seed: int = 0) -> Any:
@@ -91,16 +93,17 @@ def trained(model: nn.Module, steps: int, optimizer: Any = None) -> Any:
     optimizer = optimizer or AdamW8bit(model.parameters(), lr=1e-2)
     for step in range(steps):
         torch.manual_seed(step)
-        model(torch.randn(4, 256)).square().sum().backward()
+        model(torch.randn(4, 256, dtype=next(model.parameters()).dtype)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
 
 
 @pytest.mark.usefixtures("one_rank_group")
-def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
     """In codes or numbers, sharded or whole, as the same states, which train on alike."""
-    model = Layers()
+    model = Layers().to(dtype)
     fully_shard(model, mesh=shard.mesh("cpu"))
     optimizer = trained(model, 3)
     assert eight_bit.is_used(optimizer) and eight_bit.is_used(SimpleNamespace(optimizer=optimizer))
@@ -109,7 +112,7 @@ def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path)
     assert {"0.exp_avg.codes", "0.exp_avg.scales", "1.exp_avg", "2.exp_avg_sq", "4.exp_avg"} <= names
     assert "1.exp_avg.codes" not in names  # its rows of 32 numbers would tie the blocks to the number of ranks
 
-    whole = Layers()
+    whole = Layers().to(dtype)
     whole.load_state_dict({name: shard.whole(one).clone() for name, one in model.state_dict().items()})
     read = tensor_files.read_optimizer(tmp_path, list(whole.parameters()), in_codes=True)
     other = trained(whole, 0)
@@ -121,7 +124,7 @@ def test_states_come_back_from_the_files_of_a_sharded_checkpoint(tmp_path: Path)
             assert torch.allclose(eight_bit.decoded(own), eight_bit.decoded(two[name]), rtol=1e-6, atol=0)
     trained(model, 2, optimizer), trained(whole, 2, other)
     for name, one in whole.state_dict().items():
-        assert torch.allclose(one, shard.whole(model.state_dict()[name]), atol=1e-6)
+        assert torch.allclose(one, shard.whole(model.state_dict()[name]), atol=1e-6 if dtype == torch.float32 else 1e-3)
 
 
 @pytest.mark.usefixtures("one_rank_group")
