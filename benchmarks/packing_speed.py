@@ -27,7 +27,7 @@ RUNS = {
     "packed, no patches": [*PACKED],
     "packed, full fine-tuning": [*PACKED, "--model.full_finetuning", "true", "--training.learning_rate", "2e-5"],
 }
-UNPATCHED = "import sys, patches; patches.EARLY = patches.LATE = patches.EITHER_BACKEND = (); from finetune.train import main; sys.exit(main())"
+UNPATCHED = "import sys, patches; patches.EARLY = patches.LATE = (); from finetune.train import main; sys.exit(main())"
 
 
 def main() -> int:

@@ -253,7 +253,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     if "losses" not in one or "losses" not in other:
         return {"error": one.get("error") or other.get("error") or "a run has no losses"}
     ratio = {
-        name: other[name] / one[name] if one.get(name) else None
+        name: other[name] / one[name] if one.get(name) and other.get(name) else None
         for name in ("step_seconds_median", "tokens_per_second_per_gpu")
     }
     pairs = list(zip(one["losses"], other["losses"], strict=True))
@@ -355,17 +355,17 @@ def two(given: argparse.Namespace, kind: str) -> dict[str, Any]:
 def resume(given: argparse.Namespace) -> dict[str, Any]:
     """Half of a run with another strategy and number of GPUs, against the whole one."""
     model, found = model_of(given, given.shape), {}
-    half, steps = (1, 2) if given.cpu else (10, 20)
-    kept = (*FULL, "--training.save_steps", str(half))
+    half, steps = 10, 20
+    kept = (*FULL, "--training.save_steps", str(half), "--training.max_steps", str(steps))
     sharded, ddp = SHARD, ("--training.strategy", "ddp")
     for name, first, second, ranks in (("shard to one", sharded, (), 1), ("ddp to shard", ddp, sharded, 2)):
-        whole = trained(given, 2, model, f"{name} whole", *kept, *first, steps=steps)
+        whole = trained(given, 2, model, f"{name} whole", *kept, *first)
         source, target = (given.work / f"{name} {part}".replace(" ", "-") for part in ("whole", "half"))
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         shutil.move(source / f"checkpoint-{half}", target)
         again = ("--training.resume_from_checkpoint", "true", "--training.overwrite_output_dir", "false")
-        rest = trained(given, ranks, model, f"{name} half", *kept, *second, *again, steps=steps)
+        rest = trained(given, ranks, model, f"{name} half", *kept, *second, *again)
         if "losses" in whole and "losses" in rest:
             whole = whole | {"all_losses": whole["losses"], "losses": whole["losses"][half:]}
         found[name] = compared({"whole": whole, "resumed": rest}, apart(whole, rest))

@@ -1,7 +1,7 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it, those on EITHER_BACKEND also without Unsloth. A patch is
-applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it, those of OPTIMIZERS in runs with that `training.optim`. A
+patch is applied only if its probe finds the defect.
 """
 
 from patches import (
@@ -17,7 +17,6 @@ from patches import (
 )
 
 EARLY = (torch_varlen_gqa, unsloth_all_trl_trainers)
-EITHER_BACKEND = (torchao_state_dtype,)
 LATE = (
     unsloth_fused_loss_view,
     unsloth_fused_loss_backward,
@@ -26,3 +25,5 @@ LATE = (
     unsloth_full_checkpointing,
     unsloth_packed_probe_in_checkpoint,
 )
+OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
+ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each))

@@ -536,6 +536,11 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
             f"optim {training.optim} has not been proven on a sharded model. Set one of"
             f" {', '.join(SHARDED_OPTIMIZERS)}.",
         )
+    if "block_size" in str(training.extra.get("optim_args")):
+        yield (
+            ("training.strategy", "training.optim_args"),
+            "the checkpoints of a sharded model have 8-bit states in blocks of 256. Remove block_size.",
+        )
 
 
 RULES: tuple[Rule, ...] = (

@@ -180,6 +180,7 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     if not shard.wanted(config):
         return load(hollow=False)
     shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
+    shard.keep_compiled_code_apart()
     mesh, device = shard.mesh(stack.device), stack.torch_device
     stored = shard_loading.by_unit(config, hooks)
     everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache

@@ -91,7 +91,8 @@ def open_session(
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
     with bootstrap.imports():
-        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
+        used = (config.training.optim,)
+        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
         meeting.meet(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,6 +100,18 @@ def check(device: str, dtype: torch.dtype, hooks: Hooks = NO_HOOKS) -> None:
 def mesh(device: str) -> DeviceMesh:
     """All ranks, in one dimension. Every rank calls it."""
     return init_device_mesh(device, (distributed.ranks().world_size,))
+
+
+def keep_compiled_code_apart() -> None:
+    """Give each rank its own entries in torch's cache of compiled code, which a sharded optimizer may use.
+
+    Without this, ranks share them although their parts have different sizes and devices: the second start of a run
+    fails (pytorch#188390).
+    """
+    me, config = distributed.ranks(), cast(Any, torch.compiler).config
+    own = f"rank {me.rank} of {me.world_size}"
+    if own not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {own}".strip()
 
 
 def apply(model: Any, mesh: DeviceMesh, dtype: torch.dtype, fill: Callable[[nn.Module], None] | None = None) -> None:

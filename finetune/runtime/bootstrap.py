@@ -88,6 +88,7 @@ def start(
     without: Collection[str] = (),
     *,
     setting: str = "model.backend",
+    optimizers: Collection[str] = (),
 ) -> Stack:
     """Select this rank's device and import the backend.
 
@@ -100,6 +101,7 @@ def start(
         log_level: log level of the libraries on rank 0, None to leave it; other ranks log errors only.
         without: names of patches to skip, to measure their effect.
         setting: what the user chose the backend with, for messages.
+        optimizers: that the run may use, as `training.optim`.
 
     Raises:
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
@@ -149,7 +151,8 @@ def start(
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
-    verdicts += core.run(patches.EITHER_BACKEND, without)
+    for optimizer in optimizers:
+        verdicts += core.run(patches.OPTIMIZERS.get(optimizer, ()), without)
     quiet_libraries(log_level)
     start_up.ended("libraries")
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
