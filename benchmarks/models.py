@@ -22,6 +22,15 @@ SHAPES = {
         vocab_size=8192,
         tie_word_embeddings=False,
     ),
+    "llama-1.2m": dict(  # with enough layers to be measured in slices
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ),
     "llama-190m": dict(
         hidden_size=1024,
         intermediate_size=4096,
