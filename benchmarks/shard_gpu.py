@@ -152,9 +152,10 @@ def rank(
     """
     visible = "" if given.cpu else ",".join(map(str, range(min(ranks, given.gpus)))) if seen is None else seen
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, "-m", "benchmarks.shard_rank", mode, json.dumps(request), *words]
+    command = [sys.executable, *launcher, "-m", "benchmarks.shard_rank", *words]
     shown = f"{ranks} x {mode} {' '.join(words[-6:])[:100]}"
-    return started(given, command, shown, seen=visible, allowed=allowed)
+    asked = json.dumps(request | {"mode": mode})
+    return started(given, command, shown, seen=visible, allowed=allowed, SHARD_REQUEST=asked)
 
 
 def started(
