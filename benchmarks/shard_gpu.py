@@ -86,7 +86,7 @@ def main() -> int:
     chosen = [name for name in given.only.split(",") if name] or list(CELLS)
     if unknown := [name for name in chosen if name not in CELLS]:
         parser.error(f"unknown cells: {', '.join(unknown)}. Known: {', '.join(CELLS)}")
-    failed, left = False, []
+    wrong, left = False, []
     for name in chosen:
         needs, takes, call = CELLS[name]
         if name in done(given.out):
@@ -103,16 +103,16 @@ def main() -> int:
             found = call(given)
         except Failed as error:
             found = {"error": str(error)}
-        failed |= "error" in found
+        wrong |= "error" in found
         line = {"cell": name, "gpus": given.gpus, "seconds": time.perf_counter() - began} | found
         with given.out.open("a") as out:
             out.write(json.dumps(line | {"versions": bootstrap.versions()}) + "\n")
         say(json.dumps(line, indent=1))
     if left:
         say(f"Not begun, for lack of time: {', '.join(left)}. Start the same command again.")
-    elif not failed:
+    elif not wrong:
         say("all cells have a result")
-    return int(failed or bool(left))
+    return int(wrong or bool(left))
 
 
 class Failed(Exception):
@@ -295,7 +295,12 @@ def one(given: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def compared(runs: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
     """Runs and how far they are apart; the cell has failed if one of them has."""
-    return {**runs, "apart": difference} | ({"error": difference["error"]} if "error" in difference else {})
+    return {**runs, "apart": difference} | failed(*runs.values(), difference)
+
+
+def failed(*parts: dict[str, Any]) -> dict[str, Any]:
+    """The first error of a cell's parts, as the cell's; empty without one."""
+    return next(({"error": part["error"]} for part in parts if part.get("error")), {})
 
 
 def loops(given: argparse.Namespace) -> dict[str, Any]:
@@ -311,7 +316,8 @@ def loops(given: argparse.Namespace) -> dict[str, Any]:
 
 def dry_8b(given: argparse.Namespace) -> dict[str, Any]:
     """What is predicted for a model that does not fit."""
-    return {"dry_run": predicted(given, model_of(given, "llama-8b"), "dry 8b", *FULL, cap_gib=CAP_GIB)}
+    dry = predicted(given, model_of(given, "llama-8b"), "dry 8b", *FULL, cap_gib=CAP_GIB)
+    return {"dry_run": dry} | failed(dry)
 
 
 def slices(given: argparse.Namespace) -> dict[str, Any]:
@@ -450,8 +456,9 @@ def eight(given: argparse.Namespace) -> dict[str, Any]:
     alone = trained(given, 1, model, "8b one", *FULL, steps=3, cap_gib=CAP_GIB)
     both = trained(given, 2, model, "8b two", *FULL, *SHARD, steps=20, cap_gib=CAP_GIB)
     found = {"cap_gib": CAP_GIB, "predicted": dry, "one_gpu": alone, "two_gpus": both}
-    wrong = both["exit"] != 0 or (not given.cpu and alone["exit"] == 0)
-    return found | ({"error": both.get("error") or "one GPU did not run out of memory"} if wrong else {})
+    if not given.cpu and alone["exit"] == 0:
+        return found | {"error": "one GPU did not run out of memory"}
+    return found | failed(dry, both)
 
 
 def twenty(given: argparse.Namespace, optimizer: str) -> dict[str, Any]:
@@ -462,7 +469,7 @@ def twenty(given: argparse.Namespace, optimizer: str) -> dict[str, Any]:
     dry = predicted(given, model, f"20b {optimizer}", *extra)
     run = trained(given, 2, model, "20b", *extra, *SHARD, steps=6)
     found = {"optimizer": optimizer, "predicted": dry, "run": run, "saved": saved(given.work / "20b", model)}
-    return found | ({"error": run["error"]} if run["exit"] else {})
+    return found | failed(dry, run)
 
 
 def saved(out: Path, model: Path) -> dict[str, Any]:
@@ -481,7 +488,7 @@ def seventy(given: argparse.Namespace) -> dict[str, Any]:
     """QLoRA of a model whose 4-bit weights alone do not fit under the cap on one GPU."""
     model = model_of(given, "llama-70b-nf4")
     run = trained(given, 2, model, "70b", *KINDS["QLoRA"], *SHARD, steps=4, cap_gib=CAP_4BIT_GIB)
-    return {"cap_gib": CAP_4BIT_GIB, "run": run} | ({"error": run.get("error", "failed")} if run["exit"] else {})
+    return {"cap_gib": CAP_4BIT_GIB, "run": run} | failed(run)
 
 
 def built(given: argparse.Namespace, shape: str) -> dict[str, Any]:
