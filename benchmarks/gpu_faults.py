@@ -36,13 +36,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="scratch folder")
     parser.add_argument("--out", type=Path, required=True, help="file to append the JSON lines to")
     parser.add_argument("--only", default="", help="run the trials whose name contains this")
+    parser.add_argument("--shape", default="llama-190m", choices=sorted(models.SHAPES))
+    parser.add_argument("--shard", action="store_true", help="shard the model, with transformers; resumed unsharded")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    model = models.build(given.work / "model", "llama-190m", given.train)
+    model = models.build(given.work / "model", given.shape, given.train)
     with given.out.open("a") as out:
         for name, (backend, blow, expect_checkpoint) in TRIALS.items():
             if given.only in name:
-                result = trial(name, backend, blow, expect_checkpoint, model, given)
+                result = trial(name, "transformers" if given.shard else backend, blow, expect_checkpoint, model, given)
                 out.write(json.dumps(result) + "\n")
                 out.flush()
                 sys.stdout.write(json.dumps(result) + "\n")
@@ -63,7 +65,8 @@ def trial(
         *("--training.max_steps", str(STEPS), "--training.save_steps", str(SAVE), "--training.global_batch_size", "16"),
         *("--training.output_dir", str(out)),
     ]
-    tree = start(2, arguments, log)
+    sharded = ["--training.strategy", "shard"] if given.shard else []
+    tree = start(2, [*arguments, *sharded], log)
     began = time.monotonic()
     while last_step(log) < STRIKE_AT and tree.process.poll() is None and time.monotonic() - began < 240:
         time.sleep(0.005)
@@ -75,7 +78,7 @@ def trial(
     tree.end()
     found = checkpoints(out)
     newest = max((step for step, good in found.items() if good), default=0)
-    result = {"trial": name, "backend": backend, "step_at_strike": reached, "all_gone_s": gone}
+    result = {"trial": name, "backend": backend, "sharded": given.shard, "step_at_strike": reached, "all_gone_s": gone}
     result |= {"left": sorted(left.values()), "checkpoints": list(found), "newest_whole": newest}
     result |= {
         "incomplete": [step for step, good in found.items() if not good],

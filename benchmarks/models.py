@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # Shapes of published models; Llama-3.2-1B's is 1.236 billion parameters with its tied vocabulary of 128,256,
 # Llama-3.2-3B's 3.213 billion and Llama-3.1-8B's 8.030 billion; SmolLM2-360M's is 0.362 billion. The two smallest are
@@ -16,6 +17,15 @@ SHAPES = {
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ),
+    "llama-1.2m": dict(  # with enough layers to be measured in slices
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=8192,
@@ -86,6 +96,18 @@ SHAPES = {
         tie_word_embeddings=True,
         rope_theta=500000.0,
     ),
+    # In 4 bits it needs more than a GPU of 40 GiB has. In 16 bits its file would be 141 GB: write it in 4 ("-nf4").
+    "llama-70b": dict(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+        rope_theta=500000.0,
+    ),
     "llama-20b": dict(
         hidden_size=6144,
         intermediate_size=16384,
@@ -105,7 +127,8 @@ CHAT_TEMPLATE = (
 
 
 def build(folder: Path, shape: str, corpus: Path) -> Path:
-    """Write a Llama of `shape` in bfloat16, and a byte-level BPE of 8,192 tokens trained on `corpus` (JSON lines).
+    """Write a Llama of `shape` in bfloat16, and a byte-level BPE of 8,192 tokens trained on `corpus` (JSON lines). With
+    "-nf4" after the shape, the linear layers are in bitsandbytes' 4 bits, and never whole in memory.
 
     Another process does, unless it is there: what a model leaves on a GPU would be missing where runs are measured.
     """
@@ -141,15 +164,62 @@ def write(folder: Path, shape: str, corpus: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        **SHAPES[shape],
+        **SHAPES[shape.removesuffix("-nf4")],
         max_position_embeddings=32768,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if shape.endswith("-nf4"):
+        write_nf4(folder, config, device)
+        return
+    with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
+
+
+def write_nf4(folder: Path, config: Any, device: Any) -> None:
+    """A model with linear layers that are quantized already, as bitsandbytes and transformers would save it."""
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+    from safetensors.torch import save_file
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        parameters = dict(LlamaForCausalLM(config).named_parameters())
+    tensors: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    used = written = 0
+
+    def flush() -> None:
+        nonlocal tensors, used, written
+        file = f"model-{written:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        names.update(dict.fromkeys(tensors, file))
+        tensors, used, written = {}, 0, written + 1
+
+    for name, one in parameters.items():
+        weight = torch.randn(one.shape, dtype=torch.bfloat16, device=device) * 0.02
+        if one.dim() > 1 and ".layers." in name:
+            packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+            made = {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        else:
+            made = {name: torch.ones_like(weight) if one.dim() == 1 else weight}
+        tensors |= {key: value.cpu().contiguous() for key, value in made.items()}
+        used += sum(value.nbytes for value in made.values())
+        if used > 2**31:
+            flush()
+    flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ).to_dict()
+    config.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 
 One line per case, written as it is done: the case, the versions and the hardware, and what `finetune parity --json`
 reported. On CPU ranks it compares 1, 2 and 4 in float32 on a model of 1 M parameters, on GPUs what `--world-sizes` and
-`--shape` say, in bfloat16. Exits 1 where a case is not proven.
+`--shape` say, in bfloat16. Exits 1 where a case is not proven. DDP and sharded, all kinds:
+
+    python -m benchmarks.parity_matrix ... --strategies ddp,shard --backends transformers --cases accumulation
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ CASES: dict[str, list[str]] = {
     "LoRA, packed, no checkpointing": [*PACKED, *THREE, "--training.gradient_checkpointing", "false"],
     "LoRA, padded, ranks without a label": [*PADDED, *ONE, *MASKED],
     "full, packed, accumulation 1": [*PACKED, *ONE, *FULL],
+    "full, packed, accumulation 3": [*PACKED, *THREE, *FULL],
+    "full, padded, accumulation 1": [*PADDED, *ONE, *FULL],
     "full, padded, accumulation 3": [*PADDED, *THREE, *FULL],
+    "QLoRA, packed, accumulation 1": [*PACKED, *ONE, *QLORA],
     "QLoRA, packed, accumulation 3": [*PACKED, *THREE, *QLORA],
     "QLoRA, padded, accumulation 1": [*PADDED, *ONE, *QLORA],
+    "QLoRA, padded, accumulation 3": [*PADDED, *THREE, *QLORA],
 }
 
 
@@ -56,6 +62,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--world-sizes", default="1,2,4")
+    parser.add_argument("--strategies", default="ddp", help="ddp, shard or both, as of `finetune parity`")
     parser.add_argument("--shape", default="llama-1m", choices=list(SHAPES))
     parser.add_argument("--backends", nargs="+", default=["unsloth", "transformers"])
     parser.add_argument("--cases", nargs="+", default=[""], help="only those whose name holds one of these")
@@ -90,7 +97,8 @@ def prove(options: argparse.Namespace, words: list[str], backend: str, model: Pa
     """One case; every tensor's figures are reduced to the worst three."""
     report = Path(tempfile.mkdtemp(dir=options.work)) / "report.json"
     command = [sys.executable, "-m", "finetune.parity", "--world-sizes", options.world_sizes, "--steps", "3"]
-    command += ["--json", str(report), "--model.model_name_or_path", str(model), "--model.backend", backend]
+    command += ["--strategies", options.strategies, "--json", str(report)]
+    command += ["--model.model_name_or_path", str(model), "--model.backend", backend]
     command += ["--data.columns", "{instruction: question, output: answer}", "--data.eval_file", str(held_out)]
     command += ["--training.global_batch_size", "12"]
     if "--data.train_file" not in words:

@@ -1,4 +1,7 @@
-"""A rank of `benchmarks.shard_gpu`: `python -m benchmarks.shard_rank MODE JSON [arguments of finetune.train]`.
+"""A rank of `benchmarks.shard_gpu`: `python -m benchmarks.shard_rank [arguments of finetune.train]`.
+
+SHARD_REQUEST in the environment is JSON with `mode` and what the mode needs. A dry run starts this program again for
+slices of the model, with the same arguments.
 
 train:  the shipped command. `cap_gib` limits the memory of this rank's GPU, `alone` shards over a single rank, too.
 ops:    the copies that FSDP2 makes around an all-gather, one by one, on packed NF4 weights: which of them change bytes.
@@ -22,12 +25,11 @@ ROWS, LENGTH = 4, 512  # of the batch whose loss is compared
 
 
 def main() -> int:
-    """Run the mode that the first argument names. Returns the exit code."""
-    mode, request = sys.argv[1], json.loads(sys.argv[2])
-    if mode == "train":
-        sys.argv = [sys.argv[0], *sys.argv[3:]]
+    """Run the mode that is asked for. Returns the exit code."""
+    request = json.loads(os.environ["SHARD_REQUEST"])
+    if request["mode"] == "train":
         return train(request)
-    found = {"ops": ops, "bytes": stored_bytes, "loop": loop}[mode](request)
+    found = {"ops": ops, "bytes": stored_bytes, "loop": loop}[request["mode"]](request)
     if int(os.environ.get("RANK", "0")) == 0:
         Path(request["out"]).write_text(json.dumps(found))
     import torch.distributed as dist

@@ -166,6 +166,10 @@ class Lab:
         if how == "accelerate":
             file = self.profile(rank, ranks, address, port)
             return ["accelerate", "launch", "--config_file", str(file), *more]
+        if how == "ranks":  # one on each machine, started by no launcher that waits for the others
+            given = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+            given |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+            return ["env", *(f"{name}={value}" for name, value in given.items()), "python"]
         count = ["--nnodes", "2", "--nproc_per_node", str(ranks[rank])]
         if how == "torchrun":
             meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{port}", "--rdzv_id", "run"]
@@ -345,43 +349,90 @@ def of_refusal(run: Run, *words: str, within: float | None = BOUND, codes: Seque
     return [sentence for sentence, is_so in (wrong | missing).items() if is_so]
 
 
-@cell("late-node")
+STARTED_BY = ("accelerate", "torchrun", "torchrun-static", "ranks")
+
+
+@cell(*(f"late-node-{how}" for how in STARTED_BY))
 def late(lab: Lab, name: str) -> dict[str, Any]:
     """The second machine starts 20 s after the first: the run takes place."""
+    how = how_of(name)
     out = lab.shared / "out" / lab.cell
     arguments = lab.settings(out, 2)
     began = time.monotonic()
-    first = lab.start(0, "accelerate", [1, 1], arguments)
+    first = lab.start(0, how, [1, 1], arguments)
     time.sleep(20)
-    run = Run([first, lab.start(1, "accelerate", [1, 1], arguments)], out)
+    run = Run([first, lab.start(1, how, [1, 1], arguments)], out)
     run.wait(since=began)
     return ended(run, problems=[] if run.codes == [0, 0] else ["the run failed"])
 
 
-@cell("absent-node-accelerate", "absent-node-torchrun")
+def how_of(name: str) -> str:
+    """What starts the ranks, by the end of a cell's name."""
+    return next(how.replace("-", " ") for how in reversed(STARTED_BY) if name.endswith(how))
+
+
+def waiting(how: str, seconds: int) -> dict[str, Sequence[str]]:
+    """Options for how long the machines wait for each other (docs/two-machines.md): of the launcher, of the run."""
+    if how == "ranks":
+        return {"more": (), "extra": ("--training.join_timeout", str(seconds))}
+    return {"more": ("--rdzv_conf", f"{'join_timeout' if how == 'torchrun' else 'timeout'}={seconds}"), "extra": ()}
+
+
+# What is printed where the machines do not meet, as docs/two-machines.md quotes it: by the one that waits for the
+# other, and by the one that looks for it at a wrong address or port.
+STATIC = (
+    "waiting for clients. 1/2 clients joined.",
+    {
+        "address": "DistNetworkError: The client socket has failed to connect to any network address of (",
+        "port": "DistNetworkError: The client socket has timed out after",
+    },
+)
+WORDS: dict[str, tuple[str, dict[str, str]]] = {
+    "accelerate": STATIC,
+    "torchrun static": STATIC,
+    "torchrun": ("RendezvousTimeoutError", dict.fromkeys(("address", "port"), "RendezvousConnectionError: The conn")),
+    "ranks": (
+        f"Rank 1 has not come to {ADDRESSES[0]}:{PORT} within 20 s (training.join_timeout) of rank 0 on {NAMES[0]}",
+        {
+            "address": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at 10.77.0.9:{PORT}, tried for 20 s",
+            "port": f"Rank 1 on {NAMES[1]} cannot reach rank 0 at {ADDRESSES[0]}:{PORT + 1}, tried for 20 s",
+        },
+    ),
+}
+
+
+@cell(*(f"absent-node-{how}" for how in STARTED_BY))
 def absent(lab: Lab, name: str) -> dict[str, Any]:
-    """The second machine does not start at all within the launcher's timeout, here 20 s."""
-    how = name.rsplit("-", 1)[1]
-    more = ("--rdzv_conf", "timeout=20" if how == "accelerate" else "join_timeout=20")
-    out = lab.shared / "out" / lab.cell
+    """The second machine does not start at all within the timeout, here 20 s."""
+    how = how_of(name)
+    out, options = lab.shared / "out" / lab.cell, waiting(how, 20)
+    arguments = lab.settings(out, 2, *options["extra"])
     began = time.monotonic()
-    run = Run([lab.start(0, how, [1, 1], lab.settings(out, 2), more=more)], out)
+    run = Run([lab.start(0, how, [1, 1], arguments, more=options["more"])], out)
     run.wait(since=began)
-    return ended(run, problems=of_refusal(run, within=None))
+    return ended(run, problems=of_the_unmet(run, (WORDS[how][0],)))
 
 
-@cell("wrong-address", "wrong-port")
+@cell(*(f"wrong-{what}-{how}" for what in ("address", "port") for how in STARTED_BY))
 def wrong_meeting_point(lab: Lab, name: str) -> dict[str, Any]:
     """The second machine looks for the first one elsewhere."""
-    out = lab.shared / "out" / lab.cell
-    arguments = lab.settings(out, 2)
-    more = ("--rdzv_conf", "timeout=20")
-    elsewhere = {"address": "10.77.0.9"} if name == "wrong-address" else {"port": PORT + 1}
+    how, what = how_of(name), name.split("-")[1]
+    out, options = lab.shared / "out" / lab.cell, waiting(how, 20)
+    arguments = lab.settings(out, 2, *options["extra"])
+    elsewhere = {"address": "10.77.0.9"} if what == "address" else {"port": PORT + 1}
     began = time.monotonic()
-    first = lab.start(0, "accelerate", [1, 1], arguments, more=more)
-    run = Run([first, lab.start(1, "accelerate", [1, 1], arguments, more=more, **elsewhere)], out)
+    first = lab.start(0, how, [1, 1], arguments, more=options["more"])
+    run = Run([first, lab.start(1, how, [1, 1], arguments, more=options["more"], **elsewhere)], out)
     run.wait(since=began)
-    return ended(run, problems=of_refusal(run, within=None))
+    alone, unreached = WORDS[how]
+    return ended(run, problems=of_the_unmet(run, (alone, unreached[what])))
+
+
+def of_the_unmet(run: Run, words: Sequence[str]) -> list[str]:
+    """Problems of a run whose machines do not meet: each that was started ends with its words."""
+    codes = [f"exit code {code}" for code in run.codes if code not in (1, 2)]
+    shown = zip(run.started, words, strict=True)
+    return codes + [f"{word!r} is not what {one.node.name} shows" for one, word in shown if word not in one.text]
 
 
 def fault(lab: Lab, how: str, ranks: Sequence[int], act: Callable[[Run], None], *extra: str, step: int = 25) -> Run:

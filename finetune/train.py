@@ -12,7 +12,7 @@ from finetune.engine import checkpoints, invariants, report, restart, resume, se
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError
 from finetune.measure import strategy
-from finetune.runtime import distributed, interrupt, runlock, startup
+from finetune.runtime import distributed, interrupt, process_group, runlock, startup
 from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
@@ -60,7 +60,7 @@ def run_locked(
     if (done := resume.finished(config, start, job.plan().digest(), session.total_steps(job))) is not None:
         report.print_finished(config.training.output_dir, done)
         session.write_result(config, done)
-        distributed.finish()
+        process_group.finish()
         return DONE
     session.check_space(config, job.model)
     checkpoints.take_over(output_dir, overwrite=overwrite)
@@ -68,7 +68,7 @@ def run_locked(
     with session.recorded(record, job, start):
         stopped = train(job, record, start, parity_dump)
     session.write_result(config, record.content)
-    distributed.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
+    process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
         session.export(job, record)
     return INTERRUPTED if stopped else DONE

@@ -1,10 +1,12 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it. A patch is applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it, those of OPTIMIZERS in runs with that `training.optim`. A
+patch is applied only if its probe finds the defect.
 """
 
 from patches import (
     torch_varlen_gqa,
+    torchao_state_dtype,
     unsloth_all_trl_trainers,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
@@ -23,3 +25,5 @@ LATE = (
     unsloth_full_checkpointing,
     unsloth_packed_probe_in_checkpoint,
 )
+OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
+ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each))

@@ -1,4 +1,5 @@
-"""One training of one stack: `python -m benchmarks.peers.rank REQUEST.json RESULT.json`, started by `benchmarks.peers`.
+"""One training of one stack: `python -m benchmarks.peers.rank REQUEST.json RESULT.json`, started by `benchmarks.peers`,
+and on several ranks by `benchmarks.shard_gpu`.
 
 The clock is the same for all stacks: a callback of transformers' trainer that records a CUDA event after every step
 and never waits for the GPU, and a hook that counts the labels of every forward pass on the GPU.
@@ -23,7 +24,8 @@ def main() -> int:
     """Train, and write what was measured."""
     request = json.loads(Path(sys.argv[1]).read_text())
     result = ours(request) if request["stack"] == "ours" else peer(request)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result))
     return 0
 
 
@@ -135,6 +137,7 @@ def arguments(request: dict[str, Any], out: Path) -> list[str]:
         *(["--model.load_in_4bit", "true"] if request["method"] == "qlora" else []),
         *(["--model.load_in_fp8", "true"] if request["options"].get("fp8") else []),
         *(["--model.packed_attention", "torch"] if request["options"].get("flash_2") else []),
+        *request["options"].get("words", []),
     ]
 
 
@@ -175,7 +178,8 @@ def peer(request: dict[str, Any]) -> dict[str, Any]:
         quantized = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-        place = {"device_map": {"": 0}} if torch.cuda.is_available() else {}
+        alone = torch.cuda.is_available() and "RANK" not in os.environ  # else the trainer places it
+        place = {"device_map": {"": 0}} if alone else {}
         model = AutoModelForCausalLM.from_pretrained(
             request["model"],
             dtype=torch.bfloat16,

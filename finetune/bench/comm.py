@@ -10,7 +10,7 @@ from typing import Any
 from finetune.bench import conditions, launch
 from finetune.errors import UserError
 from finetune.measure.protocol import MEASURED, RUNS, WARM_UP
-from finetune.runtime import distributed, nccl
+from finetune.runtime import distributed, meeting, nccl, process_group
 from finetune.runtime.hardware import Hardware, survey
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -62,15 +62,15 @@ def measure_here(sizes: Sequence[int] | None, runs: int, steps: int) -> dict[str
     from finetune.bench import comm_rank, rank
 
     rank.choose_device()
-    distributed.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
+    process_group.start(cpu=not rank.on_gpu(), timeout_seconds=launch.TIMEOUT_SECONDS, timeout_setting=None)
     world_size, machine = distributed.ranks().world_size, survey()
     if sizes is None:
         sizes = [size for size in SIZES if machine.device == "cuda" or size <= MOST_ON_CPU]
     request = {"sizes": list(sizes), "runs": runs, "steps": steps, "warm_up": WARM_UP, "collectives": list(COLLECTIVES)}
     found = comm_rank.measure(request | {"progress": False})
-    hosts = distributed.hosts()
-    distributed.finish()
-    return _described(found, world_size, machine) | {"hosts": hosts, "machines": distributed.machine_count()}
+    hosts = meeting.hosts()
+    process_group.finish()
+    return _described(found, world_size, machine) | {"hosts": hosts, "machines": process_group.machine_count()}
 
 
 def _described(

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.bench.launch import MARK, REQUEST, RESULT
 from finetune.measure.protocol import Summary, summarize
-from finetune.runtime import distributed, hardware
+from finetune.runtime import distributed, hardware, process_group
 from finetune.runtime.clock import Clock
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
@@ -26,11 +26,11 @@ def run_rank(measure: Callable[[Request], Any]) -> int:
 def _run_rank(folder: Path, measure: Callable[[Request], Any]) -> int:
     request = json.loads((folder / REQUEST).read_text())
     choose_device()
-    distributed.start(cpu=not on_gpu(), timeout_seconds=request["timeout_seconds"], timeout_setting=None)
+    process_group.start(cpu=not on_gpu(), timeout_seconds=request["timeout_seconds"], timeout_setting=None)
     result = measure(request)
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)
-    distributed.finish()
+    process_group.finish()
     return DONE
 
 

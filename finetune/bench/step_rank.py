@@ -12,7 +12,7 @@ from typing import Any
 from finetune.bench.launch import REQUEST, RESULT
 from finetune.config import Config, load, resolve_batch
 from finetune.engine import session
-from finetune.runtime import distributed
+from finetune.runtime import distributed, process_group
 from finetune.runtime.command import DONE, guarded
 from finetune.runtime.files import write_json
 
@@ -30,7 +30,7 @@ def run(folder: Path) -> int:
         result = measure(config, request, Path(out))
     if distributed.ranks().is_main:
         write_json(folder / RESULT, result)
-    distributed.finish()
+    process_group.finish()
     return DONE
 
 

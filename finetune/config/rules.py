@@ -484,7 +484,7 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
 
 
 # Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
-SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd")
 
 
 def sharding(config: Config, given: frozenset[str]) -> Found:
@@ -535,6 +535,11 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
             ("training.strategy", "training.optim"),
             f"optim {training.optim} has not been proven on a sharded model. Set one of"
             f" {', '.join(SHARDED_OPTIMIZERS)}.",
+        )
+    if "block_size" in str(training.extra.get("optim_args")):
+        yield (
+            ("training.strategy", "training.optim_args"),
+            "the checkpoints of a sharded model have 8-bit states in blocks of 256. Remove block_size.",
         )
 
 

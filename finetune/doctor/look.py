@@ -121,9 +121,10 @@ def answer(question: str, *arguments: str) -> None:
 
 def start_stack(backend: str) -> dict[str, Any]:
     """Start as a run does, probes and patches included: which backend, and why."""
+    import patches
     from finetune.runtime import bootstrap, flash, hardware
 
-    stack = bootstrap.start(backend)
+    stack = bootstrap.start(backend, optimizers=patches.OPTIMIZERS)
     return {
         "backend": stack.backend,
         "reason": stack.reason,

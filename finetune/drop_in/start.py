@@ -10,7 +10,7 @@ from types import TracebackType
 
 from finetune.config.schema import TrainingConfig
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, bytecode, command, distributed
+from finetune.runtime import bootstrap, bytecode, command, distributed, process_group
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.files import cache_folder
 
@@ -47,7 +47,7 @@ def start() -> Stack:
     if distributed.ranks().world_size > 1 and stack.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # SFTConfig would choose a device again, and see no GPU to share
     # Before SFTConfig does it. The timeout is that of the run from the time on when `train` is called.
-    distributed.connect(cpu=stack.device == "cpu", timeout_seconds=TrainingConfig().ddp_timeout)
+    process_group.connect(cpu=stack.device == "cpu", timeout_seconds=TrainingConfig().ddp_timeout)
     for verdict in stack.patches:
         if verdict.missed:
             _warn(

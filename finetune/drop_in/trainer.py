@@ -33,7 +33,7 @@ from finetune.engine.run_logger import RunLogger
 from finetune.errors import UserError
 from finetune.measure import scoring
 from finetune.review.rules.learning import divergence
-from finetune.runtime import distributed, hardware, interrupt, runlock, startup
+from finetune.runtime import distributed, hardware, interrupt, process_group, runlock, startup
 from finetune.runtime.command import INTERRUPTED, print_line
 
 # TRL's names for metrics that are called otherwise in this project.
@@ -256,7 +256,7 @@ class SFTTrainer(engine.SFTTrainer):
             with (
                 interrupt.installed(),
                 runlock.held(record.path.parent),
-                distributed.watched(training.ddp_timeout, "ddp_timeout", record.fail),
+                process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail),
             ):
                 config = restart.continued(replace(self.job.config, training=training))
                 output = self._train(config, record, ignore_keys_for_eval)

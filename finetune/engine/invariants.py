@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError
 from finetune.plural import counted
-from finetune.runtime import distributed, machines
+from finetune.runtime import distributed, machines, process_group
 
 if TYPE_CHECKING:  # importing it imports torch
     from finetune.engine.shard import Sharding
@@ -64,7 +64,7 @@ def own_facts(trainer: Any) -> Facts:
         current_device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
         trainer_classes=[f"{one.__module__}.{one.__qualname__}" for one in type(trainer).__mro__],
         processes=trainer.accelerator.num_processes,
-        timeout_seconds=distributed.group_timeout_seconds(),
+        timeout_seconds=process_group.group_timeout_seconds(),
         finds_unused=bool(trainer.args.ddp_find_unused_parameters),
         reentrant=_reentrant(trainer),
         patches=[verdict.name for verdict in trainer.stack.patches if verdict.applied],

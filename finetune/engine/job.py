@@ -17,7 +17,7 @@ from finetune.data.prepare import Data, prepare
 from finetune.engine import invariants
 from finetune.engine.metrics import ModelSize
 from finetune.errors import UserError
-from finetune.runtime import activity, bootstrap, distributed, hardware, startup
+from finetune.runtime import activity, bootstrap, distributed, hardware, process_group, startup
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -97,7 +97,7 @@ def open_job(
     check_backend(stack)
     start_up.ended("data")
     cpu = stack.device == "cpu"
-    distributed.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
+    process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     start_up.ended("ranks")
     with activity.during("reading the checkpoint"):
@@ -180,6 +180,7 @@ def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, ho
     if not shard.wanted(config):
         return load(hollow=False)
     shard.check(stack.device, dtype := model.resolve_dtype(config, stack), hooks)
+    shard.keep_compiled_code_apart()
     mesh, device = shard.mesh(stack.device), stack.torch_device
     stored = shard_loading.by_unit(config, hooks)
     everywhere = all(distributed.gather_objects(stored is not None))  # machines may have different files in the cache

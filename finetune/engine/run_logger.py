@@ -194,7 +194,8 @@ class RunLogger(TrainerCallback):
         self._training_since = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._rates.append(self._trainer.optimizer.param_groups[0]["lr"])
+        # torchao's optimizers have it in a tensor, whose value changes later.
+        self._rates.append(float(self._trainer.optimizer.param_groups[0]["lr"]))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
@@ -261,7 +262,7 @@ class RunLogger(TrainerCallback):
         window.seconds = sum(record.step_seconds)
         self._run.add(window)
         per_gpu = self._throughput(window)
-        rates, self._rates = [float(rate) for rate in self._rates], []
+        rates, self._rates = self._rates, []
         clipped = self._count_clipped(record.gradient_norms, args)
         fullest = self._fullest_gpu(record)
         retries = sum(rank.allocator_retries for rank in record.ranks)

@@ -17,7 +17,7 @@ from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError, describe
 from finetune.plural import counted
 from finetune.redact import redact_tree
-from finetune.runtime import bootstrap, disk, distributed, hang, interrupt, launcher, user_code
+from finetune.runtime import bootstrap, disk, distributed, failures, hang, interrupt, launcher, meeting, user_code
 from finetune.runtime.command import console
 from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
@@ -91,8 +91,9 @@ def open_session(
     if config.training.strategy == "shard" and backend == "auto":
         backend, setting = "transformers", "training.strategy: shard"
     with bootstrap.imports():
-        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting)
-        distributed.meet(config.training.join_timeout)
+        used = (config.training.optim,)
+        stack = bootstrap.start(backend, config.logging.log_level, without, setting=setting, optimizers=used)
+        meeting.meet(config.training.join_timeout)
         from finetune.engine import trainer  # noqa: F401  imports TRL and PEFT
         from finetune.engine.job import open_job
 
@@ -317,7 +318,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
-    hosts = distributed.hosts()
+    hosts = meeting.hosts()
     with disk.no_space(record.path.parent, record.path.name):
         record.update(
             status="running",
@@ -346,7 +347,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             yield
     except BaseException as error:
         with interrupt.deferred():  # a signal here must not leave the status at "running"
-            record.fail(distributed.first_failure(describe(error)))
+            record.fail(failures.first_failure(describe(error)))
         raise
 
 
@@ -367,13 +368,15 @@ def out_of_memory(job: Job) -> Iterator[None]:
         )
         model, training = job.config.model, job.config.training
         longest = job.config.data.max_length or int(job.layout.rows.lengths.max())
-        alternatives = [] if training.gradient_checkpointing else ["training.gradient_checkpointing: unsloth"]
+        sharded = training.strategy == "shard"
+        kind, optimizer = ("true", "adamw_torch_8bit") if sharded else ("unsloth", "adamw_8bit")
+        alternatives = [] if training.gradient_checkpointing else [f"training.gradient_checkpointing: {kind}"]
         if model.full_finetuning:
-            alternatives += ["training.optim: adamw_8bit"] if training.adam_in_full else []
+            alternatives += [f"training.optim: {optimizer}"] if training.adam_in_full else []
             alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:
             alternatives.append("model.load_in_4bit: true")
-        if training.strategy != "shard" and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
+        if not sharded and not (model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
             alternatives.append("training.strategy: shard on several GPUs")
         raise RunError(
             f"CUDA ran out of memory: {counted(job.batch.per_device, 'row')} of up to {longest} tokens per GPU. "

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-# Tensors of a parameter's shape that an optimizer keeps for each trained one.
-STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
+from finetune.engine import eight_bit, optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +27,22 @@ def predicted(model: Any, world_size: int, optimizer: str) -> Held:
 
     FSDP2 splits a parameter along its first dimension into parts of ceil(rows / ranks) rows and pads the last one
     (`FSDPParam._init_sharded_param`, torch/distributed/fsdp). Gradients have the same parts in the parameter's type,
-    and Adam keeps two more tensors. Only shapes are read, which are the same if nothing is sharded.
+    and Adam keeps two more tensors, perhaps in 8 bits. Only shapes are read, which are the same if nothing is sharded.
 
     Args:
         optimizer: as `training.optim`.
     """
-    total = trained = 0
+    total = trained = states = 0
     for parameter in model.parameters():
         rows, *others = parameter.shape or (1,)
-        part = math.ceil(rows / world_size) * math.prod(others) * parameter.element_size()
-        total += part
-        trained += part if parameter.requires_grad else 0
-    states = STATES.get(optimizer)
-    return Held(parameters=total, gradients=trained, optimizer=None if states is None else states * trained)
+        each, row, size = math.ceil(rows / world_size), math.prod(others), parameter.element_size()
+        total += each * row * size
+        if parameter.requires_grad:
+            trained += each * row * size
+            parts = (each * row, rows % each * row)  # of a rank, and of the last one that has any
+            states += max(optimizer_bytes.of_part(optimizer, one, size) or 0 for one in parts)
+    known = optimizer in optimizer_bytes.STATES
+    return Held(parameters=total, gradients=trained, optimizer=states if known else None)
 
 
 def held(model: Any, optimizer: Any = None) -> Held:
@@ -51,7 +53,7 @@ def held(model: Any, optimizer: Any = None) -> Held:
     return Held(
         parameters=_bytes(parameters),
         gradients=_bytes(one.grad for one in parameters if one.grad is not None),
-        optimizer=sum(_local(one).nbytes for one in kept),
+        optimizer=sum(eight_bit.local_bytes(one) for one in kept),
     )
 
 

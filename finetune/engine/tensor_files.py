@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from finetune.engine import eight_bit
 from finetune.errors import RunError
 from finetune.runtime import distributed, files
 
@@ -210,17 +211,22 @@ OPTIMIZER = "optimizer"  # stem of the tensors' files; the rest is in optimizer.
 
 def write_optimizer(folder: Path, optimizer: Any) -> None:
     """Write the state of an optimizer: tensors with `write`, everything else as JSON. Every rank calls it."""
-    state = optimizer.state_dict()
+    state, in_codes = optimizer.state_dict(), eight_bit.is_used(optimizer)
     tensors, plain = {}, {}
     for index, values in state["state"].items():
         for name, value in values.items():
+            key = f"{index}.{name}"
             if torch.is_tensor(value):
-                tensors[f"{index}.{name}"] = value
+                tensors |= eight_bit.to_files(key, value) if in_codes else {key: value}
             else:
                 plain.setdefault(str(index), {})[name] = value
     write(folder, OPTIMIZER, tensors)
     if distributed.ranks().is_main:
-        text = json.dumps({"param_groups": state["param_groups"], "state": plain}, allow_nan=False)
+        groups = [
+            {name: value.item() if torch.is_tensor(value) else value for name, value in group.items()}
+            for group in state["param_groups"]
+        ]
+        text = json.dumps({"param_groups": groups, "state": plain}, allow_nan=False)
         (folder / f"{OPTIMIZER}.json").write_text(text + "\n", encoding="utf-8")
     distributed.barrier()
 
@@ -230,9 +236,12 @@ def has_optimizer(folder: Path) -> bool:
     return (folder / f"{OPTIMIZER}.json").is_file()
 
 
-def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor], *, in_codes: bool = False) -> dict[str, Any]:
     """What `write_optimizer` wrote, as an optimizer of these parameters loads it: parts of sharded ones, whole tensors
     of others.
+
+    Args:
+        in_codes: whether the optimizer is torchao's in 8 bits.
 
     Raises:
         ValueError: a tensor has another shape than its parameter.
@@ -241,12 +250,19 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor]) -> dict[str
     stored = TensorFiles(folder, OPTIMIZER)
     state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in content["state"].items()}
     for key in stored.keys():
-        number, _, name = key.partition(".")
+        if eight_bit.is_scales(key):  # read with their codes
+            continue
+        in_8_bits = eight_bit.key_of_codes(key)
+        number, _, name = (in_8_bits or key).partition(".")
         index, shape = int(number), stored.shape(key)
         if not shape:  # the count of steps
             value = stored.whole(key)
         elif shape == tuple(parameters[index].shape):
-            value = as_part(stored.like(key, parameters[index]), parameters[index])
+            part = stored.like(key, parameters[index])
+            if in_8_bits is not None:
+                scales = stored.like(f"{in_8_bits}.{eight_bit.SCALES}", parameters[index])
+                part = eight_bit.of_codes(part, scales, name)
+            value = as_part(eight_bit.encoded(part, name) if in_codes else part, parameters[index])
         else:
             raise ValueError(f"{key} has shape {list(shape)}, its parameter {list(parameters[index].shape)}")
         state.setdefault(index, {})[name] = value
@@ -254,14 +270,30 @@ def read_optimizer(folder: Path, parameters: Sequence[torch.Tensor]) -> dict[str
         {name: tuple(value) if name == "betas" else value for name, value in group.items()}
         for group in content["param_groups"]
     ]
+    for group in groups if in_codes else ():
+        group["lr"] = torch.tensor(group["lr"])  # torchao refuses a number
     return {"state": state, "param_groups": groups}
 
 
-def split_optimizer(state: dict[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """An optimizer's state with whole tensors, as an optimizer of sharded parameters loads it."""
+def split_optimizer(
+    state: dict[str, Any], parameters: Sequence[torch.Tensor], *, in_codes: bool = False
+) -> dict[str, Any]:
+    """An optimizer's state with whole tensors, as an optimizer of sharded parameters loads it.
+
+    Args:
+        in_codes: whether the optimizer is torchao's in 8 bits.
+    """
+
+    def part(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if not in_codes:
+            return part_of(value, like)
+        span = rows_of(like)
+        own = value if span is None else eight_bit.rows_of(value, *span)
+        return as_part(eight_bit.encoded(own, name), like)
+
     split = {
         index: {
-            name: part_of(value, parameters[index]) if torch.is_tensor(value) and value.dim() else value
+            name: part(name, value, parameters[index]) if torch.is_tensor(value) and value.dim() else value
             for name, value in values.items()
         }
         for index, values in state["state"].items()

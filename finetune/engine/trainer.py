@@ -30,6 +30,7 @@ from finetune.engine import (
     attention,
     best,
     checkpoints,
+    eight_bit,
     invariants,
     shard,
     shard_checkpoints,
@@ -591,14 +592,16 @@ class SFTTrainer(trl.SFTTrainer):
             return
         folder, schedule = Path(checkpoint), read_state(Path(checkpoint, "scheduler.pt"))
         parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        in_codes = eight_bit.is_used(self.optimizer)
         if tensor_files.has_optimizer(folder):
             with loading(folder / "optimizer.json"):
-                self._restore_optimizer_and_schedule(tensor_files.read_optimizer(folder, parameters), schedule)
+                read = tensor_files.read_optimizer(folder, parameters, in_codes=in_codes)
+                self._restore_optimizer_and_schedule(read, schedule)
             return
         optimizer = read_state(folder / "optimizer.pt", mapped=self.sharded)
         with loading(folder / "optimizer.pt"):
             if self.sharded:
-                optimizer = tensor_files.split_optimizer(optimizer, parameters)
+                optimizer = tensor_files.split_optimizer(optimizer, parameters, in_codes=in_codes)
             self._restore_optimizer_and_schedule(optimizer, schedule)
 
     def _restore_optimizer_and_schedule(self, optimizer: dict[str, Any], schedule: dict[str, Any]) -> None:
@@ -728,6 +731,14 @@ def move_schedule(schedule: Any, step: int) -> None:
         base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
     for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        set_learning_rate(group, rate)
+
+
+def set_learning_rate(group: dict[str, Any], rate: float | torch.Tensor) -> None:
+    """Of a group of an optimizer's parameters. torchao's optimizers have it in a tensor, and refuse a number there."""
+    if torch.is_tensor(group["lr"]):
+        group["lr"].fill_(rate)
+    else:
         group["lr"] = rate
 
 

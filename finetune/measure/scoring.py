@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.measure import measurements, slices
 from finetune.measure.measurements import slowest_rank_seconds
 from finetune.measure.predict import Curve, Prediction, Work, predict
-from finetune.runtime import distributed
+from finetune.runtime import distributed, process_group
 from finetune.runtime.tags import tag
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     if world > 1:
         backend = "nccl" if job.stack.device == "cuda" else "gloo"
         curve, where = measurements.find_comm(
-            world, backend, job.hardware.name, os.environ, distributed.machine_count()
+            world, backend, job.hardware.name, os.environ, process_group.machine_count()
         )
         if curve is None:
             return _unknown(where)

@@ -16,8 +16,11 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.config.rules import sharding
+from finetune.engine import optimizer_bytes
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # the layer that a tensor belongs to: `model.layers.3`
+# What files of weights that are in 4 bits already have beside each: its scales and tables.
+_BESIDE = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,10 @@ def sizes(folder: Path) -> Sizes | None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                count = math.prod(tensors.get_slice(key).get_shape())
+                if _BESIDE.search(key):
+                    continue
+                tensor = tensors.get_slice(key)
+                count = math.prod(tensor.get_shape()) * (2 if tensor.get_dtype() == "U8" else 1)  # two of 4 bits a byte
                 if (layer := _LAYER.match(key)) is None:
                     outside += count
                 else:
@@ -50,29 +56,36 @@ def sizes(folder: Path) -> Sizes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a configuration stores weights: bytes of one in a layer and outside of layers, and whether all are trained,
-    with Adam's two states in their own type. An adapter is left out."""
+    """How a configuration stores weights: bytes of one in a layer and outside of layers; whether all are trained, and
+    then the bytes of an optimizer's state per weight. An adapter is left out."""
 
     layer: float
     outside: float
     full: bool
+    state: float
+
+    def kept(self, in_layers: float, outside: float) -> float:
+        """Bytes of that many weights, with their gradients and optimizer state."""
+        weights = in_layers * self.layer + outside * self.outside
+        return 2 * weights + (in_layers + outside) * self.state if self.full else weights
 
 
 def storage(config: Config) -> Storage:
     """Of a GPU that has bfloat16. PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the
     scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314)."""
     if config.model.load_in_4bit:
-        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False)
+        return Storage(layer=(4 + 0.127) / 8, outside=4, full=False, state=0)
     each = 4 if config.model.dtype == "float32" else 2
-    return Storage(layer=each, outside=each, full=config.model.full_finetuning)
+    state = optimizer_bytes.per_weight(config.training.optim, each)
+    return Storage(layer=each, outside=each, full=config.model.full_finetuning, state=state)
 
 
 def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
     """Memory of a rank without activations, in bytes."""
-    weights = (found.total - found.outside) * stored.layer + found.outside * stored.outside
+    kept = stored.kept(found.total - found.outside, found.outside)
     gathered = 2 * found.layer * stored.layer + found.outside * stored.outside
     reduced = 4 * max(found.layer, found.outside) if stored.full else 0
-    return math.ceil(weights * (4 if stored.full else 1) / world_size + gathered + reduced)
+    return math.ceil(kept / world_size + gathered + reduced)
 
 
 def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stored: Storage) -> tuple[int, int] | None:

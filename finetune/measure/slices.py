@@ -174,7 +174,7 @@ def sharded(
     """
     stored = sharding.storage(config)
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
-    held = (slices[1] * sizes.layer * stored.layer + sizes.outside * stored.outside) * (4 if stored.full else 1)
+    held = stored.kept(slices[1] * sizes.layer, sizes.outside)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,

@@ -19,9 +19,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
+from finetune.engine import eight_bit
 from finetune.engine import memory as process_memory
 from finetune.engine.job import Job
 from finetune.engine.session import build_trainer
+from finetune.engine.trainer import set_learning_rate
 from finetune.measure import measurements
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
 from finetune.measure.predict import line_through
@@ -289,7 +291,7 @@ def holds_its_state(trainer: Any) -> bool:
     The weights are not changed: gradients are zero, and so is the learning rate.
     """
     for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.0
+        set_learning_rate(group, 0.0)
     try:
         for parameter in trainer.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -407,7 +409,7 @@ class Trial:
 def _state_bytes(trainer: Any) -> int:
     """Bytes of the optimizer state."""
     values = (value for state in trainer.optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if torch.is_tensor(value))
+    return sum(eight_bit.local_bytes(value) for value in values if torch.is_tensor(value))
 
 
 def _parameter_count(job: Job) -> int:

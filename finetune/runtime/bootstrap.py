@@ -62,12 +62,20 @@ def imports() -> Iterator[None]:
 
     There are millions, and they live as long as the process. Unsloth collects 20 times while it loads a model, which
     took 7 s on an H200 host (benchmarks/results/LOG.md).
+
+    Each rank is warned that torchao has kernels for other devices and that it registers types as it did before torch
+    2.13; neither concerns its optimizers.
     """
     was_enabled = gc.isenabled()
     gc.disable()
+    levels = {log: log.level for log in map(logging.getLogger, ("torch.utils._pytree", "torchao"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        for log, level in levels.items():
+            log.setLevel(level)
         gc.freeze()
         if was_enabled:
             gc.enable()
@@ -80,6 +88,7 @@ def start(
     without: Collection[str] = (),
     *,
     setting: str = "model.backend",
+    optimizers: Collection[str] = (),
 ) -> Stack:
     """Select this rank's device and import the backend.
 
@@ -92,6 +101,7 @@ def start(
         log_level: log level of the libraries on rank 0, None to leave it; other ranks log errors only.
         without: names of patches to skip, to measure their effect.
         setting: what the user chose the backend with, for messages.
+        optimizers: that the run may use, as `training.optim`.
 
     Raises:
         UserError: Unsloth was requested but cannot run here, there are more ranks than devices, or the launcher asks
@@ -141,6 +151,8 @@ def start(
         name, reason = "unsloth", f"Unsloth {version('unsloth')} supports this {'GPU' if device == 'cuda' else 'CPU'}"
     if name == "unsloth":
         verdicts += core.run(patches.LATE, without)
+    for optimizer in optimizers:
+        verdicts += core.run(patches.OPTIMIZERS.get(optimizer, ()), without)
     quiet_libraries(log_level)
     start_up.ended("libraries")
     return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))

@@ -52,14 +52,14 @@ def guarded(run: Callable[[], int]) -> int:
 
     Only the rank that failed first prints its error; the others exit quietly.
     """
-    from finetune.runtime import cpu_threads, disk, distributed, interrupt
+    from finetune.runtime import cpu_threads, disk, distributed, failures, interrupt
 
     cpu_threads.sleep_while_waiting()
     interrupt.install()
     try:
         return run()
     except interrupt.Interrupted:
-        distributed.announce_interruption(interrupt.reason())
+        failures.announce_interruption(interrupt.reason())
         if distributed.ranks().is_main:
             sys.stderr.write(f"stopped by {interrupt.reason()}\n")
         return INTERRUPTED
@@ -68,7 +68,7 @@ def guarded(run: Callable[[], int]) -> int:
         return error.exit_code
     except Exception as error:
         # A full or missing disk, or a broken connection, wherever the error occurred.
-        broken = distributed.of_broken_connection(describe(error))
+        broken = failures.of_broken_connection(describe(error))
         known = disk.failure(error) or (RunError(broken) if broken else None)
         text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
         _report(known or error, text)
@@ -82,13 +82,13 @@ def report(error: UserError, place: str = "") -> None:
 
 def _report(error: Exception, text: str) -> None:
     """Write the error to stderr on the one rank that reports it."""
-    from finetune.runtime import distributed
+    from finetune.runtime import failures
 
     try:
-        mine = distributed.claim_failure(describe(error))
+        mine = failures.claim_failure(describe(error))
     except UserError:  # the launcher's variables themselves are wrong
         mine = True
-    if mine or distributed.wait_for_launcher():
+    if mine or failures.wait_for_launcher():
         sys.stderr.write(text)
         sys.stderr.flush()
 

@@ -71,13 +71,14 @@ def apart(one: Path, other: Path) -> float:
     return max(float((first[key] - second[key]).abs().max()) for key in first)
 
 
-def resumed(how: str, arguments: list[str], whole: Path, again: Path, cache: Path) -> dict:
+def resumed(how: str, arguments: list[str], whole: Path, again: Path, cache: Path, script: Path | None = None) -> dict:
     """The second half of the run in `whole`, in a copy of its folder."""
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoint-6")
     for file in again.glob("*model*.safetensors*"):
         file.unlink()
-    return launch.train(how, [*arguments, "--training.resume_from_checkpoint", "true"], out=again, cache=cache)
+    words = [*arguments, "--training.resume_from_checkpoint", "true"]
+    return launch.train(how, words, out=again, cache=cache, script=script)
 
 
 def test_full_fine_tuning_and_its_checkpoints_do_not_depend_on_sharding(
@@ -139,6 +140,62 @@ def test_a_run_goes_on_from_sharded_to_ddp_and_back(tied_model: Path, tiny_data:
         assert run["world_size"] == 2 and run["resumed_from"].endswith("checkpoint-3")
         assert worst(copied["losses"][3:], run["losses"]) < 1e-5
         assert apart(ddp, tmp_path / folder) < 2e-5
+
+
+@pytest.fixture(scope="session")
+def blocks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with rows of 256 numbers, so that 8-bit states have the same blocks on any number of ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("blocks")
+    tokenizer: Any = tiny.make_tokenizer(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.campaign
+def test_adam_in_8_bits_does_not_depend_on_sharding(blocks_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """One process, DDP and sharded; resumed on other ranks and with the other strategy. Not compiled."""
+    pytest.importorskip("torchao")
+    full = ("--model.full_finetuning", "--training.learning_rate", "1e-3", "--logging.generate_samples", "0")
+    batch = ("--training.optim", "adamw_torch_8bit", "--training.global_batch_size", "8")
+    words = settings(blocks_model, tiny_data, *full, *batch, "--training.per_device_train_batch_size", "2")
+    eager: Any = {"cache": tmp_path, "script": launch.SPIES / "eager_adam.py"}
+    one, ddp, split = tmp_path / "one", tmp_path / "ddp", tmp_path / "shard"
+    single = launch.train("1 rank", words, out=one, **eager)
+    copied = launch.train("2 ranks", words, out=ddp, **eager)
+    sharded = launch.train("2 ranks", [*words, *SHARD], out=split, **eager)
+    assert worst(single["losses"], copied["losses"]) < 1e-6 and worst(single["losses"], sharded["losses"]) < 1e-6
+    assert apart(one, ddp) < 2e-4 and apart(one, split) < 2e-4  # a rounded sum can change a code
+    held = sharded["sharding"]["predicted_bytes_per_rank"]
+    assert held["optimizer"] < 0.6 * held["parameters"]  # float32: a quarter of it for each state, with the tables
+    names = set(load_file(split / "checkpoint-3" / "optimizer.safetensors"))
+    assert "0.exp_avg.codes" in names and "0.exp_avg.scales" in names
+    again = {
+        "shard to one": ("1 rank", words, split),
+        "shard to four": ("4 ranks", [*words, *SHARD], split),
+        "ddp to shard": ("2 ranks", [*words, *SHARD], ddp),
+        "shard to ddp": ("2 ranks", words, split),
+    }
+    for name, (how, given, whole) in again.items():
+        run = resumed(how, given, whole, tmp_path / name, tmp_path, eager["script"])
+        assert run["resumed_from"].endswith("checkpoint-3")
+        assert worst(single["losses"][3:], run["losses"]) < 1e-6, name
+        assert apart(one, tmp_path / name) < 2e-4, name
 
 
 @pytest.mark.campaign

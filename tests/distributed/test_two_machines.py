@@ -83,7 +83,16 @@ def test_a_file_that_one_machine_lacks_ends_all(tiny_model: Path, tiny_data: Pat
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "cell",
-    ["accelerate-1+1", "torchrun-1+2", "killed-first-torchrun", "link-down-accelerate", "rank-killed-restart"],
+    [
+        "accelerate-1+1",
+        "torchrun-1+2",
+        "late-node-ranks",
+        "wrong-address-ranks",
+        "wrong-port-accelerate",
+        "killed-first-torchrun",
+        "link-down-accelerate",
+        "rank-killed-restart",
+    ],
 )
 def test_with_network_namespaces(cell: str, tmp_path: Path) -> None:
     """Cells of the benchmark: launchers, addresses, disks and processes of two machines."""

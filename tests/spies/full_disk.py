@@ -1,4 +1,4 @@
-"""Fill the disk of the output folder before step 4."""
+"""Fill the disk of the output folder before step 4. Every rank of a sharded model writes several files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from finetune.engine import tensor_files
 from tests.spies import train_with
 
 
@@ -21,6 +22,7 @@ def fill(trainer: Any) -> None:
         return step(self, *arguments, **keywords)
 
     type(trainer).training_step = training_step
+    tensor_files.FILE_BYTES, tensor_files.ONE_FILE_BYTES = 40_000, 0
 
 
 if __name__ == "__main__":

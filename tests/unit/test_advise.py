@@ -470,7 +470,7 @@ def test_auto_is_advised_to_shard_only_if_nothing_else_fits(
     monkeypatch.setattr(candidates, "Bench", lambda **kw: bench)
     found = sharding.sizes(tiny_model)
     assert found is not None
-    needed = sharding.bytes_per_gpu(found, 2, sharding.Storage(layer=2, outside=2, full=True))
+    needed = sharding.bytes_per_gpu(found, 2, sharding.Storage(layer=2, outside=2, full=True, state=4))
     machine = replace(host(card(0), card(1)), memory_gib=1.01 * needed / 0.8 / 2**30)
     monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: machine)
     (tmp_path / "t.jsonl").write_text("{}\n")

@@ -223,7 +223,11 @@ class TestFullDisk:
         assert "MiB free" in done.stdout and "Traceback" not in done.stdout
         assert list(mount.iterdir()) == []
 
-    def test_disk_that_fills_up_keeps_the_last_whole_checkpoint(self, folder: Path, tiny_model: Path, small) -> None:
+    @pytest.mark.parametrize("how", ["1 rank", "2 ranks"])
+    def test_disk_that_fills_up_keeps_the_last_whole_checkpoint(
+        self, folder: Path, tiny_model: Path, small, how: str
+    ) -> None:
+        """On two ranks the model is sharded, and both write."""
         out = small(24) / "out"
         script = launch.SPIES / "full_disk.py"
         arguments = [*model(tiny_model), "--data.train_file", str(folder / "train.jsonl"), "--training.max_steps", "6"]
@@ -235,7 +239,8 @@ class TestFullDisk:
             "--training.output_dir",
             str(out),
         ]
-        done = launch.run("1 rank", arguments, cache=folder, script=script)
+        arguments += ["--training.strategy", "shard", "--model.backend", "transformers"] if how == "2 ranks" else []
+        done = launch.run(how, arguments, cache=folder, script=script)
         assert done.returncode == 1, done.stdout[-3000:]
         words = " ".join(done.stdout.split())
         assert "No space left" in words and "newest complete checkpoint is checkpoint-2" in words

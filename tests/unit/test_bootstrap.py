@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, distributed
+from finetune.runtime import bootstrap, distributed, process_group
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_a_process_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPa
     distributed.ranks.cache_clear()
     monkeypatch.setattr(accelerate, "PartialState", lambda **_: SimpleNamespace(num_processes=1))
     with pytest.raises(UserError, match="started 2 processes, but the process group has 1"):
-        distributed.start(cpu=True, timeout_seconds=60)
+        process_group.start(cpu=True, timeout_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,15 @@ def test_a_profile_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(UserError, match="add `--training.strategy shard`"):
         bootstrap.start("transformers")
+
+
+def test_libraries_do_not_warn_of_torchaos_kernels_while_they_are_imported() -> None:
+    """Two lines per rank about other devices, and two about torch 2.13."""
+    import logging
+
+    for name in ("torchao", "torch.utils._pytree"):
+        log = logging.getLogger(name)
+        before = log.level
+        with bootstrap.imports():
+            assert not log.isEnabledFor(logging.WARNING) and log.isEnabledFor(logging.ERROR)
+        assert log.level == before

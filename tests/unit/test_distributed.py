@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from finetune.errors import UserError
-from finetune.runtime import distributed
+from finetune.runtime import distributed, failures, process_group
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_only_nccl_puts_collectives_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert callable(dist.ProcessGroup._wait_for_pending_works)  # the installed torch has it
 
 
-FAILS = "import sys; from finetune.runtime import distributed, command; from finetune.errors import UserError; {}"
+FAILS = "import sys; from finetune.runtime import failures, command; from finetune.errors import UserError; {}"
 RAISE = "sys.exit(command.guarded(lambda: (_ for _ in ()).throw(UserError('bad input'))))"
 
 
@@ -98,10 +98,10 @@ def test_a_rank_with_nothing_to_say_does_not_end_before_the_one_that_speaks() ->
     """A launcher ends all ranks with the first that fails: rank 1 may not be it. It is ended by it, or speaks."""
     assert as_rank("0", RAISE).stderr == "error: [rank 0] bad input\n"
     event = "types.SimpleNamespace(wait=lambda *a: os.kill(os.getpid(), 15))"
-    patch = f"import os, types; distributed.threading = types.SimpleNamespace(Event=lambda: {event})"
+    patch = f"import os, types; failures.threading = types.SimpleNamespace(Event=lambda: {event})"
     ended = as_rank("1", f"{patch}; {RAISE}")
     assert ended.returncode == -15 and ended.stderr == ""
-    alone = as_rank("1", f"distributed.QUIET_SECONDS = 0.0; {RAISE}")
+    alone = as_rank("1", f"failures.QUIET_SECONDS = 0.0; {RAISE}")
     assert alone.returncode == 2 and alone.stderr == "error: [rank 1] bad input\n"
 
 
@@ -130,10 +130,9 @@ def met(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     """Rank 2, the first of the second of two machines, which has met the others."""
     launch(monkeypatch, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
     store = HashStore()
-    meeting = distributed._Meeting(store=store, links=None, group_begun=threading.Event())
-    monkeypatch.setattr(distributed, "_meeting", meeting)
-    for name in ("_stop_watching", "_ending"):
-        monkeypatch.setattr(distributed, name, threading.Event())
+    monkeypatch.setattr(failures, "_met", store)
+    for name in ("stopping", "_ending"):
+        monkeypatch.setattr(failures, name, threading.Event())
     return store
 
 
@@ -141,16 +140,16 @@ def met(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 def test_one_rank_of_each_machine_reports(met: HashStore, first: int | None, reports: bool) -> None:
     """Its own failure if it is the first, or the first failure of its machine."""
     if first is not None:
-        met.set(distributed._FAILURE, json.dumps({"rank": first, "message": "its own", "host": "other"}))
-    assert distributed.claim_failure("no such file") is reports
-    announced = json.loads(met.get(distributed._FAILURE))
+        met.set(failures.FAILURE, json.dumps({"rank": first, "message": "its own", "host": "other"}))
+    assert failures.claim_failure("no such file") is reports
+    announced = json.loads(met.get(failures.FAILURE))
     assert announced["message"] == ("no such file" if first is None else "its own")
 
 
 def test_the_failure_of_another_machine_names_it(met: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    met.set(distributed._FAILURE, json.dumps({"rank": 1, "message": "no such file", "host": "node-a"}))
+    met.set(failures.FAILURE, json.dumps({"rank": 1, "message": "no such file", "host": "node-a"}))
     monkeypatch.setattr(distributed, "_host_group", object())
-    assert distributed.first_failure("anything") == "rank 1 on node-a: no such file"
+    assert failures.first_failure("anything") == "rank 1 on node-a: no such file"
 
 
 @pytest.mark.parametrize(
@@ -165,20 +164,20 @@ def test_the_failure_of_another_machine_names_it(met: HashStore, monkeypatch: py
 def test_a_broken_connection_is_one_sentence(
     met: HashStore, monkeypatch: pytest.MonkeyPatch, text: str, broken: bool
 ) -> None:
-    monkeypatch.setattr(distributed, "CAUSE_SECONDS", 0.0)
-    found = distributed.of_broken_connection(text)
+    monkeypatch.setattr(failures, "CAUSE_SECONDS", 0.0)
+    found = failures.of_broken_connection(text)
     assert (found is not None) is broken
     if found:
         assert found.startswith("The connection to another rank broke: ") and "resume_from_checkpoint" in found
-        assert distributed.of_broken_connection(found) is None
+        assert failures.of_broken_connection(found) is None
 
 
 def test_gloo_uses_the_network_between_the_machines(met: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(distributed.machines, "route_to", lambda host: ("ib0", "10.0.0.2"))
-    distributed._choose_interface()
+    monkeypatch.setattr(process_group.machines, "route_to", lambda host: ("ib0", "10.0.0.2"))
+    process_group._choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # the user's
-    distributed._choose_interface()
+    process_group._choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")

@@ -70,7 +70,7 @@ def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
         assert found["versions"][name].startswith(version(name))
         assert re.search(rf"^  {name} +{re.escape(found['versions'][name])}$", text, re.MULTILINE), name
     assert found["stack"]["backend"] == "unsloth" and found["stack"]["device"] == "cpu"
-    listed = [patch.__name__.rpartition(".")[2] for patch in (*patches.EARLY, *patches.LATE)]
+    listed = [patch.__name__.rpartition(".")[2] for patch in patches.ALL]
     assert [patch["name"] for patch in found["stack"]["patches"]] == listed
     assert all(patch["applied"] == patch["needed"] and patch["reason"] for patch in found["stack"]["patches"])
     assert found["devices"] == [] and found["topology"] == []
@@ -472,6 +472,6 @@ def test_the_page_of_defects_names_what_exists() -> None:
         assert (launch.ROOT / path).exists(), name
         if function:
             assert re.search(rf"^def {function}\(", (launch.ROOT / path).read_text(), re.MULTILINE), name
-    assert {f"patches/{patch.__name__.rpartition('.')[2]}.py" for patch in (*patches.EARLY, *patches.LATE)} <= named
+    assert {f"patches/{patch.__name__.rpartition('.')[2]}.py" for patch in patches.ALL} <= named
     anchors = re.findall(r'<a id="([a-z0-9]+)">', page)
     assert len(anchors) == len(set(anchors)) and set(re.findall(r"\(#([a-z0-9]+)\)", page)) <= set(anchors)

@@ -12,7 +12,7 @@ import patches
 from patches import core
 
 FOLDER = Path(patches.__file__).parent
-ALL = (*patches.EARLY, *patches.LATE)
+ALL = patches.ALL
 
 
 def test_every_file_is_listed_once() -> None:

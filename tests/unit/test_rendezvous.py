@@ -246,13 +246,13 @@ def unused_port() -> int:
 
 MEET = """
 import sys
-from finetune.runtime import command, distributed
+from finetune.runtime import command, distributed, meeting, process_group
 
 def run():
-    distributed.meet(int(sys.argv[1]))
-    distributed.start(cpu=True, timeout_seconds=60)
+    meeting.meet(int(sys.argv[1]))
+    process_group.start(cpu=True, timeout_seconds=60)
     distributed.barrier()
-    distributed.finish()
+    process_group.finish()
     return 0
 
 sys.exit(command.guarded(run))

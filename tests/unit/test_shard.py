@@ -49,6 +49,7 @@ def config(*extra: str, model: str = "m"):
         (("--lora.modules_to_save", "[lm_head]"), "modules_to_save"),
         (("--lora.adapter_kwargs", "{use_dora: true}"), "use_dora"),
         (("--training.optim", "adamw_8bit"), "training.optim"),
+        (("--training.optim", "adamw_torch_8bit", "--training.optim_args", "block_size=128"), "training.optim_args"),
         (("--training.gradient_checkpointing", "unsloth"), "gradient_checkpointing"),
     ],
 )
@@ -161,6 +162,29 @@ def test_gradients_are_kept_until_they_are_reduced() -> None:
     assert shard.look(sharded).whole_matrices  # the root keeps what it has gathered
     shard.reshard(sharded)
     assert not shard.look(sharded).whole_matrices
+
+
+def test_the_norm_of_a_large_tensor_is_exact() -> None:
+    """torch's vector_norm is off by 7e-4 here on a CPU, so parts of a tensor would have another norm than the whole."""
+    torch.manual_seed(0)
+    numbers = torch.randn(2**24 + 5)
+    expected = numbers.double().norm()
+    for tensors in ([numbers], numbers.split(2**20), [numbers, numbers[:0]]):
+        assert float((shard.total_norm(tensors).double() - expected).abs() / expected) < 1e-6
+
+
+def test_ranks_do_not_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch adds the tag to every key of its caches; a user's own stays."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    tags = set()
+    for rank in (0, 1):
+        me = Ranks(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+        monkeypatch.setattr(shard.distributed, "ranks", lambda me=me: me)
+        torch.compiler.config.cache_key_tag = "mine"
+        for _ in range(2):
+            shard.keep_compiled_code_apart()
+        tags.add(torch.compiler.config.cache_key_tag)
+    assert tags == {"mine rank 0 of 2", "mine rank 1 of 2"}
 
 
 # --- 4-bit weights ----------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def sharded(**changed: Any) -> slices.Sharded:
         whole=measured(4),
         layers=4,
         sizes=sharding.Sizes(total=440, layer=100, outside=40),
-        stored=sharding.Storage(layer=2, outside=2, full=True),
+        stored=sharding.Storage(layer=2, outside=2, full=True, state=4),
         activation_bytes=900.0,
         fixed_bytes=70.0,
         reduces_once=False,
@@ -166,6 +166,33 @@ def test_memory_of_a_rank() -> None:
     assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
     alone = replace(once, whole=replace(once.whole, global_batch_size=2))
     assert alone.peak_bytes(2) == sharded().peak_bytes(2)
+
+
+def test_memory_of_adams_states_in_8_bits() -> None:
+    job = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.dtype", "bfloat16"]
+    found = {}
+    for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "sgd"):
+        words = [*job, "--model.full_finetuning", "true", "--training.optim", optimizer]
+        stored = sharding.storage(load(words, command="train"))
+        found[optimizer] = sharded(stored=stored).peak_bytes(2) - sharded(stored=replace(stored, state=0)).peak_bytes(2)
+    assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
+
+
+def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model(tmp_path: Path) -> None:
+    """Two weights are in a byte, with scales and tables beside them."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.models import write_nf4
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    LlamaForCausalLM(config).save_pretrained(plain)
+    packed.mkdir()
+    write_nf4(packed, config, torch.device("cpu"))
+    assert sharding.sizes(packed) == sharding.sizes(plain)
 
 
 def test_what_is_gathered_and_what_of_it_shows() -> None:

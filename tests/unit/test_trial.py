@@ -186,8 +186,13 @@ def test_a_device_may_be_full_without_any_row() -> None:
             1,
             "max_length, or use LoRA (model.full_finetuning: ",
         ),
+        (
+            ["--model.full_finetuning", "--training.strategy", "shard", "--training.gradient_checkpointing", "false"],
+            1,
+            "max_length, or use training.gradient_checkpointing: true or training.optim: adamw_torch_8bit or LoRA (m",
+        ),
     ],
-    ids=["LoRA", "QLoRA", "full", "full with a small optimizer"],
+    ids=["LoRA", "QLoRA", "full", "full with a small optimizer", "full and sharded"],
 )
 def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: int, said: str) -> None:
     batch = types.SimpleNamespace(per_device=rows, global_batch_size=8)

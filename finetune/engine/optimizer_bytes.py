@@ -1,0 +1,30 @@
+"""Bytes of an optimizer's state for each weight that is trained. Importing this does not import torch."""
+
+from __future__ import annotations
+
+# Tensors of a weight's shape that an optimizer keeps.
+STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "adamw_torch_8bit": 2, "sgd": 0}
+# torchao's Adam in 8 bits: a byte per number and a scale per block, for tensors that are worth it
+# (torchao/optim/adam.py, `_new_buffer`).
+IN_8_BITS = "adamw_torch_8bit"
+BLOCK = 256  # numbers
+LEAST = 4096  # numbers
+_TABLE_BYTES = 4 * 256  # of each tensor: what its codes stand for
+
+
+def has_codes(numbers: int) -> bool:
+    """Whether torchao keeps a state of that many numbers in codes of 8 bits."""
+    return numbers >= LEAST and numbers % BLOCK == 0
+
+
+def of_part(optimizer: str, numbers: int, each: int) -> int | None:
+    """Bytes of a rank's part of a weight, with that many numbers of `each` bytes; None if it is not known."""
+    if optimizer not in STATES:
+        return None
+    in_codes = optimizer == IN_8_BITS and has_codes(numbers)
+    return STATES[optimizer] * (numbers + 4 * (numbers // BLOCK) + _TABLE_BYTES if in_codes else numbers * each)
+
+
+def per_weight(optimizer: str, each: int) -> float:
+    """Bytes per number of a large weight that has `each`; as of Adam if it is not known."""
+    return STATES.get(optimizer, 2) * (1 + 4 / BLOCK if optimizer == IN_8_BITS else each)
