@@ -269,6 +269,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     """Read, classify, trace, plan and emit. Returns the notebook, plan, traces and the unverified conversion."""
     from finetune.convert.choices import refuse_choices
     from finetune.convert.classify import refuse_by_kind
+    from finetune.convert.drop_in_code import without_secret_services
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
     from finetune.convert.modules import refuse_missing
@@ -279,6 +280,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.trace import trace_notebook
 
     notebook, notes = _without_secrets(path)
+    notebook.statements = without_secret_services(notebook.statements)
     notes = notes + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from finetune.convert.drop_in_arguments import CONFIGS
 from finetune.convert.hooks import MODEL_FLAGS
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, effects, target_names, written_path
+from finetune.convert.names import Program, effects, root, target_names, written_path
 from finetune.convert.read import Refusal, Statement
 
 MAIN_RANK = "PartialState().is_main_process"
@@ -267,7 +267,7 @@ class _Variables(ast.NodeTransformer):
 def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
     """The statements with environment variables for the secrets of hosted services, as the script has them."""
     program = Program(statements)
-    found = [Statement(id=-1, cell=0, line=1, node=ast.parse("import os").body[0], source="import os")]
+    found = []
     for statement in statements:
         new = ast.fix_missing_locations(_Variables(program).visit(copy.deepcopy(statement.node)))
         same = ast.dump(new) == ast.dump(statement.node)
@@ -391,3 +391,12 @@ def reads(node: ast.stmt) -> set[str]:
 def binds(node: ast.stmt) -> set[str]:
     e = effects(node)
     return e.binds | e.may_bind
+
+
+def filled(node: ast.stmt) -> set[str]:
+    """Collections that a statement fills: `rows.append(one)`, `rows["text"] = one`, `rows += [one]`."""
+    receivers = [call.func for call in calls(node) if method(call) in named("fills")]
+    stores = [one for one in ast.walk(node) if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store)] + [
+        one.target for one in ast.walk(node) if isinstance(one, ast.AugAssign)
+    ]
+    return {name for one in [*receivers, *stores] if (name := root(one)) is not None} - effects(node).binds

@@ -24,7 +24,7 @@ from finetune.convert.harmless import adds_path, installs, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
-from finetune.convert.names import Program, free_names, root, target_names
+from finetune.convert.names import Program, free_names, root, target_names, written_path
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import Disposition, Plan, find_scratch
 from finetune.convert.shells import refuse_shells
@@ -50,6 +50,8 @@ class Form:
     plan: Plan  # the names of model, tokenizer and trainer, as the rules of the other form read them
     train: int
     unsloth: bool
+    trained: set[str] = field(default_factory=set)  # names of the model that is trained, and of what it is made from
+    generated: set[int] = field(default_factory=set)  # statements before training that need what is left out
     decisions: dict[int, Decision] = field(default_factory=dict)
     rewritten: dict[int, Rewritten] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -102,13 +104,14 @@ def _train(program: Program) -> int:
 
 
 def _units(program: Program) -> dict[str, ast.AST]:
-    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`."""
+    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`. The trainer calls
+    the methods of a callback."""
     found: dict[str, ast.AST] = {}
     for statement in program.statements:
         node = statement.node
         if isinstance(node, ast.FunctionDef):
             found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
+        elif isinstance(node, ast.ClassDef) and not any("Callback" in ast.unparse(base) for base in node.bases):
             for one in node.body:
                 if isinstance(one, ast.FunctionDef):
                     found[node.name if one.name == "__init__" else f".{one.name}"] = one
@@ -173,6 +176,7 @@ def _roles(form: Form) -> None:
             if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
                 _given_roles(plan, node)
     plan.key["train"] = plan.key["trainer"] = form.train
+    form.trained = _trained(form)
     find_scratch(plan)
 
 
@@ -313,8 +317,8 @@ def refuse_outside(form: Form) -> None:
     note_hosted_paths(form.plan, before, "change it in the script")
 
 
-def _loaders(form: Form) -> set[int]:
-    """Statements that load or train the model of the trainer, with the functions that they call."""
+def _trained(form: Form) -> set[str]:
+    """The names of the trainer's model, and of the models that it is made from."""
     program, nodes = form.program, [statement.node for statement in form.program.statements]
     trained: set[str] = set()
     for call in (call for node in nodes for call in code.calls(node)):
@@ -331,13 +335,18 @@ def _loaders(form: Form) -> set[int]:
             one.id
             for node in made
             if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
-            for one in node.value.args[:1]
+            for one in [*node.value.args[:1], *(item.value for item in node.value.keywords if item.arg == "model")]
             if isinstance(one, ast.Name) and one.id in form.plan.models
         }
         if sources <= trained:
-            break
+            return trained
         trained |= sources
-    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & trained}
+
+
+def _loaders(form: Form) -> set[int]:
+    """Statements that load or train the model of the trainer, with the functions that they call."""
+    nodes = [statement.node for statement in form.program.statements]
+    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & form.trained}
     called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
     return found | {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called}
 
@@ -353,6 +362,7 @@ _STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_
 def _before(form: Form) -> None:
     """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
     the like, is dropped."""
+    form.generated = _generated(form)
     reasons = {place: _droppable(form, place) for place in range(form.train + 1)}
     kept = {place for place, why in reasons.items() if why is None}
     nodes = [statement.node for statement in form.program.statements]
@@ -368,9 +378,43 @@ def _before(form: Form) -> None:
         else:
             form.decisions[place] = Decision(outcome="dropped", reason=str(why))
             _note_dropped(form, place, str(why))
+    _refuse_undefined(form, kept)
     for place in kept:
         if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
             form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
+
+
+def _generated(form: Form) -> set[int]:
+    """Statements that write a file with what the model generates or an account returns, such as answers to compare
+    with later, or the notebook itself."""
+    made: set[str] = set()
+    found: set[int] = set()
+    roles = form.plan.models | form.plan.trainers | set(form.plan.tokenizers)
+    for place, statement in enumerate(form.program.statements[: form.train]):
+        node, e = statement.node, form.program.effects[place]
+        if is_import(node) or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        reads = code.reads(node)
+        if code.writes_files(form.program, node) and (reads & made or _own_file(form, node)):
+            found.add(place)
+        elif _account(form, statement) is not None or _infers(node) or reads & made:
+            made |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles
+        else:
+            made -= e.binds
+    return found
+
+
+def _own_file(form: Form, node: ast.stmt) -> bool:
+    """Whether it writes a notebook."""
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    named = {one.id for path in paths for one in ast.walk(path) if isinstance(one, ast.Name)}
+    values = [
+        one.node.value
+        for one in form.program.statements
+        if isinstance(one.node, ast.Assign) and code.binds(one.node) & named
+    ]
+    texts = [one.value for part in [*paths, *values] for one in ast.walk(part) if isinstance(one, ast.Constant)]
+    return any(str(text).endswith(".ipynb") for text in texts)
 
 
 _NEVER = (
@@ -389,7 +433,9 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
     if is_import(node) or why.startswith(_NEVER):
         return False
     bound = (e.binds | e.may_bind) - code.own_targets(node)
-    if why in ("inference", "account or service"):
+    if why in ("inference", _OF_GENERATED):
+        return bool((bound | code.filled(node)) & live)
+    if why == "account or service":
         return bool(bound & live)
     if why == "a branch that installs":
         imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
@@ -429,7 +475,8 @@ def sets_up(form: Form, node: ast.stmt) -> bool:
     names = {form.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return False
-    return bool(names & set(words)) or bool(names & {"from_pretrained"} and code.binds(node) & form.plan.models)
+    loaded = code.binds(node) & form.plan.models if "from_pretrained" in names else set()
+    return bool(names & set(words)) or bool(loaded & form.trained if form.trained else loaded)
 
 
 def _installation(form: Form, statement: Statement) -> str | None:
@@ -505,8 +552,8 @@ def _showing(form: Form, statement: Statement) -> str | None:
     if isinstance(node, ast.Expr) and not code.calls(node):
         return "display"
     if code.writes_files(form.program, node):
-        return None
-    if _INFERENCE.search(text) and not re.search(r"\.(map|filter)\(", text):
+        return _OF_GENERATED if form.program.position(statement.id) in form.generated else None
+    if _infers(node):
         return "inference"
     if _STATISTICS.search(text) and leaves(form.plan, node):
         return "memory and time statistics"
@@ -515,9 +562,17 @@ def _showing(form: Form, statement: Statement) -> str | None:
     return "display or check" if only_looks(form.plan, node) else None
 
 
+_OF_GENERATED = "a file with values that are left out"
+
+
+def _infers(node: ast.stmt) -> bool:
+    text = ast.unparse(node)
+    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
+
+
 def _note_dropped(form: Form, place: int, why: str) -> None:
     statement = form.program.statements[place]
-    if why.startswith(("saved before", "account")) and not is_import(statement.node):
+    if why.startswith(("saved before", "account", _OF_GENERATED)) and not is_import(statement.node):
         form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
 
 
@@ -561,10 +616,21 @@ def _after(form: Form) -> None:
         form.decisions[place] = Decision(outcome="dropped", reason=why)
 
 
+def _refuse_undefined(form: Form, kept: Set[int]) -> None:
+    """Refuse names that a cell which the notebook no longer has would define."""
+    for place in sorted(kept):
+        statement = form.program.statements[place]
+        missing = sorted(_undefined(form.program, place))
+        if missing and "NameError" not in ast.unparse(statement.node):
+            names = ", ".join(f"`{name}`" for name in missing)
+            raise Refusal("R4", f"no cell defines {names}; define or import what is missing", statement.cell)
+
+
 def _undefined(program: Program, place: int) -> set[str]:
     """Names that a statement needs and that nothing defines."""
     defined = {name for effect in program.effects for name in effect.binds | effect.may_bind}
-    return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
+    missing = code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
+    return {name for name in missing if not name.startswith("file:")}
 
 
 _GIVEN = frozenset(dir(builtins)) | {"display", "get_ipython", "__shell__", "__file__"}  # by Python or the notebook

@@ -119,7 +119,10 @@ def only_looks(plan: Plan, node: ast.stmt) -> bool:
             or only_looks(plan, item)
             for item in inner
         )
-    return isinstance(node, ast.Assert | ast.Delete | ast.Pass | ast.Raise)
+    if isinstance(node, ast.Delete):
+        kept = {*plan.models, *plan.tokenizers, *plan.trainers}
+        return all(isinstance(item, ast.Name) or root(item) not in kept for item in node.targets)
+    return isinstance(node, ast.Assert | ast.Pass | ast.Raise)
 
 
 def _sets_elements(node: ast.stmt) -> set[str]:
@@ -237,16 +240,31 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "inference" if leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
         return "display"
-    writing = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    writing = _writing(node)
     path = None if writing is None else written_path(writing)
     if path is not None and not _kept_names(plan, path):
-        if all(_harmless(plan, call) for call in calls if call is not writing):
+        if all(_harmless(plan, call) or _fills_file(node, call) for call in calls if call is not writing):
             return "file that no kept statement reads"
     if only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and leaves(plan, node):
         return "unused value" if calls else "unused literal"
     return None
+
+
+def _writing(node: ast.stmt) -> ast.Call | None:
+    """The call that writes a file: `rows.to_json(path)`, `with open(path, "w") as file:`"""
+    value = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(node, ast.With) and len(node.items) == 1:
+        value = node.items[0].context_expr
+    return value if isinstance(value, ast.Call) else None
+
+
+def _fills_file(node: ast.stmt, call: ast.Call) -> bool:
+    """Whether a call writes into the file that the statement opens: `json.dump(rows, file)`, `file.write(text)`"""
+    opened = {name for item in getattr(node, "items", []) for name in target_names(item.optional_vars or ast.Pass())}
+    given = {one.id for one in call.args if isinstance(one, ast.Name)} | {root(call.func)}
+    return bool(opened & given) and method_of(call) in ("dump", "write", "writelines", "writerow", "writerows")
 
 
 def adds_path(program: Program, node: ast.stmt) -> bool:

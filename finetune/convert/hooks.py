@@ -607,6 +607,7 @@ def keep_exports(plan: Plan) -> None:
             plan.dispositions[place] = Disposition(what="dropped", why="the account or token is a placeholder")
         else:
             exports.append(place)
+    exports = _with_a_model(plan, exports, plan.models | merged)
     if not exports:
         return
     stop = frozenset({*plan.tokenizers, *plan.models})
@@ -628,7 +629,30 @@ def keep_exports(plan: Plan) -> None:
         ):
             continue
         kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
+    kept = {place for place in kept if not _only_logs_in(plan, program.statements[place].node)}
     _keep(plan, "save", kept - key_places(plan))
+
+
+def _with_a_model(plan: Plan, exports: list[int], models: Collection[str]) -> list[int]:
+    """The exports, without pushes of the tokenizer if the model's own push is left out."""
+    nodes = {place: plan.program.statements[place].node for place in exports}
+    if any(root(call.func) in models for node in nodes.values() for call in calls_in(node)):
+        return exports
+    pushes = {
+        p for p in exports if all(method_of(c) == "push_to_hub" for c in calls_in(nodes[p]) if method_of(c) in SAVES)
+    }
+    for place in sorted(pushes):
+        statement, why = plan.program.statements[place], "publish the finished folder with `hf upload`"
+        plan.dispositions[place] = Disposition(what="dropped", why=why)
+        plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+    return [place for place in exports if place not in pushes]
+
+
+def _only_logs_in(plan: Plan, node: ast.stmt) -> bool:
+    """`login(token=key)`, which only seems to change the key."""
+    return isinstance(node, ast.Expr) and any(
+        matches("account", plan.program.dotted(call.func)) for call in calls_in(node)
+    )
 
 
 def note_settings(plan: Plan) -> None:

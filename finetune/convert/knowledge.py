@@ -54,7 +54,11 @@ KINDS: dict[str, tuple[str, str]] = {
     "unsafe": ("name", "refused in the drop-in form"),
     "left to you": ("name", "left out, with a note"),
     "another trainer": ("name", "refused: R1"),
-    "images": ("name", "refused: R3"),
+    "encoder-decoder": ("name", "refused: R1"),
+    "images": (
+        "name",
+        "refused: R3, or a model for text if there is a tokenizer, no processor, and nothing names images",
+    ),
     "audio": ("name", "refused: R3"),
 }
 
@@ -86,7 +90,9 @@ CALLS = (
         " setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
         " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail text"
         " text_generation time title to_list tolist total_seconds train_on_responses_only"
-        " unique unsqueeze upper value_counts zfill",
+        " unique unsqueeze upper value_counts zfill casefold center expandtabs find format_map isalnum isalpha isascii"
+        " isdecimal isidentifier islower isnumeric isprintable isspace istitle isupper ljust lstrip maketrans partition"
+        " rfind rindex rjust rpartition rsplit rstrip swapcase translate",
         "looks",
     ),
     Call(
@@ -220,6 +226,11 @@ CALLS = (
         " XPOTrainer OnlineDPOTrainer NashMDTrainer GKDTrainer BCOTrainer AlignPropTrainer IterativeSFTTrainer"
         " PRMTrainer SDFTTrainer GOLDTrainer",
         "another trainer",
+    ),
+    Call(
+        "*Seq2SeqLM *T5For* UMT5For* T5Gemma*For* *BartFor* LEDFor* *PegasusFor* PegasusXFor* Blenderbot*For* FSMTFor*"
+        " M2M100For* NllbMoeFor* ProphetNetFor* MvpFor* SwitchTransformersFor* MarianMTModel EncoderDecoderModel",
+        "encoder-decoder",
     ),
     Call(
         "snac SNAC BiCodec* XCodec2* xcodec2 CsmForConditionalGeneration Whisper?* torchaudio librosa AudioSeal"

@@ -1,5 +1,5 @@
 # expect: converted
-# hasnot: .ipynb
+# hasnot: json.dump
 # cause: the same with json, before the training
 # %%
 import json
@@ -7,7 +7,7 @@ path = "Finetune (final).ipynb"
 with open(path, encoding="utf-8") as f:
     book = json.load(f)
 if "widgets" in book.get("metadata", {}):
-    book["metadata"].pop("widgets")
+    del book["metadata"]["widgets"]
 with open(path, "w", encoding="utf-8") as f:
     json.dump(book, f, indent=1)
 # %%
