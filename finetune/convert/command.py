@@ -138,7 +138,7 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", wit
 
 def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
     """The verified conversion in this form. With `auto`, an error names the reasons against both forms."""
-    from finetune.convert.modules import MissingModule
+    from finetune.convert.modules import MissingModule, refuse_missing
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
 
@@ -161,6 +161,9 @@ def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
         other = getattr(second, "reason", str(second))
         if other == first.reason:
             raise first from None
+        if getattr(first, "code", "") == "R0":  # a module of the repository may load the model
+            notebook, _ = _without_secrets(path)
+            refuse_missing(notebook, "\n".join(statement.source for statement in notebook.statements))
         first.reason = f"{first.reason}. As a drop-in script: {other}"
         raise first from None
 

@@ -378,7 +378,6 @@ def _before(form: Form) -> None:
         else:
             form.decisions[place] = Decision(outcome="dropped", reason=str(why))
             _note_dropped(form, place, str(why))
-    _refuse_undefined(form, kept)
     for place in kept:
         if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
             form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
@@ -616,21 +615,10 @@ def _after(form: Form) -> None:
         form.decisions[place] = Decision(outcome="dropped", reason=why)
 
 
-def _refuse_undefined(form: Form, kept: Set[int]) -> None:
-    """Refuse names that a cell which the notebook no longer has would define."""
-    for place in sorted(kept):
-        statement = form.program.statements[place]
-        missing = sorted(_undefined(form.program, place))
-        if missing and "NameError" not in ast.unparse(statement.node):
-            names = ", ".join(f"`{name}`" for name in missing)
-            raise Refusal("R4", f"no cell defines {names}; define or import what is missing", statement.cell)
-
-
 def _undefined(program: Program, place: int) -> set[str]:
     """Names that a statement needs and that nothing defines."""
     defined = {name for effect in program.effects for name in effect.binds | effect.may_bind}
-    missing = code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
-    return {name for name in missing if not name.startswith("file:")}
+    return code.reads(program.statements[place].node) - defined - set(program.imports) - _GIVEN
 
 
 _GIVEN = frozenset(dir(builtins)) | {"display", "get_ipython", "__shell__", "__file__"}  # by Python or the notebook
