@@ -1,7 +1,5 @@
 # expect: converted
 # cause: all linear layers, by the usual function
-# form: settings
-# setting: lora.target_modules = all-linear
 # %%
 import torch, os, json, random
 from datasets import load_dataset, Dataset, concatenate_datasets
