@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
+from finetune.convert.changes import refuse_late_changes
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
+from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.values import described
@@ -148,11 +150,17 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
 
     Raises:
         NotVerified: they differ.
+        Refusal: R4, the notebook changes the trainer in a way that the script does not keep.
     """
     try:
         traces = trace_notebook(code.without_secret_services([s for s in original.statements if not is_dead(s.node)]))
+    except Refusal as refusal:
+        return f"not comparable: {refusal.reason}", []
+    half = len(traces)
+    for trace in traces:
+        refuse_late_changes(Program(original.statements), trace, rows=True)
+    try:
         traces += trace_notebook(_statements(script))
-        half = len(traces) // 2
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
             _compare(mine, theirs)
     except Refusal as refusal:

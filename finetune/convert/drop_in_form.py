@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
+from finetune.convert.changes import refuse_patches
 from finetune.convert.classify import not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
@@ -215,6 +216,7 @@ def _refuse_unsupported(form: Form) -> None:
     if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
         raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
     _refuse_repeated(form)
+    refuse_patches(form.program, form.train)
     for place, statement in enumerate(form.program.statements):
         head = statement.head[:80]
         for node in ast.walk(statement.node):

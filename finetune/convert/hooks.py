@@ -362,7 +362,7 @@ def keep_model(plan: Plan) -> None:
         if (reasons := _all_by_package(plan, node)) is not None:
             plan.dispositions[place] = Disposition(what="dropped", why=reasons)
             continue
-        if attached is not None and _only_freezes(node):
+        if attached is not None and place < attached and _only_freezes(node):
             plan.dispositions[place] = Disposition(what="dropped", why="PEFT freezes the base model")
             continue
         resized = "adapter" not in plan.key and ".resize_token_embeddings(" in ast.unparse(node)  # in either order
@@ -666,9 +666,7 @@ def note_settings(plan: Plan) -> None:
             names = set()
         needed, _ = program.slice(names - stop, place, stop)
         for item in sorted(needed):
-            if item not in plan.dispositions and not isinstance(
-                program.statements[item].node, ast.Import | ast.ImportFrom
-            ):
+            if item not in plan.dispositions and not _acts_on_library(plan, item):
                 plan.dispositions[item] = Disposition(what="settings", why=f"used for the {name}")
         plan.dispositions[place] = Disposition(
             what="settings",
@@ -684,16 +682,24 @@ def note_settings(plan: Plan) -> None:
         )
 
 
+def _acts_on_library(plan: Plan, place: int) -> bool:
+    """Whether it imports or changes a library, and so is no value that a setting could have."""
+    node, e = plan.program.statements[place].node, plan.program.effects[place]
+    return isinstance(node, ast.Import | ast.ImportFrom) or bool(
+        e.changes and e.changes <= plan.program.imports.keys() and not e.binds | e.may_bind
+    )
+
+
 def note_defaults(plan: Plan) -> None:
     """Note environment variables that the notebook reads, but the script does not, because the values are settings."""
     for item in plan.trace["events"]:
         place = plan.program.position(item["statement"]) if item["kind"] == "asked" else None
         if place is not None and plan.dispositions[place].what == "settings":
             name, default = item["detail"]
-            plan.notes.append(
-                f"cell {cell_of(plan, item)}: {name} is read from the environment; the settings have its"
-                f" default, {default!r}"
-            )
+            if default is None and (name in NO_ENVIRONMENT or re.search(r"TOKEN|KEY|SECRET|PASSWORD", name)):
+                continue  # an account, which no setting depends on
+            holds = "hold if it is not set" if default is None else f"have its default, {default!r}"
+            plan.notes.append(f"cell {cell_of(plan, item)}: {name} is read from the environment; the settings {holds}")
 
 
 def lift_shared_constants(plan: Plan) -> None:

@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "mutates": ("method", "changes its receiver, even if its value is used"),
     "fills": ("method", "changes a list, dict, set or counter, and nothing else"),
     "changes": ("method", "changes a model, tokenizer or trainer"),
+    "in place": ("method", "changes a model in place, as does `*_` of torch.nn.init"),
     "casts": ("method", "changes a module in place"),
     "prints": ("method", "does not change its arguments"),
     "displays": ("method", "displays its arguments"),
@@ -118,7 +119,15 @@ CALLS = (
     Call("cuda", "looks, keeps, moves, by the package", _DEVICE),
     Call("half float", "keeps, casts, by the package", _DTYPE),
     Call("bfloat16", "casts, by the package", _DTYPE),
-    Call("double requires_grad_ type", "casts"),
+    Call("double type", "casts"),
+    Call("requires_grad_", "casts, in place"),
+    Call(
+        "reset_parameters normal_ uniform_ zero_ fill_ copy_ mul_ add_ constant_ ones_ zeros_ eye_ trunc_normal_"
+        " xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ load_state_dict"
+        " register_forward_hook register_forward_pre_hook set_adapter disable_adapter_layers enable_adapter_layers"
+        " delete_adapter load_adapter",
+        "in place",
+    ),
     Call("train", "keeps, moves, sets up, on the trainer, by the package", "the trainer does it"),
     Call("eval", "looks, keeps, moves, runs text, by the package", "the trainer sets the mode"),
     Call("for_training", "looks, keeps, moves, by the package", "the trainer does it"),

@@ -37,6 +37,7 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     batch = resolve_batch(config.training, 1, config.data)
     args = arguments(config, stack, batch, evaluate=False)
     model = _loaded(config, stack, tokenizer, hooks)
+    stand_ins.record["checkpoint"] = stand_ins.checkpoint(config.training.resume_from_checkpoint)
     more = {"max_length": config.data.max_length, "packing": config.data.packing}
     return {
         "settings": stand_ins.settings(args) | more,
@@ -115,10 +116,13 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     build = cls.__init__
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
-        stand_ins.record_adapter(given.pop("peft_config", None))
+        model = positional[0] if positional else given.get("model")
+        stand_ins.record_adapter(given.pop("peft_config", None), model)
+        stand_ins.record["own functions"] = own_functions(given)
         build(self, *positional, **given)
 
-    def train(self: Any, *_: Any, **__: Any) -> None:
+    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
+        stand_ins.record["checkpoint"] = stand_ins.checkpoint(resume_from_checkpoint)
         found.append(self)
         raise stand_ins.Stop
 
@@ -139,6 +143,12 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         "rows": tokenized(trainer.job.data.train, stand_ins),
         "eos": tokenizer.eos_token_id,
     }
+
+
+def own_functions(given: dict[str, Any]) -> list[str]:
+    """Arguments of the trainer that replace a part of the training."""
+    values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
+    return [name for name, value in values.items() if value is not None and value != (None, None)]
 
 
 def tokenized(rows: Any, stand_ins: Any) -> list[Any]:

@@ -136,3 +136,19 @@ def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> No
     found = witness.check(path, files)
     assert [list(columns) for columns in found.generated_columns] == [["text"], ["messages"], ["prompt", "completion"]]
     assert found.status == "passed"
+
+
+PATCHES = {
+    "the loss of the class": "SFTTrainer.compute_loss = lambda self, model, rows, **_: model(**rows).loss * 2",
+    "a method of the trainer": "trainer.training_step = lambda *_, **__: 0.0",
+    "the loss function of torch": "import torch\ntorch.nn.functional.cross_entropy = lambda *_, **__: 0.0",
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
+def test_a_replaced_function_that_the_script_does_not_have_is_found(patch: str, tmp_path: Path) -> None:
+    *_, right = steps(write(tmp_path / "mine.ipynb", HUB, TRAIN))
+    path = write(tmp_path / "patched.ipynb", HUB, patch, TRAIN)
+    found = witness.check(path, {"mine.py": right.script, "mine.yaml": right.config})
+    assert found.status == "differs" and found.reason.startswith("own functions: ")

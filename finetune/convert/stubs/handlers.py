@@ -142,8 +142,8 @@ def _get_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, 
         if key not in ENVIRONMENT:
             ENVIRONMENT[key] = default
         event("env", [key, form(default)], f"os.environ.setdefault({key!r})")
-    elif key not in ENVIRONMENT and default is not None:
-        event("asked", [key, plain(default)], f"os.getenv({key!r})")
+    elif key not in ENVIRONMENT:
+        event("asked", [key, None if default is None else plain(default)], f"os.getenv({key!r})")
     return ENVIRONMENT.get(key, default)
 
 
