@@ -69,6 +69,20 @@ def _is_definition(program: Program, name: str) -> bool:
     )  # fmt: skip
 
 
+def refuse_length_of_model(program: Program, trace: Trace) -> None:
+    """Refuse (R4) `model.max_seq_length = ...`, the length that Unsloth's trainer takes."""
+    for item in training_events(trace):
+        detail = item["detail"]
+        if (
+            item["kind"] == "change"
+            and item.get("role") == "model"
+            and detail[1:4] == ["", "setattr", "max_seq_length"]
+        ):
+            statement = program.statements[program.position(item["statement"])]
+            reason = f"`{statement.head[:80]}` sets the length of the rows; give max_seq_length to from_pretrained"
+            raise Refusal("R4", reason, statement.cell)
+
+
 def refuse_late_changes(program: Program, trace: Trace, *, rows: bool = False) -> None:
     """Refuse (R4) changes of the trainer or of its arguments between its creation and `train()`.
 

@@ -110,6 +110,14 @@ def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
             raise Refusal("R4", "the notebook trains on a TPU (torch_xla); remove that code to train on GPUs", cell)
         if isinstance(node, ast.Name) and matches("encoder-decoder", node.id):
             raise Refusal("R1", f"{node.id} is an encoder-decoder model; only causal models are supported", cell)
+    loaders = {node.id: cell for cell, node in nodes if isinstance(node, ast.Name) and _LOADS.fullmatch(node.id)}
+    heads = [name for name in loaders if matches("another head", name)]
+    if heads and len(heads) == len(loaders):
+        reason = f"{heads[0]} has no head for text; train AutoModelForCausalLM, or use transformers.Trainer"
+        raise Refusal("R1", reason, loaders[heads[0]])
+
+
+_LOADS = re.compile(r"\w+For[A-Z]\w+|Fast\w*Model")
 
 
 def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[str, int]]:

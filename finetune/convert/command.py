@@ -200,13 +200,14 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.classify import unparsed_after_training
-    from finetune.convert.inline import settle_globals
+    from finetune.convert.inline import settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
+    train_by_method(notebook)
     notes = inline_modules(notebook, path.parent)
     notes += [
         f"cell {cell} comes after the training and cannot be parsed, so it is left out"

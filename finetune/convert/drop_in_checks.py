@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.changes import refuse_late_changes
+from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
@@ -159,6 +159,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     half = len(traces)
     for trace in traces:
         refuse_late_changes(Program(original.statements), trace, rows=True)
+        refuse_length_of_model(Program(original.statements), trace)
     try:
         traces += trace_notebook(_statements(script))
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):

@@ -157,6 +157,22 @@ def keep_tokenizer(plan: Plan) -> None:
     _keep(plan, "tokenizer", kept)
 
 
+_PADS = ("padding_side", "pad_token", "pad_token_id", "truncation_side", "model_max_length")
+
+
+def refuse_tokenizer_not_given(plan: Plan) -> None:
+    """Refuse (R4) a tokenizer that is changed, and that the trainer is not given: it loads the model's own."""
+    load, trainer = event_of(plan.trace, "load"), event_of(plan.trace, "trainer")
+    if load is None or trainer is None or load["api"] != "transformers":
+        return
+    if any(trainer["forms"].get(name) is not None for name in ("processing_class", "tokenizer")):
+        return
+    before = plan.trace["events"][: plan.trace["events"].index(trainer)]
+    changes = [one["detail"] for one in before if one["kind"] == "change" and one.get("role") == "tokenizer"]
+    if plan.own_tokenizer or any(detail[3] not in _PADS for detail in changes if len(detail) > 3):
+        raise Refusal("R4", "the trainer is not given the tokenizer that the notebook prepares; pass processing_class")
+
+
 def _both_changed(plan: Plan, statement: Statement) -> Refusal:
     reason, remedy = "one statement changes both the model and the tokenizer", "use one statement for each"
     if any(re.search(r"add_(new_|special_)?tokens$", last_name(plan, call.func)) for call in calls_in(statement.node)):

@@ -141,6 +141,18 @@ def _installed(text: str, aliases: dict[str, str]) -> frozenset[str] | None:
     return parameters(match[1]) if match and match[1] in PARAMETERS_OF else None
 
 
+def train_by_method(notebook: Notebook) -> None:
+    """Write Unsloth's `unsloth_train(trainer)` as `trainer.train()`, which it is on today's versions, in place."""
+    for place, statement in enumerate(notebook.statements):
+        calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call) and node.args]
+        found = [node for node in calls if getattr(node.func, "id", "") == "unsloth_train"]
+        for call in found:
+            call.func, call.args = ast.Attribute(call.args[0], "train", ast.Load()), call.args[1:]
+        if found:
+            text = ast.unparse(statement.node)
+            notebook.statements[place] = replace(statement, node=ast.parse(text).body[0], source=text)
+
+
 def _loaded_folder(node: ast.stmt) -> str | None:
     call = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
     named = isinstance(call, ast.Call) and re.search(r"\bload_from_disk$", ast.unparse(call.func))

@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "unsafe": ("name", "refused in the drop-in form"),
     "left to you": ("name", "left out, with a note"),
     "another trainer": ("name", "refused: R1"),
+    "another head": ("name", "refused if no other model is loaded: R1"),
     "encoder-decoder": ("name", "refused: R1"),
     "images": (
         "name",
@@ -240,6 +241,10 @@ CALLS = (
         "*Seq2SeqLM *T5For* UMT5For* T5Gemma*For* *BartFor* LEDFor* *PegasusFor* PegasusXFor* Blenderbot*For* FSMTFor*"
         " M2M100For* NllbMoeFor* ProphetNetFor* MvpFor* SwitchTransformersFor* MarianMTModel EncoderDecoderModel",
         "encoder-decoder",
+    ),
+    Call(
+        "*ForSequenceClassification *ForTokenClassification *ForQuestionAnswering *ForMaskedLM *ForMultipleChoice",
+        "another head",
     ),
     Call(
         "snac SNAC BiCodec* XCodec2* xcodec2 CsmForConditionalGeneration Whisper?* torchaudio librosa AudioSeal"
@@ -430,6 +435,7 @@ ARGUMENTS = (
         neutral=(False,),
         drop_in="Liger would replace the layers whose loss the trainer computes",
     ),
+    Argument(CONFIG, "eos_token", "refused", "set tokenizer.eos_token instead"),
     Argument(CONFIG, "completion_only_loss", "refused", neutral=(True, False)),
     Argument(CONFIG, "assistant_only_loss", "ignored", neutral=(True, False)),
     Argument(CONFIG, "loss_type", "refused", neutral=("nll", "chunked_nll"), changes_loss=True),

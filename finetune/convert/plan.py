@@ -6,7 +6,7 @@ other statement is refused (R4).
 
 from __future__ import annotations
 
-from finetune.convert.changes import refuse_late_changes, refuse_patches
+from finetune.convert.changes import refuse_late_changes, refuse_length_of_model, refuse_patches
 from finetune.convert.harmless import drop_the_rest
 from finetune.convert.hooks import (
     drop_early_saves,
@@ -20,6 +20,7 @@ from finetune.convert.hooks import (
     note_defaults,
     note_settings,
     refuse_late_template,
+    refuse_tokenizer_not_given,
 )
 from finetune.convert.modules import own_packages
 from finetune.convert.names import Program
@@ -38,9 +39,11 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     refuse_patches(program, plan.key["train"])
     read_trainer_call(plan)
     refuse_late_changes(program, traces[0])
+    refuse_length_of_model(program, traces[0])
     drop_early_saves(plan)
     keep_environment(plan, notebook)
     keep_tokenizer(plan)
+    refuse_tokenizer_not_given(plan)
     keep_dataset(plan)
     keep_model(plan)
     keep_trainer(plan)

@@ -431,6 +431,8 @@ def _other_fields(settings: Settings, given: dict[str, Any], what: Described) ->
         if value is None or (row is not None and (row.neutral is None or value in row.neutral)):
             continue
         if row is not None and row.outcome == "refused":
+            if row.detail:
+                raise Refusal("R4", f"{key}={value!r} is not supported; {row.detail}")
             raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
         if key in ("report_to", "run_name") and isinstance(value, str | list) and (to := _trackers(given)):
             settings.set(*(("logging.report_to", to) if key == "report_to" else ("training.run_name", value)))

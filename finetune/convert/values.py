@@ -194,6 +194,8 @@ def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str,
         if str(name).startswith("unsloth."):
             return dict(zip(ADAPTER_ARGUMENTS["unsloth"], known(args), strict=False)) | given, "unsloth"
         config = (*known(args), given.get("peft_config"))[0]
+        if given.get("autocast_adapter_dtype") is False:
+            raise Refusal("R4", "autocast_adapter_dtype=False is not supported: the adapter is trained in float32")
         return _lora_config(config, trace), "peft"
     if trainer.get("peft_config") is not None:
         return _lora_config(trainer["peft_config"], trace), "peft"

@@ -351,6 +351,8 @@ def missing(error: BaseException) -> str | None:
         if isinstance(found, KeyError) and found.args and isinstance(found.args[0], str):
             if re.fullmatch(r"[\w .\-/]{1,60}", found.args[0]):
                 return found.args[0]
+        if isinstance(found, KeyError) and (match := re.match(r"Index\(\['([^']{1,60})'", text)):
+            return match[1]
         if match := re.match(r"'(?:DataFrame|Series)' object has no attribute '(\w+)'", text):
             return match[1]
         if re.search(

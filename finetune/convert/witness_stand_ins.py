@@ -716,7 +716,7 @@ def _tolerate_sizes(dataset: Any) -> None:
             fitting["train_size"] = None
         return split(self, **fitting, **named)
 
-    def shuffled(self: Any, seed: Any = None, *given: Any, **named: Any) -> Any:
+    def shuffled(self: Any, seed: Any = None, *given: Any, buffer_size: Any = None, **named: Any) -> Any:
         return shuffle(self, seed or 0, *given, **named)
 
     def alone(method: Any) -> Any:
