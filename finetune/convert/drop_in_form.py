@@ -236,7 +236,8 @@ def _refuse_unsupported(form: Form) -> None:
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
-                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+                instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
+                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
 
 
 def _is_trainer(form: Form, target: ast.expr, nested: bool) -> bool:
