@@ -129,6 +129,9 @@ class Arguments:
             changed = any(value.id in e.changes for e in self.program.effects)
             if len(bound) == 1 and not changed:
                 return self._of_dict(place, bound[0])
+            if len(bound) == 1 and (stored := self._stored(value.id, place)) is not None:
+                names = dict.fromkeys([str(item.arg) for item in self._of_dict(place, bound[0])] + stored)
+                return [ast.keyword(arg=name, value=_item(value.id, name)) for name in names]
             if (given := self._of_caller(value)) is not None:
                 return [ast.keyword(arg=name, value=_item(value.id, name)) for name in given]
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
@@ -137,6 +140,19 @@ class Arguments:
             pairs = zip(value.keys, value.values, strict=True)
             return [ast.keyword(arg=str(key.value), value=one) for key, one in pairs if isinstance(key, ast.Constant)]
         raise self._refuse(place, f"the arguments `**{ast.unparse(value)[:60]}` are not known; write them as keywords")
+
+    def _stored(self, name: str, before: int) -> list[str] | None:
+        """The keys that statements such as `given["args"] = config` add to a dict; None if others change it."""
+        keys = []
+        for place, statement in enumerate(self.program.statements):
+            if name not in self.program.effects[place].changes:
+                continue
+            target = statement.node.targets[0] if isinstance(statement.node, ast.Assign) else None
+            key = target.slice if isinstance(target, ast.Subscript) and ast.unparse(target.value) == name else None
+            if place > before or not isinstance(key, ast.Constant):
+                return None
+            keys.append(str(key.value))
+        return keys
 
     def _of_caller(self, value: ast.Name) -> list[str] | None:
         """The names in a function's `**kwargs`, if it uses them once and its only call names all it gives."""

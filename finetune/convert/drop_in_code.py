@@ -43,6 +43,13 @@ class Rewriter(ast.NodeTransformer):
         self.program, self.refuse, self.bound, self.secrets = program, refuse, bound, secrets
         self.reasons: list[str] = []
         self.notes: list[str] = []
+        self.trainers = {
+            name
+            for one in program.statements
+            if isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
+            if program.dotted(one.node.value.func).endswith("SFTTrainer")
+            for name in target_names(one.node.targets[0])
+        }
         self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
 
     def statement(self, node: ast.stmt, *, main_rank: bool = False) -> Rewritten:
@@ -230,6 +237,10 @@ class Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
+        owner = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
+        if node.attr == "tokenizer" and (owner in self.trainers or "trainer" in owner.lower()):
+            self.reasons.append("`tokenizer` is `processing_class` now")
+            node.attr = "processing_class"
         return node
 
 

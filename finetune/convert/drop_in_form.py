@@ -454,6 +454,8 @@ def _droppable(form: Form, place: int) -> str | None:
     node = statement.node
     if is_import(node):
         return "unused import"
+    if place != form.train and _of_another_model(form, place):
+        return "another model"
     if place == form.train or sets_up(form, node):
         return None
     if adds_path(form.program, node):
@@ -463,11 +465,22 @@ def _droppable(form: Form, place: int) -> str | None:
             return why
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return "unused definition"
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(
-        getattr(node, "targets", [getattr(node, "target", None)])[0], ast.Name | ast.Tuple
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    owned = form.plan.models | form.plan.trainers | set(form.plan.tokenizers) | form.program.imports.keys()
+    stored = isinstance(target, ast.Subscript) and root(target) not in owned  # `results["lora"] = ...`
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and (
+        stored or isinstance(target, ast.Name | ast.Tuple)
     ):
         return "unused value" if leaves(form.plan, node) else None
     return None
+
+
+def _of_another_model(form: Form, place: int) -> bool:
+    """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
+    node, e = form.program.statements[place].node, form.program.effects[place]
+    touched = (e.binds | e.may_bind | e.changes) - code.own_targets(node)
+    plain = not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return plain and bool(form.trained and touched) and touched <= form.plan.models - form.trained
 
 
 def sets_up(form: Form, node: ast.stmt) -> bool:
