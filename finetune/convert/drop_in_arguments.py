@@ -235,11 +235,27 @@ class Arguments:
                 self._say(place, f"the notebook's default {name}={value!r} is written out")
         if needs_length and not given & {"max_length"}:
             call.keywords.append(self._length_keyword(place, "max_length"))
+        elif needs_length:
+            self._shorten(place, call)
         if of_transformers:
             self._say(place, "TrainingArguments became SFTConfig")
         for item in call.keywords:
             if item.arg == "seed" and isinstance(item.value, ast.Constant) and isinstance(item.value.value, int):
                 self.seed = item.value.value
+
+    def _shorten(self, place: int, call: ast.Call) -> None:
+        """Unsloth takes the loader's length if it is smaller."""
+        for item in call.keywords:
+            none = isinstance(item.value, ast.Constant) and item.value.value is None
+            if item.arg == "max_length" and self.length is not None and not none:
+                loaded = copy.deepcopy(self.length)
+                if ast.unparse(item.value) == ast.unparse(loaded):
+                    continue
+                if isinstance(item.value, ast.Constant) and isinstance(loaded, ast.Constant):
+                    item.value = min(item.value, loaded, key=lambda one: one.value)  # type: ignore[arg-type]
+                else:
+                    item.value = ast.Call(ast.Name("min", ast.Load()), [item.value, loaded], [])
+                self._say(place, "Unsloth takes the loader's length if it is smaller")
 
     def _length_keyword(self, place: int, name: str) -> ast.keyword:
         if self.length is None:

@@ -19,7 +19,7 @@ from finetune.convert.knowledge import named
 from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.trace import Trace, trace_notebook
-from finetune.convert.values import described
+from finetune.convert.values import described, max_length
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 
@@ -243,6 +243,8 @@ def _compare(mine: Trace, theirs: Trace) -> None:
     old, new = described(mine), described(theirs)
     if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
         old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
+    if old.api == "unsloth" and "max_length" in old.config:
+        old.config["max_length"] = max_length(old)  # the loader's, if it is smaller
     _compare_arguments(old.config, new.config)
     if str(old.adapter) != str(new.adapter):
         raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")

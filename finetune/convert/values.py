@@ -231,13 +231,16 @@ def effective(what: Described) -> dict[str, Any]:
 
 
 def max_length(what: Described) -> int | Unknown:
-    """The trainer's length if set; otherwise the loader's with Unsloth, or TRL's default of 1024."""
-    if (own := what.config.get("max_length")) is not None:
-        return own
-    if what.api == "unsloth":
-        length = what.loader.get("max_seq_length")
-        return 2048 if length is None else length
-    return 1024
+    """The trainer's length if set; otherwise TRL's default of 1024. With Unsloth the loader's, unless the trainer's is
+    smaller."""
+    own = what.config.get("max_length")
+    if what.api != "unsloth":
+        return 1024 if own is None else own
+    length = what.loader.get("max_seq_length")
+    length = 2048 if length is None else length
+    if own is None or (isinstance(own, int) and isinstance(length, int) and length < own):
+        return length
+    return own
 
 
 def short(value: Any) -> str:

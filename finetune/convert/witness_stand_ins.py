@@ -706,7 +706,8 @@ def _tolerate_sizes(dataset: Any) -> None:
     apply, keep = dataset.map, dataset.filter
 
     def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
-        return select(self, places(list(indices), len(self)), *given, **named)
+        found = [int(getattr(one, "as_py", lambda one=one: one)()) for one in indices]
+        return select(self, places(found, len(self)), *given, **named)
 
     def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
         named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
