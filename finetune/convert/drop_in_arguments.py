@@ -40,6 +40,7 @@ class Arguments:
     def __init__(self, program: Program, *, unsloth: bool) -> None:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
+        self.text_fields: dict[ast.Call, ast.expr] = {}  # trainer -> its own dataset_text_field
         self.seed: int | None = None
         self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
@@ -178,6 +179,8 @@ class Arguments:
                 continue
             if name in _MOVED:
                 moved.append(item)
+                if name == "dataset_text_field" and not (isinstance(item.value, ast.Constant) and not item.value.value):
+                    self.text_fields[call] = item.value
             elif self._is_left_out(place, name, item.value):
                 continue
             else:

@@ -161,7 +161,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
         refuse_late_changes(Program(original.statements), trace, rows=True)
         refuse_length_of_model(Program(original.statements), trace)
     try:
-        traces += trace_notebook(_statements(script))
+        traces += trace_notebook(_statements(script, _has_text_field(original)))
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
             _compare(mine, theirs)
     except Refusal as refusal:
@@ -171,11 +171,18 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     return "passed", traces
 
 
+def _has_text_field(original: Notebook) -> bool:
+    """Whether a trainer may have the former argument `dataset_text_field`."""
+    calls = [call for statement in original.statements for call in code.calls(statement.node)]
+    trainers = [call for call in calls if ast.unparse(call.func).endswith("SFTTrainer")]
+    return any(item.arg in ("dataset_text_field", None) for call in trainers for item in call.keywords)
+
+
 class _NotComparable(Exception):
     """A side does not reach the training under the stubs."""
 
 
-def _statements(script: str) -> list[Statement]:
+def _statements(script: str, selects: bool) -> list[Statement]:
     """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
     tree = ast.parse(script)
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
@@ -188,7 +195,7 @@ def _statements(script: str) -> list[Statement]:
     nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
-        node = _Formatted().visit(node)
+        node = _Formatted(selects).visit(node)
         source = re.sub(r"^(\s*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
         source = re.sub(r"^from finetune import", "from trl import", source)
         found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
@@ -198,12 +205,24 @@ def _statements(script: str) -> list[Statement]:
 class _Formatted(ast.NodeTransformer):
     """The script without the conditions that the notebook does not have. `rows if "input_ids" in rows.column_names
     else rows.map(...)`: the stubs know no columns, and apply the notebook's formatting_func always. `if PartialState()
-    .is_main_process:`: they compare the main rank."""
+    .is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the trainer, which
+    stands for its former argument `dataset_text_field`."""
+
+    def __init__(self, selects: bool) -> None:
+        self.selects = selects
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
             node.test = ast.Constant(True)
         return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
+            selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
+            if selects and item.arg in ("train_dataset", "eval_dataset"):
+                item.value = item.value.func.value  # type: ignore[attr-defined]
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         test = ast.unparse(node.test)

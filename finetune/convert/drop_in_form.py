@@ -21,7 +21,7 @@ from finetune.convert.classify import is_model_name, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
-from finetune.convert.harmless import adds_path, installs, leaves, only_looks
+from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
@@ -239,7 +239,8 @@ def _refuse_unsupported(form: Form) -> None:
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
-                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+                instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
+                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
 
 
 def _is_trainer(form: Form, target: ast.expr, nested: bool) -> bool:
@@ -457,6 +458,8 @@ def _droppable(form: Form, place: int) -> str | None:
     node = statement.node
     if is_import(node):
         return "unused import"
+    if is_tracker(form.program, node):
+        return "account or service"
     if place != form.train and _of_another_model(form, place):
         return "another model"
     if place == form.train or sets_up(form, node):

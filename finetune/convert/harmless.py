@@ -244,6 +244,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     calls = calls_in(node)
     if adds_path(plan.program, node):
         return "the script imports no module of the repository"
+    if is_tracker(plan.program, node):
+        return "account or service"
     if any(matches("account", plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -302,6 +304,23 @@ def _patches(plan: Plan, node: ast.stmt) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else []
     owners = [one for one in targets if isinstance(one, ast.Attribute) and root(one) in plan.program.imports]
     return any(plan.program.dotted(one).split(".")[0] not in _PATCHED for one in owners)
+
+
+_TRACKER = re.compile(r"(Wandb|Comet|MLflow|Neptune|ClearML|DVCLive|Dagshub|AzureML|SwanLab)\w*Callback")
+
+
+def is_tracker(program: Program, node: ast.stmt) -> bool:
+    """Whether it makes or adds a tracker's callback, which logs to an account: `trainer.add_callback(Samples(...))`."""
+    call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    if not isinstance(call, ast.Call) or (isinstance(node, ast.Expr) and method_of(call) != "add_callback"):
+        return False
+    nodes = [statement.node for statement in program.statements]
+    bases = {one.name: "".join(map(ast.unparse, one.bases)) for one in nodes if isinstance(one, ast.ClassDef)}
+    made = {name: one.value for one in nodes if isinstance(one, ast.Assign) for name in target_names(one.targets[0])}
+    given = call.args if isinstance(node, ast.Expr) else [call]
+    values = [made.get(one.id, one) if isinstance(one, ast.Name) else one for one in given]
+    classes = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in values]
+    return any(_TRACKER.search(bases.get(name, name)) for name in classes)
 
 
 def adds_path(program: Program, node: ast.stmt) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from finetune.convert.harmless import installs, is_pure, makes, only_looks
+from finetune.convert.harmless import installs, is_pure, is_tracker, makes, only_looks
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
     effects,
@@ -524,6 +524,10 @@ def keep_trainer(plan: Plan) -> None:
                 " instead, so that it becomes a setting",
                 statement.cell,
             )
+        if is_tracker(program, node):
+            plan.dispositions[place] = Disposition(what="dropped", why="account or service")
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: account or service")
+            continue
         if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
             plan.dispositions[place] = Disposition(what="dropped", why="the package evaluates before training")
             continue

@@ -192,7 +192,7 @@ def _save_tiny(folder: str, has_template: bool) -> None:
     backend.train_from_iterator([f"{' '.join(WORDS)} {FRAME}"] * 2, trainer)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>", unk_token="<unk>"
     )
     template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_training.jinja")
     if has_template:
