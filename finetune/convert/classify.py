@@ -161,10 +161,16 @@ def _train_calls(nodes: list[tuple[int, ast.AST]], others: Set[str]) -> list[tup
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
             receiver = node.func.value
-            last = receiver.attr if isinstance(receiver, ast.Attribute) else ""
-            if "model" not in f"{root(receiver)} {last}".lower() and root(receiver) not in others:
+            if not is_model_name(receiver) and root(receiver) not in others:
                 found.append((cell, node))
     return found
+
+
+def is_model_name(receiver: ast.expr) -> bool:
+    """`model` or `trainer.model`, which also have a method train(); not `model_trainer` or `model_fine_tuner`."""
+    last = receiver.attr if isinstance(receiver, ast.Attribute) else ""
+    names = [str(name).lower() for name in (root(receiver), last)]
+    return any("model" in name and not name.endswith(("trainer", "tuner")) for name in names)
 
 
 _LIBRARIES_THAT_TRAIN = frozenset({"trl", "unsloth", "transformers", "finetune"})

@@ -56,6 +56,8 @@ class Arguments:
             self._trainer(place, call, configs)
         for place, call in configs:
             self._config(place, call, needs_length=unsloth and not cut)
+            if unsloth:
+                self._shorten(place, call)
         if unsloth and not configs and not cut:
             for place, call in trainers:
                 call.keywords.append(self._length_keyword(place, "max_seq_length"))
@@ -173,7 +175,7 @@ class Arguments:
         keywords, moved = [], []
         for item in call.keywords:
             name = str(item.arg)
-            if self._is_former_default(place, name, item.value):
+            if self._is_former_default(place, name, item.value) or self._has_adapter(place, name, call):
                 continue
             if name in _MOVED:
                 moved.append(item)
@@ -198,6 +200,21 @@ class Arguments:
             if self._new_name(str(item.arg)) not in given:
                 config.keywords.append(item)
                 self._say(place, f"`{item.arg}` moved to SFTConfig")
+
+    def _has_adapter(self, place: int, name: str, call: ast.Call) -> bool:
+        """`peft_config` for a model with an adapter, which TRL ignored once and refuses now."""
+        given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+        if name != "peft_config" or not given or not isinstance(given[0], ast.Name):
+            return False
+        for statement in reversed(self.program.statements[:place]):
+            node = statement.node
+            if isinstance(node, ast.Assign) and given[0].id in target_names(node.targets[0]):
+                value = node.value.func if isinstance(node.value, ast.Call) else node.value
+                if self.program.dotted(value).rsplit(".", 1)[-1] != "get_peft_model":
+                    return False
+                self._say(place, "`peft_config` is left out: the model has its adapter by get_peft_model")
+                return True
+        return False
 
     def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
         """Whether the values mean the same at the configuration as at the trainer."""
@@ -235,8 +252,6 @@ class Arguments:
                 self._say(place, f"the notebook's default {name}={value!r} is written out")
         if needs_length and not given & {"max_length"}:
             call.keywords.append(self._length_keyword(place, "max_length"))
-        elif needs_length:
-            self._shorten(place, call)
         if of_transformers:
             self._say(place, "TrainingArguments became SFTConfig")
         for item in call.keywords:

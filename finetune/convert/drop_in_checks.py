@@ -275,7 +275,9 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
             detail = _without_order(detail)
         if kind == "trainer":
             detail = {
-                name: value for name, value in detail.items() if name in ("peft_config", "callbacks", "optimizers")
+                name: value
+                for name, value in detail.items()
+                if name in ("callbacks", "optimizers") or name == "peft_config" and "adapt" not in found
             }
         found.setdefault(kind, []).append(detail)
         if kind == "train":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from finetune.convert import drop_in_code as code
 from finetune.convert.changes import refuse_patches
-from finetune.convert.classify import not_trainers
+from finetune.convert.classify import is_model_name, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
@@ -164,7 +164,7 @@ def _trains(node: ast.AST, others: Set[str] = frozenset()) -> bool:
 
 def _is_model(receiver: ast.expr) -> bool:
     """`model` and `trainer.model`, which also have a method train(); not `SFTTrainer(model, ...)`."""
-    return not isinstance(receiver, ast.Call) and "model" in ast.unparse(receiver).lower()
+    return not isinstance(receiver, ast.Call) and is_model_name(receiver)
 
 
 def _roles(form: Form) -> None:
@@ -215,6 +215,9 @@ def _refuse_unsupported(form: Form) -> None:
     quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
     if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
         raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
+    before = "\n".join(statement.source for statement in form.program.statements[: form.train + 1])
+    if re.search(r"streaming\s*=\s*True", before) and not re.search(r"\bDataset\.from_|islice\(", before):
+        raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
     _refuse_repeated(form)
     refuse_patches(form.program, form.train)
     for place, statement in enumerate(form.program.statements):

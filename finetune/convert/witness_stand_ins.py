@@ -30,7 +30,8 @@ ROWS = 120
 SPECIAL = (
     "<|pad|> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <|begin_of_text|> <|end_of_text|> <|start_header_id|>"
     " <|end_header_id|> <start_of_turn> <end_of_turn> <bos> <eos> <s> </s> <unk> <|user|> <|assistant|> <|system|>"
-    " <|end|> <|im_sep|> <think> </think>"
+    " <|end|> <|im_sep|> <think> </think> <pad> [PAD] <|finetune_right_pad_id|> <|reserved_special_token_0|>"
+    " <|reserved_special_token_1|> <|vision_pad|> <|image_pad|> <|PAD_TOKEN|> <mask> <|eom_id|> <|separator|>"
 ).split()
 WORDS = "the cat runs é over 漢字 a 'quoted' hill, and 😀 sees {seven} green birds: that\nsing while rain falls".split(
     " "
@@ -47,7 +48,7 @@ user
 assistant
 model
 Question: Answer: [INST] [/INST]"""
-VOCABULARY = 640
+VOCABULARY = 652
 CONVERSATIONS = frozenset("messages conversations conversation conversations_raw chat dialogue dialog convo".split())
 NUMBERS = frozenset("id idx index label labels score rating length len year".split())
 OPTIONAL = frozenset("input context system".split())  # empty in some rows
@@ -331,7 +332,14 @@ def _no_accounts() -> None:
     library: Any = huggingface_hub
     for name in ("login", "notebook_login", "interpreter_login", "whoami", "create_repo"):
         setattr(library, name, lambda *_, **__: {"name": "none"})
-    library.HfApi = MagicMock
+    library.HfApi = lambda *_, **__: account()
+
+
+def account() -> Any:
+    """The hub's client, for a user whose name is the same on both sides."""
+    found = Missing()
+    found.whoami = lambda *_, **__: {"name": "none"}
+    return found
 
 
 def _no_gpu() -> None:

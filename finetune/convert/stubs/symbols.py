@@ -352,14 +352,27 @@ def attribute(symbol: Symbol, key: str) -> Any:
 _CONFIGURATIONS = ("LoraConfig", "SFTConfig", "TrainingArguments")
 
 
+class _Targets(list[Any]):
+    """A list of target modules, which PEFT makes a set."""
+
+    def add(self, name: Any) -> None:
+        self += [] if name in self else [name]
+
+    def discard(self, name: Any) -> None:
+        self[:] = [one for one in self if one != name]
+
+    def update(self, *more: Any) -> None:
+        for name in (name for names in more for name in names):
+            self.add(name)
+
+
 def _argument(symbol: Symbol, key: str) -> Any:
-    """An argument that a configuration object was made with, which may be changed in place. PEFT makes a list of target
-    modules a set."""
+    """An argument that a configuration object was made with, which may be changed in place."""
     function, _, kwargs = symbol.__dict__.get("_made_by", (None, (), {}))
     if function is None or (function._name or "").rsplit(".", 1)[-1] not in _CONFIGURATIONS or key not in kwargs:
         return None
-    if key == "target_modules" and isinstance(kwargs[key], list):
-        kwargs[key] = set(kwargs[key])
+    if key == "target_modules" and type(kwargs[key]) is list:
+        kwargs[key] = _Targets(kwargs[key])
     return None if isinstance(kwargs[key], Symbol) else kwargs[key]
 
 
