@@ -396,6 +396,7 @@ def _before(form: Form) -> None:
     while True:
         live = {name for place in kept for name in code.reads(nodes[place])}
         more = {place for place in reasons.keys() - kept if _needed(form, place, str(reasons[place]), live)}
+        more |= {place for place in form.generated - kept if _is_read(form, place, kept)}
         if not more:
             break
         kept |= more
@@ -428,6 +429,18 @@ def _generated(form: Form) -> set[int]:
         else:
             made -= e.binds
     return found
+
+
+def _is_read(form: Form, place: int, kept: Set[int]) -> bool:
+    """Whether a kept statement names the file that a statement writes, or a part of its path."""
+    node = form.program.statements[place].node
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    names = {path.id for path in paths if isinstance(path, ast.Name)}
+    texts = {str(one.value) for path in paths for one in ast.walk(path) if isinstance(one, ast.Constant)}
+    others = [form.program.statements[one].node for one in kept]
+    read = {name for one in others for name in code.reads(one)}
+    found = {str(one.value) for other in others for one in ast.walk(other) if isinstance(one, ast.Constant)}
+    return bool(not paths or names & read or texts & found)
 
 
 def _own_file(form: Form, node: ast.stmt) -> bool:
@@ -493,8 +506,7 @@ def _droppable(form: Form, place: int) -> str | None:
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return "unused definition"
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-    owned = form.plan.models | form.plan.trainers | set(form.plan.tokenizers) | form.program.imports.keys()
-    stored = isinstance(target, ast.Subscript) and root(target) not in owned  # `results["lora"] = ...`
+    stored = isinstance(target, ast.Subscript) and root(target) in form.plan.collections  # `results["lora"] = ...`
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and (
         stored or isinstance(target, ast.Name | ast.Tuple)
     ):
