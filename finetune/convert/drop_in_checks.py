@@ -139,7 +139,7 @@ def _is_save(node: ast.Call) -> bool:
 
 # --- V5 ---------------------------------------------------------------------------------------------------------------
 
-_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token"})
+_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", *code.FORMER})
 
 
 def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:

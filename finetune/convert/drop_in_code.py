@@ -209,6 +209,8 @@ class Rewriter(ast.NodeTransformer):
 
     def _loader(self, node: ast.Call, name: str) -> None:
         """Load onto this rank's device. Unsloth finds it by itself."""
+        if name.startswith("transformers."):
+            self._former(node)
         given = [item for item in node.keywords if item.arg in ("device_map", "max_memory")]
         if not given:
             return
@@ -216,6 +218,19 @@ class Rewriter(ast.NodeTransformer):
         self.reasons.append("each rank has its own device")
         if any(item.arg == "device_map" for item in given) and not re.search(r"\bFast\w*Model\b|Tokenizer", name):
             node.keywords.append(ast.keyword(arg="device_map", value=self._this_device()))
+
+    def _former(self, node: ast.Call) -> None:
+        """Arguments that loaders had before transformers 5."""
+        names = {item.arg for item in node.keywords}
+        for item in list(node.keywords):
+            off = isinstance(item.value, ast.Constant) and not item.value.value
+            if item.arg == "use_auth_token":
+                item.arg = "token"
+            elif item.arg == "resume_download" or item.arg in FORMER and (off or "quantization_config" in names):
+                node.keywords.remove(item)
+            else:
+                continue
+            self.reasons.append("the loader has other arguments now")
 
     def _moves_a_model(self, node: ast.Call) -> bool:
         """`AutoModel.from_pretrained(...).to("cuda")`"""
@@ -242,6 +257,9 @@ class Rewriter(ast.NodeTransformer):
             self.reasons.append("`tokenizer` is `processing_class` now")
             node.attr = "processing_class"
         return node
+
+
+FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
 
 
 def _is_none(node: ast.expr) -> bool:

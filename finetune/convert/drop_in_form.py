@@ -223,6 +223,8 @@ def _refuse_unsupported(form: Form) -> None:
     for place, statement in enumerate(form.program.statements):
         head = statement.head[:80]
         for node in ast.walk(statement.node):
+            if place < form.train:
+                _refuse_former(form, node, statement.cell)
             late = isinstance(node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(node))
             if late and _is_trainer(form, node.targets[0], nested=node is not statement.node):  # type: ignore[attr-defined]
                 raise Refusal(
@@ -241,6 +243,25 @@ def _refuse_unsupported(form: Form) -> None:
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
                 instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
                 raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
+
+
+_FORMER = {
+    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": 'attn_implementation="flash_attention_2"',
+}
+
+
+def _refuse_former(form: Form, node: ast.AST, cell: int) -> None:
+    """Refuse arguments of a loader that transformers 5 has no more and that only the user can replace."""
+    name = form.program.dotted(node.func) if isinstance(node, ast.Call) else ""
+    if not re.search(r"^transformers\.\w*Model\w*\.from_pretrained$", name):
+        return
+    given = {item.arg: item.value for item in node.keywords}  # type: ignore[attr-defined]
+    for old, new in _FORMER.items():
+        off = old not in given or (isinstance(given[old], ast.Constant) and not given[old].value)  # type: ignore[attr-defined]
+        if not off and "quantization_config" not in given:
+            raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
 
 
 def _is_trainer(form: Form, target: ast.expr, nested: bool) -> bool:

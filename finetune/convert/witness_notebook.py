@@ -322,6 +322,10 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             os.environ[variable] = "none"
             run_statement(node, space, failures, cell)
             return
+        if isinstance(node, ast.Import) and len(node.names) > 1:
+            for alias in node.names:  # `import torch, wandb`, of which one is not installed
+                run_statement(ast.copy_location(ast.Import([alias]), node), space, failures, cell)
+            return
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 space[(alias.asname or alias.name).partition(".")[0]] = not_installed(node, alias.name)
