@@ -117,6 +117,8 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
         model = positional[0] if positional else given.get("model")
+        if given.get("peft_config") is not None and stand_ins.record.get("lora") is not None:
+            raise ValueError("the trainer is given a `PeftModel` and a `peft_config`")  # as TRL does
         stand_ins.record_adapter(given.pop("peft_config", None), model)
         stand_ins.record["own functions"] = own_functions(given)
         build(self, *positional, **given)
@@ -162,6 +164,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.Blocker("finetune.convert"),
         stand_ins.From(job["packages"], "finetune", "patches"),
     ]
+    stand_ins.today = True
     stand_ins.prepare(job["unsloth"], template=job["template"])
     if job["form"] == "drop-in":
         stand_ins.replace_configs(job["unsloth"])

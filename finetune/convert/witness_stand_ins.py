@@ -275,6 +275,9 @@ def _generate(inputs: Any = None, **named: Any) -> Any:
     return torch.zeros((1, 1), dtype=torch.long)
 
 
+today = False  # whether the program must work with the installed releases; a notebook may need older ones
+# Arguments of a model's loader that transformers 5 has no more.
+FORMER = frozenset("use_auth_token load_in_4bit load_in_8bit resume_download use_flash_attention_2".split())
 _TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_token", "bos_token", "unk_token")
 
 
@@ -297,6 +300,8 @@ def _replace_models(folder: str) -> None:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
     def model(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        if today and (former := sorted(FORMER & given.keys())):
+            raise TypeError(f"from_pretrained() got an unexpected keyword argument {former[0]!r}")
         found = tiny_model(loading(pretrained_model_name_or_path, given))
         if given.get("output_loading_info"):
             return found, {}
