@@ -49,7 +49,12 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         raise Refusal("R0", "no trainer is called: the notebook trains nothing, or uses a custom training loop")
     cells = {name: cell for name, cell in reversed(trainers)}
     for name in sorted(names & named("another trainer")):
-        raise Refusal("R1", f"{name} is not supervised fine-tuning", cells.get(name))
+        rest = (
+            "; keep the cells up to the SFTTrainer's train() in a notebook of their own"
+            if "SFTTrainer" in names
+            else ""
+        )
+        raise Refusal("R1", f"{name} is not supervised fine-tuning{rest}", cells.get(name))
     _refuse_other_hardware_and_models(nodes)
     _refuse_images_and_audio(nodes)
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
@@ -81,7 +86,8 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
             and node.arg == "fast_inference"
             and getattr(node.value, "value", None) is True
         ):
-            raise Refusal("R6", "fast_inference=True starts vLLM in the training process", cell)
+            reason = "fast_inference=True starts vLLM in the training process; set fast_inference=False"
+            raise Refusal("R6", reason, cell)
         method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
         if method == "add_adapter" and trains and cell <= trains[-1][0]:
             raise Refusal(
@@ -102,8 +108,16 @@ def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] == "torch_xla" for name in names):
             raise Refusal("R4", "the notebook trains on a TPU (torch_xla); remove that code to train on GPUs", cell)
-        if isinstance(node, ast.Name) and re.search(r"Seq2SeqLM$|^M?T5For|^BartFor|^Pegasus", node.id):
+        if isinstance(node, ast.Name) and matches("encoder-decoder", node.id):
             raise Refusal("R1", f"{node.id} is an encoder-decoder model; only causal models are supported", cell)
+    loaders = {node.id: cell for cell, node in nodes if isinstance(node, ast.Name) and _LOADS.fullmatch(node.id)}
+    heads = [name for name in loaders if matches("another head", name)]
+    if heads and len(heads) == len(loaders):
+        reason = f"{heads[0]} has no head for text; train AutoModelForCausalLM, or use transformers.Trainer"
+        raise Refusal("R1", reason, loaders[heads[0]])
+
+
+_LOADS = re.compile(r"\w+For[A-Z]\w+|Fast\w*Model")
 
 
 def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[str, int]]:
@@ -147,10 +161,16 @@ def _train_calls(nodes: list[tuple[int, ast.AST]], others: Set[str]) -> list[tup
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
             receiver = node.func.value
-            last = receiver.attr if isinstance(receiver, ast.Attribute) else ""
-            if "model" not in f"{root(receiver)} {last}".lower() and root(receiver) not in others:
+            if not is_model_name(receiver) and root(receiver) not in others:
                 found.append((cell, node))
     return found
+
+
+def is_model_name(receiver: ast.expr) -> bool:
+    """`model` or `trainer.model`, which also have a method train(); not `model_trainer` or `model_fine_tuner`."""
+    last = receiver.attr if isinstance(receiver, ast.Attribute) else ""
+    names = [str(name).lower() for name in (root(receiver), last)]
+    return any("model" in name and not name.endswith(("trainer", "tuner")) for name in names)
 
 
 _LIBRARIES_THAT_TRAIN = frozenset({"trl", "unsloth", "transformers", "finetune"})
@@ -191,7 +211,7 @@ def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:
 
 
 # Classes of models that read images as well, which train on text with a tokenizer in place of a processor.
-_ALSO_TEXT = frozenset({"AutoModelForImageTextToText", "AutoModelForMultimodalLM"})
+_ALSO_TEXT = re.compile(r"AutoModelForImageTextToText|AutoModelForMultimodalLM|\w+ForConditionalGeneration")
 _IMAGES = re.compile(
     r"images?|pixel_values|videos?|PIL|process_vision_info|\w*(Image|Vision)Processor\w*|\w*VisionData\w*"
 )
@@ -209,7 +229,8 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
     # Naming a class is not loading it, because a branch may choose another: `kind = AutoModelForImageTextToText`.
     named = {id(node.value) for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)}
     processor = any(isinstance(node, ast.Name | ast.Attribute) and _name(node) == "AutoProcessor" for _, node in nodes)
-    text_only = not processor and not any(_IMAGES.fullmatch(word) for _, node in nodes for word in _words(node))
+    words = {word for _, node in nodes for word in _words(node)}
+    text_only = not processor and any("Tokenizer" in word for word in words) and not any(map(_IMAGES.fullmatch, words))
     for cell, node in nodes:
         text = ""
         if processor and isinstance(node, ast.keyword) and node.arg in _INPUTS:
@@ -227,7 +248,7 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
         if re.search(r"\bfinetune_vision_layers\s*=\s*True\b", text):
             raise Refusal("R3", "the notebook trains on images (finetune_vision_layers); only text is supported", cell)
         for word in re.findall(r"\w+", text):
-            if word in _ALSO_TEXT and text_only:
+            if text_only and _ALSO_TEXT.fullmatch(word) and not matches("audio", word):
                 continue
             for kind in ("audio", "images"):
                 if matches(kind, word):

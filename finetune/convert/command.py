@@ -138,7 +138,7 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", wit
 
 def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
     """The verified conversion in this form. With `auto`, an error names the reasons against both forms."""
-    from finetune.convert.modules import MissingModule
+    from finetune.convert.modules import MissingModule, refuse_missing
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
 
@@ -161,6 +161,9 @@ def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
         other = getattr(second, "reason", str(second))
         if other == first.reason:
             raise first from None
+        if getattr(first, "code", "") == "R0":  # a module of the repository may load the model
+            notebook, _ = _without_secrets(path)
+            refuse_missing(notebook, "\n".join(statement.source for statement in notebook.statements))
         first.reason = f"{first.reason}. As a drop-in script: {other}"
         raise first from None
 
@@ -197,13 +200,14 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.classify import unparsed_after_training
-    from finetune.convert.inline import settle_globals
+    from finetune.convert.inline import settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
+    train_by_method(notebook)
     notes = inline_modules(notebook, path.parent)
     notes += [
         f"cell {cell} comes after the training and cannot be parsed, so it is left out"
@@ -269,6 +273,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     """Read, classify, trace, plan and emit. Returns the notebook, plan, traces and the unverified conversion."""
     from finetune.convert.choices import refuse_choices
     from finetune.convert.classify import refuse_by_kind
+    from finetune.convert.drop_in_code import without_secret_services
     from finetune.convert.emit import emit
     from finetune.convert.inline import data_in_memory, inline_setup
     from finetune.convert.modules import refuse_missing
@@ -279,6 +284,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.trace import trace_notebook
 
     notebook, notes = _without_secrets(path)
+    notebook.statements = without_secret_services(notebook.statements)
     notes = notes + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)

@@ -40,6 +40,7 @@ class Arguments:
     def __init__(self, program: Program, *, unsloth: bool) -> None:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
+        self.text_fields: dict[ast.Call, ast.expr] = {}  # trainer -> its own dataset_text_field
         self.seed: int | None = None
         self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
@@ -55,6 +56,8 @@ class Arguments:
             self._trainer(place, call, configs)
         for place, call in configs:
             self._config(place, call, needs_length=unsloth and not cut)
+            if unsloth:
+                self._shorten(place, call)
         if unsloth and not configs and not cut:
             for place, call in trainers:
                 call.keywords.append(self._length_keyword(place, "max_seq_length"))
@@ -129,6 +132,9 @@ class Arguments:
             changed = any(value.id in e.changes for e in self.program.effects)
             if len(bound) == 1 and not changed:
                 return self._of_dict(place, bound[0])
+            if len(bound) == 1 and (stored := self._stored(value.id, place)) is not None:
+                names = dict.fromkeys([str(item.arg) for item in self._of_dict(place, bound[0])] + stored)
+                return [ast.keyword(arg=name, value=_item(value.id, name)) for name in names]
             if (given := self._of_caller(value)) is not None:
                 return [ast.keyword(arg=name, value=_item(value.id, name)) for name in given]
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
@@ -137,6 +143,19 @@ class Arguments:
             pairs = zip(value.keys, value.values, strict=True)
             return [ast.keyword(arg=str(key.value), value=one) for key, one in pairs if isinstance(key, ast.Constant)]
         raise self._refuse(place, f"the arguments `**{ast.unparse(value)[:60]}` are not known; write them as keywords")
+
+    def _stored(self, name: str, before: int) -> list[str] | None:
+        """The keys that statements such as `given["args"] = config` add to a dict; None if others change it."""
+        keys = []
+        for place, statement in enumerate(self.program.statements):
+            if name not in self.program.effects[place].changes:
+                continue
+            target = statement.node.targets[0] if isinstance(statement.node, ast.Assign) else None
+            key = target.slice if isinstance(target, ast.Subscript) and ast.unparse(target.value) == name else None
+            if place > before or not isinstance(key, ast.Constant):
+                return None
+            keys.append(str(key.value))
+        return keys
 
     def _of_caller(self, value: ast.Name) -> list[str] | None:
         """The names in a function's `**kwargs`, if it uses them once and its only call names all it gives."""
@@ -156,10 +175,12 @@ class Arguments:
         keywords, moved = [], []
         for item in call.keywords:
             name = str(item.arg)
-            if self._is_former_default(place, name, item.value):
+            if self._is_former_default(place, name, item.value) or self._has_adapter(place, name, call):
                 continue
             if name in _MOVED:
                 moved.append(item)
+                if name == "dataset_text_field" and not (isinstance(item.value, ast.Constant) and not item.value.value):
+                    self.text_fields[call] = item.value
             elif self._is_left_out(place, name, item.value):
                 continue
             else:
@@ -179,6 +200,21 @@ class Arguments:
             if self._new_name(str(item.arg)) not in given:
                 config.keywords.append(item)
                 self._say(place, f"`{item.arg}` moved to SFTConfig")
+
+    def _has_adapter(self, place: int, name: str, call: ast.Call) -> bool:
+        """`peft_config` for a model with an adapter, which TRL ignored once and refuses now."""
+        given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+        if name != "peft_config" or not given or not isinstance(given[0], ast.Name):
+            return False
+        for statement in reversed(self.program.statements[:place]):
+            node = statement.node
+            if isinstance(node, ast.Assign) and given[0].id in target_names(node.targets[0]):
+                value = node.value.func if isinstance(node.value, ast.Call) else node.value
+                if self.program.dotted(value).rsplit(".", 1)[-1] != "get_peft_model":
+                    return False
+                self._say(place, "`peft_config` is left out: the model has its adapter by get_peft_model")
+                return True
+        return False
 
     def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
         """Whether the values mean the same at the configuration as at the trainer."""
@@ -221,6 +257,20 @@ class Arguments:
         for item in call.keywords:
             if item.arg == "seed" and isinstance(item.value, ast.Constant) and isinstance(item.value.value, int):
                 self.seed = item.value.value
+
+    def _shorten(self, place: int, call: ast.Call) -> None:
+        """Unsloth takes the loader's length if it is smaller."""
+        for item in call.keywords:
+            none = isinstance(item.value, ast.Constant) and item.value.value is None
+            if item.arg == "max_length" and self.length is not None and not none:
+                loaded = copy.deepcopy(self.length)
+                if ast.unparse(item.value) == ast.unparse(loaded):
+                    continue
+                if isinstance(item.value, ast.Constant) and isinstance(loaded, ast.Constant):
+                    item.value = min(item.value, loaded, key=lambda one: one.value)  # type: ignore[arg-type]
+                else:
+                    item.value = ast.Call(ast.Name("min", ast.Load()), [item.value, loaded], [])
+                self._say(place, "Unsloth takes the loader's length if it is smaller")
 
     def _length_keyword(self, place: int, name: str) -> ast.keyword:
         if self.length is None:

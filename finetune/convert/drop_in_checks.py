@@ -10,14 +10,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.convert import drop_in_code as code
+from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
+from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.trace import Trace, trace_notebook
-from finetune.convert.values import described
+from finetune.convert.values import described, max_length
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 
@@ -137,7 +139,7 @@ def _is_save(node: ast.Call) -> bool:
 
 # --- V5 ---------------------------------------------------------------------------------------------------------------
 
-_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token"})
+_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", *code.FORMER})
 
 
 def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
@@ -148,11 +150,18 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
 
     Raises:
         NotVerified: they differ.
+        Refusal: R4, the notebook changes the trainer in a way that the script does not keep.
     """
     try:
         traces = trace_notebook(code.without_secret_services([s for s in original.statements if not is_dead(s.node)]))
-        traces += trace_notebook(_statements(script))
-        half = len(traces) // 2
+    except Refusal as refusal:
+        return f"not comparable: {refusal.reason}", []
+    half = len(traces)
+    for trace in traces:
+        refuse_late_changes(Program(original.statements), trace, rows=True)
+        refuse_length_of_model(Program(original.statements), trace)
+    try:
+        traces += trace_notebook(_statements(script, _has_text_field(original)))
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
             _compare(mine, theirs)
     except Refusal as refusal:
@@ -162,11 +171,18 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     return "passed", traces
 
 
+def _has_text_field(original: Notebook) -> bool:
+    """Whether a trainer may have the former argument `dataset_text_field`."""
+    calls = [call for statement in original.statements for call in code.calls(statement.node)]
+    trainers = [call for call in calls if ast.unparse(call.func).endswith("SFTTrainer")]
+    return any(item.arg in ("dataset_text_field", None) for call in trainers for item in call.keywords)
+
+
 class _NotComparable(Exception):
     """A side does not reach the training under the stubs."""
 
 
-def _statements(script: str) -> list[Statement]:
+def _statements(script: str, selects: bool) -> list[Statement]:
     """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
     tree = ast.parse(script)
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
@@ -179,7 +195,7 @@ def _statements(script: str) -> list[Statement]:
     nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
-        node = _Formatted().visit(node)
+        node = _Formatted(selects).visit(node)
         source = re.sub(r"^(\s*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
         source = re.sub(r"^from finetune import", "from trl import", source)
         found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
@@ -189,12 +205,24 @@ def _statements(script: str) -> list[Statement]:
 class _Formatted(ast.NodeTransformer):
     """The script without the conditions that the notebook does not have. `rows if "input_ids" in rows.column_names
     else rows.map(...)`: the stubs know no columns, and apply the notebook's formatting_func always. `if PartialState()
-    .is_main_process:`: they compare the main rank."""
+    .is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the trainer, which
+    stands for its former argument `dataset_text_field`."""
+
+    def __init__(self, selects: bool) -> None:
+        self.selects = selects
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
             node.test = ast.Constant(True)
         return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
+            selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
+            if selects and item.arg in ("train_dataset", "eval_dataset"):
+                item.value = item.value.func.value  # type: ignore[attr-defined]
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         test = ast.unparse(node.test)
@@ -209,14 +237,24 @@ def _compare(mine: Trace, theirs: Trace) -> None:
         if kind not in two:
             raise NotVerified("V5", f"the script does not reach {kind} ({_first(theirs['failed'].values())})")
     for kind in ("load", "chat_format", "kbit", "adapt", "responses", "trainer", "train", "dataset"):
-        if one.get(kind) != two.get(kind):
+        same = _loads_the_same(one[kind], two[kind]) if kind == "load" else one.get(kind) == two.get(kind)
+        if not same:
             raise NotVerified("V5", f"{kind} differs: notebook {one.get(kind)}; script {two.get(kind)}"[:600])
     old, new = described(mine), described(theirs)
     if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
         old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
+    if old.api == "unsloth" and "max_length" in old.config:
+        old.config["max_length"] = max_length(old)  # the loader's, if it is smaller
     _compare_arguments(old.config, new.config)
     if str(old.adapter) != str(new.adapter):
         raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
+
+
+def _loads_the_same(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether the script loads what the notebook loads, in its order and up to the same last one. It may leave out a
+    model that the notebook only looks at."""
+    rest = iter(mine)
+    return theirs[-1] == mine[-1] and all(one in rest for one in theirs)
 
 
 def _first(reasons: Iterable[str]) -> str:
@@ -237,7 +275,9 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
             detail = _without_order(detail)
         if kind == "trainer":
             detail = {
-                name: value for name, value in detail.items() if name in ("peft_config", "callbacks", "optimizers")
+                name: value
+                for name, value in detail.items()
+                if name in ("callbacks", "optimizers") or name == "peft_config" and "adapt" not in found
             }
         found.setdefault(kind, []).append(detail)
         if kind == "train":

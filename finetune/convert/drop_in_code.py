@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from finetune.convert.drop_in_arguments import CONFIGS
 from finetune.convert.hooks import MODEL_FLAGS
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, effects, target_names, written_path
+from finetune.convert.names import Program, effects, root, target_names, written_path
 from finetune.convert.read import Refusal, Statement
 
 MAIN_RANK = "PartialState().is_main_process"
@@ -43,6 +43,13 @@ class Rewriter(ast.NodeTransformer):
         self.program, self.refuse, self.bound, self.secrets = program, refuse, bound, secrets
         self.reasons: list[str] = []
         self.notes: list[str] = []
+        self.trainers = {
+            name
+            for one in program.statements
+            if isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
+            if program.dotted(one.node.value.func).endswith("SFTTrainer")
+            for name in target_names(one.node.targets[0])
+        }
         self.trains = False  # whether the statement sets up the training, so that every rank runs all of it once
 
     def statement(self, node: ast.stmt, *, main_rank: bool = False) -> Rewritten:
@@ -202,6 +209,8 @@ class Rewriter(ast.NodeTransformer):
 
     def _loader(self, node: ast.Call, name: str) -> None:
         """Load onto this rank's device. Unsloth finds it by itself."""
+        if name.startswith("transformers."):
+            self._former(node)
         given = [item for item in node.keywords if item.arg in ("device_map", "max_memory")]
         if not given:
             return
@@ -209,6 +218,19 @@ class Rewriter(ast.NodeTransformer):
         self.reasons.append("each rank has its own device")
         if any(item.arg == "device_map" for item in given) and not re.search(r"\bFast\w*Model\b|Tokenizer", name):
             node.keywords.append(ast.keyword(arg="device_map", value=self._this_device()))
+
+    def _former(self, node: ast.Call) -> None:
+        """Arguments that loaders had before transformers 5."""
+        names = {item.arg for item in node.keywords}
+        for item in list(node.keywords):
+            off = isinstance(item.value, ast.Constant) and not item.value.value
+            if item.arg == "use_auth_token":
+                item.arg = "token"
+            elif item.arg == "resume_download" or item.arg in FORMER and (off or "quantization_config" in names):
+                node.keywords.remove(item)
+            else:
+                continue
+            self.reasons.append("the loader has other arguments now")
 
     def _moves_a_model(self, node: ast.Call) -> bool:
         """`AutoModel.from_pretrained(...).to("cuda")`"""
@@ -230,7 +252,14 @@ class Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
+        owner = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
+        if node.attr == "tokenizer" and (owner in self.trainers or "trainer" in owner.lower()):
+            self.reasons.append("`tokenizer` is `processing_class` now")
+            node.attr = "processing_class"
         return node
+
+
+FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
 
 
 def _is_none(node: ast.expr) -> bool:
@@ -267,7 +296,7 @@ class _Variables(ast.NodeTransformer):
 def without_secret_services(statements: Sequence[Statement]) -> list[Statement]:
     """The statements with environment variables for the secrets of hosted services, as the script has them."""
     program = Program(statements)
-    found = [Statement(id=-1, cell=0, line=1, node=ast.parse("import os").body[0], source="import os")]
+    found = []
     for statement in statements:
         new = ast.fix_missing_locations(_Variables(program).visit(copy.deepcopy(statement.node)))
         same = ast.dump(new) == ast.dump(statement.node)
@@ -391,3 +420,12 @@ def reads(node: ast.stmt) -> set[str]:
 def binds(node: ast.stmt) -> set[str]:
     e = effects(node)
     return e.binds | e.may_bind
+
+
+def filled(node: ast.stmt) -> set[str]:
+    """Collections that a statement fills: `rows.append(one)`, `rows["text"] = one`, `rows += [one]`."""
+    receivers = [call.func for call in calls(node) if method(call) in named("fills")]
+    stores = [one for one in ast.walk(node) if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store)] + [
+        one.target for one in ast.walk(node) if isinstance(one, ast.AugAssign)
+    ]
+    return {name for one in [*receivers, *stores] if (name := root(one)) is not None} - effects(node).binds

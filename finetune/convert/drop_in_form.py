@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.classify import not_trainers
+from finetune.convert.changes import refuse_patches
+from finetune.convert.classify import is_model_name, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
-from finetune.convert.harmless import adds_path, installs, leaves, only_looks
+from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
-from finetune.convert.names import Program, free_names, root, target_names
+from finetune.convert.names import Program, free_names, root, target_names, written_path
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import Disposition, Plan, find_scratch
 from finetune.convert.shells import refuse_shells
@@ -50,6 +51,8 @@ class Form:
     plan: Plan  # the names of model, tokenizer and trainer, as the rules of the other form read them
     train: int
     unsloth: bool
+    trained: set[str] = field(default_factory=set)  # names of the model that is trained, and of what it is made from
+    generated: set[int] = field(default_factory=set)  # statements before training that need what is left out
     decisions: dict[int, Decision] = field(default_factory=dict)
     rewritten: dict[int, Rewritten] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -102,13 +105,14 @@ def _train(program: Program) -> int:
 
 
 def _units(program: Program) -> dict[str, ast.AST]:
-    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`."""
+    """What calls can run: functions by name, classes by name (their constructor), methods as `.name`. The trainer calls
+    the methods of a callback."""
     found: dict[str, ast.AST] = {}
     for statement in program.statements:
         node = statement.node
         if isinstance(node, ast.FunctionDef):
             found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
+        elif isinstance(node, ast.ClassDef) and not any("Callback" in ast.unparse(base) for base in node.bases):
             for one in node.body:
                 if isinstance(one, ast.FunctionDef):
                     found[node.name if one.name == "__init__" else f".{one.name}"] = one
@@ -160,7 +164,7 @@ def _trains(node: ast.AST, others: Set[str] = frozenset()) -> bool:
 
 def _is_model(receiver: ast.expr) -> bool:
     """`model` and `trainer.model`, which also have a method train(); not `SFTTrainer(model, ...)`."""
-    return not isinstance(receiver, ast.Call) and "model" in ast.unparse(receiver).lower()
+    return not isinstance(receiver, ast.Call) and is_model_name(receiver)
 
 
 def _roles(form: Form) -> None:
@@ -173,6 +177,7 @@ def _roles(form: Form) -> None:
             if isinstance(node, ast.Call) and program.dotted(node.func).endswith("SFTTrainer"):
                 _given_roles(plan, node)
     plan.key["train"] = plan.key["trainer"] = form.train
+    form.trained = _trained(form)
     find_scratch(plan)
 
 
@@ -210,10 +215,16 @@ def _refuse_unsupported(form: Form) -> None:
     quantized = re.search(r"load_in_(4|8)bit\s*=\s*True", text)
     if quantized and not re.search(r"get_peft_model|peft_config|PeftModel|full_finetuning\s*=\s*True", text):
         raise Refusal("R4", "a quantized model is trained without an adapter; add get_peft_model or peft_config")
+    before = "\n".join(statement.source for statement in form.program.statements[: form.train + 1])
+    if re.search(r"streaming\s*=\s*True", before) and not re.search(r"\bDataset\.from_|islice\(", before):
+        raise Refusal("R4", "the rows are a stream, but all rows are prepared before training; remove streaming=True")
     _refuse_repeated(form)
+    refuse_patches(form.program, form.train)
     for place, statement in enumerate(form.program.statements):
         head = statement.head[:80]
         for node in ast.walk(statement.node):
+            if place < form.train:
+                _refuse_former(form, node, statement.cell)
             late = isinstance(node, ast.Assign) and place < form.train and _LATE.search(ast.unparse(node))
             if late and _is_trainer(form, node.targets[0], nested=node is not statement.node):  # type: ignore[attr-defined]
                 raise Refusal(
@@ -230,7 +241,27 @@ def _refuse_unsupported(form: Form) -> None:
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
             if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
-                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it (SFTConfig has packing=True)", statement.cell)
+                instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
+                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
+
+
+_FORMER = {
+    "load_in_4bit": "quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": 'attn_implementation="flash_attention_2"',
+}
+
+
+def _refuse_former(form: Form, node: ast.AST, cell: int) -> None:
+    """Refuse arguments of a loader that transformers 5 has no more and that only the user can replace."""
+    name = form.program.dotted(node.func) if isinstance(node, ast.Call) else ""
+    if not re.search(r"^transformers\.\w*Model\w*\.from_pretrained$", name):
+        return
+    given = {item.arg: item.value for item in node.keywords}  # type: ignore[attr-defined]
+    for old, new in _FORMER.items():
+        off = old not in given or (isinstance(given[old], ast.Constant) and not given[old].value)  # type: ignore[attr-defined]
+        if not off and "quantization_config" not in given:
+            raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
 
 
 def _is_trainer(form: Form, target: ast.expr, nested: bool) -> bool:
@@ -313,8 +344,8 @@ def refuse_outside(form: Form) -> None:
     note_hosted_paths(form.plan, before, "change it in the script")
 
 
-def _loaders(form: Form) -> set[int]:
-    """Statements that load or train the model of the trainer, with the functions that they call."""
+def _trained(form: Form) -> set[str]:
+    """The names of the trainer's model, and of the models that it is made from."""
     program, nodes = form.program, [statement.node for statement in form.program.statements]
     trained: set[str] = set()
     for call in (call for node in nodes for call in code.calls(node)):
@@ -331,13 +362,18 @@ def _loaders(form: Form) -> set[int]:
             one.id
             for node in made
             if isinstance(node.value, ast.Call) and set(target_names(node.targets[0])) & trained
-            for one in node.value.args[:1]
+            for one in [*node.value.args[:1], *(item.value for item in node.value.keywords if item.arg == "model")]
             if isinstance(one, ast.Name) and one.id in form.plan.models
         }
         if sources <= trained:
-            break
+            return trained
         trained |= sources
-    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & trained}
+
+
+def _loaders(form: Form) -> set[int]:
+    """Statements that load or train the model of the trainer, with the functions that they call."""
+    nodes = [statement.node for statement in form.program.statements]
+    found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & form.trained}
     called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
     return found | {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called}
 
@@ -353,12 +389,14 @@ _STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_
 def _before(form: Form) -> None:
     """Decide on the statements up to the one that trains: what nothing kept needs, and does no more than display or
     the like, is dropped."""
+    form.generated = _generated(form)
     reasons = {place: _droppable(form, place) for place in range(form.train + 1)}
     kept = {place for place, why in reasons.items() if why is None}
     nodes = [statement.node for statement in form.program.statements]
     while True:
         live = {name for place in kept for name in code.reads(nodes[place])}
         more = {place for place in reasons.keys() - kept if _needed(form, place, str(reasons[place]), live)}
+        more |= {place for place in form.generated - kept if _is_read(form, place, kept)}
         if not more:
             break
         kept |= more
@@ -371,6 +409,51 @@ def _before(form: Form) -> None:
     for place in kept:
         if (name := environment_key(nodes[place])) and not code.reads(nodes[place]) - {"os"}:
             form.decisions[place] = Decision(outcome="kept", where=TOP, reason=name)
+
+
+def _generated(form: Form) -> set[int]:
+    """Statements that write a file with what the model generates or an account returns, such as answers to compare
+    with later, or the notebook itself."""
+    made: set[str] = set()
+    found: set[int] = set()
+    roles = form.plan.models | form.plan.trainers | set(form.plan.tokenizers)
+    for place, statement in enumerate(form.program.statements[: form.train]):
+        node, e = statement.node, form.program.effects[place]
+        if is_import(node) or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            continue
+        reads = code.reads(node)
+        if code.writes_files(form.program, node) and (reads & made or _own_file(form, node)):
+            found.add(place)
+        elif _account(form, statement) is not None or _infers(node) or reads & made:
+            made |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles
+        else:
+            made -= e.binds
+    return found
+
+
+def _is_read(form: Form, place: int, kept: Set[int]) -> bool:
+    """Whether a kept statement names the file that a statement writes, or a part of its path."""
+    node = form.program.statements[place].node
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    names = {path.id for path in paths if isinstance(path, ast.Name)}
+    texts = {str(one.value) for path in paths for one in ast.walk(path) if isinstance(one, ast.Constant)}
+    others = [form.program.statements[one].node for one in kept]
+    read = {name for one in others for name in code.reads(one)}
+    found = {str(one.value) for other in others for one in ast.walk(other) if isinstance(one, ast.Constant)}
+    return bool(not paths or names & read or texts & found)
+
+
+def _own_file(form: Form, node: ast.stmt) -> bool:
+    """Whether it writes a notebook."""
+    paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
+    named = {one.id for path in paths for one in ast.walk(path) if isinstance(one, ast.Name)}
+    values = [
+        one.node.value
+        for one in form.program.statements
+        if isinstance(one.node, ast.Assign) and code.binds(one.node) & named
+    ]
+    texts = [one.value for part in [*paths, *values] for one in ast.walk(part) if isinstance(one, ast.Constant)]
+    return any(str(text).endswith(".ipynb") for text in texts)
 
 
 _NEVER = (
@@ -389,7 +472,9 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
     if is_import(node) or why.startswith(_NEVER):
         return False
     bound = (e.binds | e.may_bind) - code.own_targets(node)
-    if why in ("inference", "account or service"):
+    if why in ("inference", _OF_GENERATED):
+        return bool((bound | code.filled(node)) & live)
+    if why == "account or service":
         return bool(bound & live)
     if why == "a branch that installs":
         imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
@@ -407,6 +492,10 @@ def _droppable(form: Form, place: int) -> str | None:
     node = statement.node
     if is_import(node):
         return "unused import"
+    if is_tracker(form.program, node):
+        return "account or service"
+    if place != form.train and _of_another_model(form, place):
+        return "another model"
     if place == form.train or sets_up(form, node):
         return None
     if adds_path(form.program, node):
@@ -416,11 +505,21 @@ def _droppable(form: Form, place: int) -> str | None:
             return why
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return "unused definition"
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(
-        getattr(node, "targets", [getattr(node, "target", None)])[0], ast.Name | ast.Tuple
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    stored = isinstance(target, ast.Subscript) and root(target) in form.plan.collections  # `results["lora"] = ...`
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and (
+        stored or isinstance(target, ast.Name | ast.Tuple)
     ):
         return "unused value" if leaves(form.plan, node) else None
     return None
+
+
+def _of_another_model(form: Form, place: int) -> bool:
+    """Whether it only loads, adapts or changes a model that is not trained, such as a copy to compare with."""
+    node, e = form.program.statements[place].node, form.program.effects[place]
+    touched = (e.binds | e.may_bind | e.changes) - code.own_targets(node)
+    plain = not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    return plain and bool(form.trained and touched) and touched <= form.plan.models - form.trained
 
 
 def sets_up(form: Form, node: ast.stmt) -> bool:
@@ -429,7 +528,8 @@ def sets_up(form: Form, node: ast.stmt) -> bool:
     names = {form.program.dotted(call.func).rsplit(".", 1)[-1] or code.method(call) for call in code.calls(node)}
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return False
-    return bool(names & set(words)) or bool(names & {"from_pretrained"} and code.binds(node) & form.plan.models)
+    loaded = code.binds(node) & form.plan.models if "from_pretrained" in names else set()
+    return bool(names & set(words)) or bool(loaded & form.trained if form.trained else loaded)
 
 
 def _installation(form: Form, statement: Statement) -> str | None:
@@ -505,8 +605,8 @@ def _showing(form: Form, statement: Statement) -> str | None:
     if isinstance(node, ast.Expr) and not code.calls(node):
         return "display"
     if code.writes_files(form.program, node):
-        return None
-    if _INFERENCE.search(text) and not re.search(r"\.(map|filter)\(", text):
+        return _OF_GENERATED if form.program.position(statement.id) in form.generated else None
+    if _infers(node):
         return "inference"
     if _STATISTICS.search(text) and leaves(form.plan, node):
         return "memory and time statistics"
@@ -515,9 +615,17 @@ def _showing(form: Form, statement: Statement) -> str | None:
     return "display or check" if only_looks(form.plan, node) else None
 
 
+_OF_GENERATED = "a file with values that are left out"
+
+
+def _infers(node: ast.stmt) -> bool:
+    text = ast.unparse(node)
+    return _INFERENCE.search(text) is not None and not re.search(r"\.(map|filter)\(", text)
+
+
 def _note_dropped(form: Form, place: int, why: str) -> None:
     statement = form.program.statements[place]
-    if why.startswith(("saved before", "account")) and not is_import(statement.node):
+    if why.startswith(("saved before", "account", _OF_GENERATED)) and not is_import(statement.node):
         form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
 
 

@@ -38,6 +38,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     form = decide(notebook, program)
     arguments = Arguments(program, unsloth=form.unsloth)
     _format_rows(form)
+    _select_text(form, arguments)
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -84,6 +85,23 @@ def _mapped(form: Form, rows: str, called: str) -> ast.expr:
     if _tokenizes(form):
         text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
     return ast.parse(text, mode="eval").body
+
+
+def _select_text(form: Form, arguments: Arguments) -> None:
+    """The text field as the trainer's own argument: TRL before 0.13 took this column and no other. Today it comes after
+    messages and prompts."""
+    for statement in form.program.statements:
+        for call in code.calls(statement.node):
+            field = arguments.text_fields.get(call)
+            for item in call.keywords if field is not None else ():
+                if item.arg in ("train_dataset", "eval_dataset") and not isinstance(
+                    item.value, ast.Constant | ast.Dict
+                ):
+                    rows = ast.unparse(item.value)
+                    text = f"({rows}).select_columns([{ast.unparse(field)}])"  # type: ignore[arg-type]
+                    if _tokenizes(form):
+                        text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
+                    item.value = ast.parse(text, mode="eval").body
 
 
 def _tokenizes(form: Form) -> bool:

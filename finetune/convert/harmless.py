@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
@@ -29,6 +30,8 @@ def _harmless(
 
     name = plan.program.dotted(call.func)
     last = name.rsplit(".", 1)[-1] if name else getattr(call.func, "attr", "")
+    if last in named("in place") or (last == "apply" and root(call.func) in plan.models):
+        return False
     if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
         return bool(INSTALLS.match(command) or NO_TRACE.match(command))
     if matches("acts", name) or name.split(".")[0] in plan.own_modules:
@@ -39,15 +42,18 @@ def _harmless(
         return True
     if root(call.func) not in local and _on_scratch(plan, call):
         return True
-    if name.split(".")[0] in ("unsloth", "peft", "trl") and last[:1].islower() and last != "pipeline":
-        if any(isinstance(item, ast.Name) and item.id in plan.models for item in call.args):
+    if name.startswith(("unsloth.", "peft.", "trl.", "torch.nn.")) and last[:1].islower() and last != "pipeline":
+        if any(root(item) in plan.models for item in call.args):
             return False  # such as add_new_tokens(model, ...)
     if isinstance(call.func, ast.Name):
         if call.func.id in {*plan.tokenizers, *plan.models, *local}:
             return True
         definition = plan.program.definition(call.func.id)
         if definition is not None and call.func.id not in seen:
-            return isinstance(definition, ast.ClassDef) or _harmless_function(plan, definition, seen | {call.func.id})
+            seen = seen | {call.func.id}
+            if isinstance(definition, ast.ClassDef):
+                return all(_harmless_function(plan, one, seen, of_class=True) for one in _constructors(definition))
+            return _harmless_function(_with_parameters(plan, definition, call), definition, seen)
         if call.func.id in plan.program.imports:
             return name.split(".")[0] in named("computes")
         return hasattr(builtins, call.func.id) and call.func.id not in (
@@ -78,8 +84,26 @@ def _on_scratch(plan: Plan, call: ast.Call) -> bool:
     return name in plan.scratch and method not in SAVES
 
 
-def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool:
-    """Whether a function of the notebook only computes: it calls nothing harmful and changes nothing outside."""
+def _constructors(definition: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [
+        one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__post_init__")
+    ]
+
+
+def _with_parameters(plan: Plan, definition: ast.stmt, call: ast.Call) -> Plan:
+    """The plan inside a function, where a parameter is the model that the call gives it."""
+    if not isinstance(definition, ast.FunctionDef):
+        return plan
+    names = [item.arg for item in [*definition.args.posonlyargs, *definition.args.args]]
+    given = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
+    return replace(plan, models=plan.models | {name for name, value in given if name and root(value) in plan.models})
+
+
+def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str], *, of_class: bool = False) -> bool:
+    """Whether a function of the notebook only computes: it calls nothing harmful and changes nothing outside.
+
+    `of_class`: it may set what belongs to its object.
+    """
     names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
     given = [inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)]
     made = {  # objects created by the function, which it may change
@@ -88,6 +112,7 @@ def _harmless_function(plan: Plan, node: ast.stmt, seen: frozenset[str]) -> bool
         if isinstance(inner, ast.Assign) and not isinstance(inner.value, ast.Name | ast.Attribute | ast.Subscript)
         for name in target_names(inner.targets[0])
     }
+    made |= {given[0]} if of_class and given else set()
     stores = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute | ast.Subscript)]
     if any(isinstance(inner.ctx, ast.Store) and root(inner) not in made for inner in stores):
         return False
@@ -119,7 +144,10 @@ def only_looks(plan: Plan, node: ast.stmt) -> bool:
             or only_looks(plan, item)
             for item in inner
         )
-    return isinstance(node, ast.Assert | ast.Delete | ast.Pass | ast.Raise)
+    if isinstance(node, ast.Delete):
+        kept = {*plan.models, *plan.tokenizers, *plan.trainers}
+        return all(isinstance(item, ast.Name) or root(item) not in kept for item in node.targets)
+    return isinstance(node, ast.Assert | ast.Pass | ast.Raise)
 
 
 def _sets_elements(node: ast.stmt) -> set[str]:
@@ -216,6 +244,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
     calls = calls_in(node)
     if adds_path(plan.program, node):
         return "the script imports no module of the repository"
+    if is_tracker(plan.program, node):
+        return "account or service"
     if any(matches("account", plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -237,16 +267,60 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "inference" if leaves(plan, node) or place > plan.key["train"] else None
     if isinstance(node, ast.Expr) and not calls:
         return "display"
-    writing = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    writing = _writing(node)
     path = None if writing is None else written_path(writing)
     if path is not None and not _kept_names(plan, path):
-        if all(_harmless(plan, call) for call in calls if call is not writing):
+        if all(_harmless(plan, call) or _fills_file(node, call) for call in calls if call is not writing):
             return "file that no kept statement reads"
     if only_looks(plan, node):
         return "display" if isinstance(node, ast.Expr | ast.For | ast.While) else "check or display"
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and leaves(plan, node):
+        if _patches(plan, node):
+            return None
         return "unused value" if calls else "unused literal"
     return None
+
+
+def _writing(node: ast.stmt) -> ast.Call | None:
+    """The call that writes a file: `rows.to_json(path)`, `with open(path, "w") as file:`"""
+    value = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(node, ast.With) and len(node.items) == 1:
+        value = node.items[0].context_expr
+    return value if isinstance(value, ast.Call) else None
+
+
+def _fills_file(node: ast.stmt, call: ast.Call) -> bool:
+    """Whether a call writes into the file that the statement opens: `json.dump(rows, file)`, `file.write(text)`"""
+    opened = {name for item in getattr(node, "items", []) for name in target_names(item.optional_vars or ast.Pass())}
+    given = {one.id for one in call.args if isinstance(one, ast.Name)} | {root(call.func)}
+    return bool(opened & given) and method_of(call) in ("dump", "write", "writelines", "writerow", "writerows")
+
+
+_PATCHED = named("shows") | {"locale", "warnings", "pandas", "os", "sys", "tqdm", "IPython"}
+
+
+def _patches(plan: Plan, node: ast.stmt) -> bool:
+    """Whether it sets an attribute of a library that the rows or the training may use."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    owners = [one for one in targets if isinstance(one, ast.Attribute) and root(one) in plan.program.imports]
+    return any(plan.program.dotted(one).split(".")[0] not in _PATCHED for one in owners)
+
+
+_TRACKER = re.compile(r"(Wandb|Comet|MLflow|Neptune|ClearML|DVCLive|Dagshub|AzureML|SwanLab)\w*Callback")
+
+
+def is_tracker(program: Program, node: ast.stmt) -> bool:
+    """Whether it makes or adds a tracker's callback, which logs to an account: `trainer.add_callback(Samples(...))`."""
+    call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    if not isinstance(call, ast.Call) or (isinstance(node, ast.Expr) and method_of(call) != "add_callback"):
+        return False
+    nodes = [statement.node for statement in program.statements]
+    bases = {one.name: "".join(map(ast.unparse, one.bases)) for one in nodes if isinstance(one, ast.ClassDef)}
+    made = {name: one.value for one in nodes if isinstance(one, ast.Assign) for name in target_names(one.targets[0])}
+    given = call.args if isinstance(node, ast.Expr) else [call]
+    values = [made.get(one.id, one) if isinstance(one, ast.Name) else one for one in given]
+    classes = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in values]
+    return any(_TRACKER.search(bases.get(name, name)) for name in classes)
 
 
 def adds_path(program: Program, node: ast.stmt) -> bool:

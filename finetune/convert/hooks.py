@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from finetune.convert.harmless import installs, is_pure, makes, only_looks
+from finetune.convert.harmless import installs, is_pure, is_tracker, makes, only_looks
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
     effects,
@@ -155,6 +155,22 @@ def keep_tokenizer(plan: Plan) -> None:
     kept -= key_places(plan)
     refuse_dependence(plan, kept, "changes to the tokenizer")
     _keep(plan, "tokenizer", kept)
+
+
+_PADS = ("padding_side", "pad_token", "pad_token_id", "truncation_side", "model_max_length")
+
+
+def refuse_tokenizer_not_given(plan: Plan) -> None:
+    """Refuse (R4) a tokenizer that is changed, and that the trainer is not given: it loads the model's own."""
+    load, trainer = event_of(plan.trace, "load"), event_of(plan.trace, "trainer")
+    if load is None or trainer is None or load["api"] != "transformers":
+        return
+    if any(trainer["forms"].get(name) is not None for name in ("processing_class", "tokenizer")):
+        return
+    before = plan.trace["events"][: plan.trace["events"].index(trainer)]
+    changes = [one["detail"] for one in before if one["kind"] == "change" and one.get("role") == "tokenizer"]
+    if plan.own_tokenizer or any(detail[3] not in _PADS for detail in changes if len(detail) > 3):
+        raise Refusal("R4", "the trainer is not given the tokenizer that the notebook prepares; pass processing_class")
 
 
 def _both_changed(plan: Plan, statement: Statement) -> Refusal:
@@ -362,7 +378,7 @@ def keep_model(plan: Plan) -> None:
         if (reasons := _all_by_package(plan, node)) is not None:
             plan.dispositions[place] = Disposition(what="dropped", why=reasons)
             continue
-        if attached is not None and _only_freezes(node):
+        if attached is not None and place < attached and _only_freezes(node):
             plan.dispositions[place] = Disposition(what="dropped", why="PEFT freezes the base model")
             continue
         resized = "adapter" not in plan.key and ".resize_token_embeddings(" in ast.unparse(node)  # in either order
@@ -508,6 +524,10 @@ def keep_trainer(plan: Plan) -> None:
                 " instead, so that it becomes a setting",
                 statement.cell,
             )
+        if is_tracker(program, node):
+            plan.dispositions[place] = Disposition(what="dropped", why="account or service")
+            plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: account or service")
+            continue
         if isinstance(node, ast.Expr) and re.match(r"\w+\.(evaluate|log|log_metrics|save_metrics)\(", text):
             plan.dispositions[place] = Disposition(what="dropped", why="the package evaluates before training")
             continue
@@ -607,6 +627,7 @@ def keep_exports(plan: Plan) -> None:
             plan.dispositions[place] = Disposition(what="dropped", why="the account or token is a placeholder")
         else:
             exports.append(place)
+    exports = _with_a_model(plan, exports, plan.models | merged)
     if not exports:
         return
     stop = frozenset({*plan.tokenizers, *plan.models})
@@ -628,7 +649,30 @@ def keep_exports(plan: Plan) -> None:
         ):
             continue
         kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
+    kept = {place for place in kept if not _only_logs_in(plan, program.statements[place].node)}
     _keep(plan, "save", kept - key_places(plan))
+
+
+def _with_a_model(plan: Plan, exports: list[int], models: Collection[str]) -> list[int]:
+    """The exports, without pushes of the tokenizer if the model's own push is left out."""
+    nodes = {place: plan.program.statements[place].node for place in exports}
+    if any(root(call.func) in models for node in nodes.values() for call in calls_in(node)):
+        return exports
+    pushes = {
+        p for p in exports if all(method_of(c) == "push_to_hub" for c in calls_in(nodes[p]) if method_of(c) in SAVES)
+    }
+    for place in sorted(pushes):
+        statement, why = plan.program.statements[place], "publish the finished folder with `hf upload`"
+        plan.dispositions[place] = Disposition(what="dropped", why=why)
+        plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
+    return [place for place in exports if place not in pushes]
+
+
+def _only_logs_in(plan: Plan, node: ast.stmt) -> bool:
+    """`login(token=key)`, which only seems to change the key."""
+    return isinstance(node, ast.Expr) and any(
+        matches("account", plan.program.dotted(call.func)) for call in calls_in(node)
+    )
 
 
 def note_settings(plan: Plan) -> None:
@@ -642,9 +686,7 @@ def note_settings(plan: Plan) -> None:
             names = set()
         needed, _ = program.slice(names - stop, place, stop)
         for item in sorted(needed):
-            if item not in plan.dispositions and not isinstance(
-                program.statements[item].node, ast.Import | ast.ImportFrom
-            ):
+            if item not in plan.dispositions and not _acts_on_library(plan, item):
                 plan.dispositions[item] = Disposition(what="settings", why=f"used for the {name}")
         plan.dispositions[place] = Disposition(
             what="settings",
@@ -660,16 +702,24 @@ def note_settings(plan: Plan) -> None:
         )
 
 
+def _acts_on_library(plan: Plan, place: int) -> bool:
+    """Whether it imports or changes a library, and so is no value that a setting could have."""
+    node, e = plan.program.statements[place].node, plan.program.effects[place]
+    return isinstance(node, ast.Import | ast.ImportFrom) or bool(
+        e.changes and e.changes <= plan.program.imports.keys() and not e.binds | e.may_bind
+    )
+
+
 def note_defaults(plan: Plan) -> None:
     """Note environment variables that the notebook reads, but the script does not, because the values are settings."""
     for item in plan.trace["events"]:
         place = plan.program.position(item["statement"]) if item["kind"] == "asked" else None
         if place is not None and plan.dispositions[place].what == "settings":
             name, default = item["detail"]
-            plan.notes.append(
-                f"cell {cell_of(plan, item)}: {name} is read from the environment; the settings have its"
-                f" default, {default!r}"
-            )
+            if default is None and (name in NO_ENVIRONMENT or re.search(r"TOKEN|KEY|SECRET|PASSWORD", name)):
+                continue  # an account, which no setting depends on
+            holds = "hold if it is not set" if default is None else f"have its default, {default!r}"
+            plan.notes.append(f"cell {cell_of(plan, item)}: {name} is read from the environment; the settings {holds}")
 
 
 def lift_shared_constants(plan: Plan) -> None:

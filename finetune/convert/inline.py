@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from finetune.config.sft_fields import PARAMETERS_OF, parameters
 from finetune.convert.knowledge import named
 from finetune.convert.names import effects, free_names, target_names
 from finetune.convert.read import Notebook, Statement
@@ -66,12 +67,14 @@ def data_in_memory(notebook: Notebook) -> list[str]:
 
 
 def settle_globals(notebook: Notebook) -> None:
-    """Decide `if "name" not in globals():` in place, where the cells above always or never bind the name."""
+    """Decide conditions on names in place: `if "name" not in globals():`, where the cells above always or never bind
+    the name, and `if "name" in inspect.signature(SFTTrainer).parameters:`, by the installed release."""
     known: set[str] = set()
     perhaps: set[str] = set()
     statements: list[Statement] = []
+    aliases = _aliases(notebook)
     for statement in notebook.statements:
-        body = _settled(statement, known, perhaps)
+        body = _settled(statement.node, known, perhaps, aliases)
         if body is None:
             statements.append(statement)
         else:
@@ -88,21 +91,66 @@ def settle_globals(notebook: Notebook) -> None:
     notebook.statements = [replace(statement, id=number) for number, statement in enumerate(statements)]
 
 
-def _settled(statement: Statement, known: set[str], perhaps: set[str]) -> list[ast.stmt] | None:
+def _settled(node: ast.stmt, known: set[str], perhaps: set[str], aliases: dict[str, str]) -> list[ast.stmt] | None:
     """The branch that runs; None for any other statement, or if either may run."""
-    node = statement.node
     test = node.test if isinstance(node, ast.If) else None
     if not (isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and len(test.ops) == 1):
         return None
     name, place = test.left.value, ast.unparse(test.comparators[0])
-    if (
-        not isinstance(test.ops[0], ast.In | ast.NotIn)
-        or place not in ("globals()", "locals()", "vars()", "dir()")
-        or (name in perhaps and name not in known)
-    ):
+    if not isinstance(test.ops[0], ast.In | ast.NotIn):
         return None
+    names = _installed(place, aliases)
+    if names is None:
+        if place not in ("globals()", "locals()", "vars()", "dir()") or (name in perhaps and name not in known):
+            return None
+        names = known
     assert isinstance(node, ast.If)
-    return node.body if (name in known) == isinstance(test.ops[0], ast.In) else node.orelse
+    taken = node.body if (name in names) == isinstance(test.ops[0], ast.In) else node.orelse
+    inner = [(one, _settled(one, known, perhaps, aliases)) for one in taken]
+    return [part for one, parts in inner for part in ([one] if parts is None else parts)]
+
+
+def _aliases(notebook: Notebook) -> dict[str, str]:
+    """Name -> the expression that it stands for: `known = inspect.signature(SFTTrainer).parameters`."""
+    nodes = [statement.node for statement in notebook.statements]
+    stored = [
+        one.id
+        for node in nodes
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    ]
+    return {
+        node.targets[0].id: ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and stored.count(node.targets[0].id) == 1
+    }
+
+
+_SIGNATURE = re.compile(r"(?:inspect\.)?signature\((?:\w+\.)*?(\w+?)(?:\.__init__)?\)\.parameters(?:\.keys\(\))?")
+
+
+def _installed(text: str, aliases: dict[str, str]) -> frozenset[str] | None:
+    """What the installed trainer or configuration takes, if the expression stands for its parameters."""
+    for _ in range(3):  # `signature = inspect.signature(SFTTrainer)`, `known = set(signature.parameters)`
+        text = re.sub(r"^(set|list|tuple|dict)\((.*)\)$", r"\2", text)
+        name = re.match(r"\w+", text)
+        text = aliases.get(name[0], name[0]) + text[name.end() :] if name else text
+    match = _SIGNATURE.fullmatch(text)
+    return parameters(match[1]) if match and match[1] in PARAMETERS_OF else None
+
+
+def train_by_method(notebook: Notebook) -> None:
+    """Write Unsloth's `unsloth_train(trainer)` as `trainer.train()`, which it is on today's versions, in place."""
+    for place, statement in enumerate(notebook.statements):
+        calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call) and node.args]
+        found = [node for node in calls if getattr(node.func, "id", "") == "unsloth_train"]
+        for call in found:
+            call.func, call.args = ast.Attribute(call.args[0], "train", ast.Load()), call.args[1:]
+        if found:
+            text = ast.unparse(statement.node)
+            notebook.statements[place] = replace(statement, node=ast.parse(text).body[0], source=text)
 
 
 def _loaded_folder(node: ast.stmt) -> str | None:

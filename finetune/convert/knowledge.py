@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "mutates": ("method", "changes its receiver, even if its value is used"),
     "fills": ("method", "changes a list, dict, set or counter, and nothing else"),
     "changes": ("method", "changes a model, tokenizer or trainer"),
+    "in place": ("method", "changes a model in place, as does `*_` of torch.nn.init"),
     "casts": ("method", "changes a module in place"),
     "prints": ("method", "does not change its arguments"),
     "displays": ("method", "displays its arguments"),
@@ -54,7 +55,12 @@ KINDS: dict[str, tuple[str, str]] = {
     "unsafe": ("name", "refused in the drop-in form"),
     "left to you": ("name", "left out, with a note"),
     "another trainer": ("name", "refused: R1"),
-    "images": ("name", "refused: R3"),
+    "another head": ("name", "refused if no other model is loaded: R1"),
+    "encoder-decoder": ("name", "refused: R1"),
+    "images": (
+        "name",
+        "refused: R3, or a model for text if there is a tokenizer, no processor, and nothing names images",
+    ),
     "audio": ("name", "refused: R3"),
 }
 
@@ -86,7 +92,9 @@ CALLS = (
         " setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
         " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail text"
         " text_generation time title to_list tolist total_seconds train_on_responses_only"
-        " unique unsqueeze upper value_counts zfill",
+        " unique unsqueeze upper value_counts zfill casefold center expandtabs find format_map isalnum isalpha isascii"
+        " isdecimal isidentifier islower isnumeric isprintable isspace istitle isupper ljust lstrip maketrans partition"
+        " rfind rindex rjust rpartition rsplit rstrip swapcase translate",
         "looks",
     ),
     Call(
@@ -112,7 +120,15 @@ CALLS = (
     Call("cuda", "looks, keeps, moves, by the package", _DEVICE),
     Call("half float", "keeps, casts, by the package", _DTYPE),
     Call("bfloat16", "casts, by the package", _DTYPE),
-    Call("double requires_grad_ type", "casts"),
+    Call("double type", "casts"),
+    Call("requires_grad_", "casts, in place"),
+    Call(
+        "reset_parameters normal_ uniform_ zero_ fill_ copy_ mul_ add_ constant_ ones_ zeros_ eye_ trunc_normal_"
+        " xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ load_state_dict"
+        " register_forward_hook register_forward_pre_hook set_adapter disable_adapter_layers enable_adapter_layers"
+        " delete_adapter load_adapter",
+        "in place",
+    ),
     Call("train", "keeps, moves, sets up, on the trainer, by the package", "the trainer does it"),
     Call("eval", "looks, keeps, moves, runs text, by the package", "the trainer sets the mode"),
     Call("for_training", "looks, keeps, moves, by the package", "the trainer does it"),
@@ -220,6 +236,15 @@ CALLS = (
         " XPOTrainer OnlineDPOTrainer NashMDTrainer GKDTrainer BCOTrainer AlignPropTrainer IterativeSFTTrainer"
         " PRMTrainer SDFTTrainer GOLDTrainer",
         "another trainer",
+    ),
+    Call(
+        "*Seq2SeqLM *T5For* UMT5For* T5Gemma*For* *BartFor* LEDFor* *PegasusFor* PegasusXFor* Blenderbot*For* FSMTFor*"
+        " M2M100For* NllbMoeFor* ProphetNetFor* MvpFor* SwitchTransformersFor* MarianMTModel EncoderDecoderModel",
+        "encoder-decoder",
+    ),
+    Call(
+        "*ForSequenceClassification *ForTokenClassification *ForQuestionAnswering *ForMaskedLM *ForMultipleChoice",
+        "another head",
     ),
     Call(
         "snac SNAC BiCodec* XCodec2* xcodec2 CsmForConditionalGeneration Whisper?* torchaudio librosa AudioSeal"
@@ -410,6 +435,7 @@ ARGUMENTS = (
         neutral=(False,),
         drop_in="Liger would replace the layers whose loss the trainer computes",
     ),
+    Argument(CONFIG, "eos_token", "refused", "set tokenizer.eos_token instead"),
     Argument(CONFIG, "completion_only_loss", "refused", neutral=(True, False)),
     Argument(CONFIG, "assistant_only_loss", "ignored", neutral=(True, False)),
     Argument(CONFIG, "loss_type", "refused", neutral=("nll", "chunked_nll"), changes_loss=True),

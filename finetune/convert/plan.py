@@ -6,6 +6,7 @@ other statement is refused (R4).
 
 from __future__ import annotations
 
+from finetune.convert.changes import refuse_late_changes, refuse_length_of_model, refuse_patches
 from finetune.convert.harmless import drop_the_rest
 from finetune.convert.hooks import (
     drop_early_saves,
@@ -19,6 +20,7 @@ from finetune.convert.hooks import (
     note_defaults,
     note_settings,
     refuse_late_template,
+    refuse_tokenizer_not_given,
 )
 from finetune.convert.modules import own_packages
 from finetune.convert.names import Program
@@ -34,10 +36,14 @@ def make_plan(notebook: Notebook, program: Program, traces: list[Trace]) -> Plan
     find_key_statements(plan, traces[0])
     find_names_of_roles(plan)
     find_scratch(plan)
+    refuse_patches(program, plan.key["train"])
     read_trainer_call(plan)
+    refuse_late_changes(program, traces[0])
+    refuse_length_of_model(program, traces[0])
     drop_early_saves(plan)
     keep_environment(plan, notebook)
     keep_tokenizer(plan)
+    refuse_tokenizer_not_given(plan)
     keep_dataset(plan)
     keep_model(plan)
     keep_trainer(plan)

@@ -499,7 +499,7 @@ def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str |
         return f"os.environ[{match.group(1)!r}] = {value!r}"
     if name in ("time", "timeit") and rest and _parses(rest):
         return rest
-    if name not in _HARMLESS_MAGICS | _COMMAND_MAGICS:
+    if name not in _HARMLESS_MAGICS | _COMMAND_MAGICS and not name.startswith(("pip-", "conda-")):
         raise Refusal("E-MAGIC", f"unknown magic: %{name}", index)
     _shell(notebook, index, number + 1, f"%{name} {rest}".strip())
     return None

@@ -147,19 +147,22 @@ def _same_tokenizer(plan: Plan, trace: Trace) -> None:
     name = given[0] if given else kwargs.pop("pretrained_model_name_or_path", None)
     args = load["detail"][1].get("tuple", [])
     model = args[0] if args else dict(map(tuple, load["detail"][2]["dict"])).get("pretrained_model_name_or_path")
+    loader = dict(map(tuple, load["detail"][2]["dict"]))
+    arguments = [key for key, value in kwargs.items() if key not in NO_ROW and value != loader.get(key)]
     if name != model:
         plan.own_tokenizer = True
         plan.notes.append(f"the notebook loads a tokenizer other than that of {model}; prepare_tokenizer does the same")
-        return
-    left_out = [
-        key
-        for key in kwargs
-        if key not in ("trust_remote_code", "use_fast", "padding_side", "token", "use_auth_token", "revision")
-    ]
-    if left_out:
-        plan.notes.append(
-            f"the tokenizer arguments {', '.join(left_out)} are left out: the package adds end tokens and padding"
-        )
+    elif arguments:
+        plan.own_tokenizer = True
+        plan.notes.append(f"the tokenizer is loaded with {', '.join(arguments)}; prepare_tokenizer does the same")
+
+
+# Arguments of a tokenizer's loader that change no row: the package pads rows on the right and truncates them itself.
+NO_ROW = frozenset(
+    "trust_remote_code use_fast padding_side truncation_side model_max_length token use_auth_token cache_dir"
+    " local_files_only force_download device_map torch_dtype dtype low_cpu_mem_usage padding truncation max_length"
+    " clean_up_tokenization_spaces".split()
+)
 
 
 def _ordinal(program: Program, key: str) -> str:

@@ -15,7 +15,7 @@ from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import MANAGED, sft_fields
 from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
 from finetune.convert.read import Refusal
-from finetune.convert.roles import Plan, event_of
+from finetune.convert.roles import Plan, event_of, training_events
 from finetune.convert.settings_rows import refuse_rows, set_format, set_responses
 from finetune.convert.trace import Trace
 from finetune.convert.values import (
@@ -38,6 +38,10 @@ _PEFT_TARGETS = (
     (r"pythia|neox|falcon|bloom|dolly", ("query_key_value",)),
     (r"phi-?(1|2)", ("q_proj", "v_proj", "fc1", "fc2")),
     (r"mpt-", ("Wqkv",)),
+)
+_QUANTIZATION = frozenset(
+    "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype"
+    " bnb_4bit_quant_storage".split()
 )
 # FastLanguageModel, and the classes that it chooses from.
 _TEXT_LOADERS = frozenset(
@@ -117,6 +121,7 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
     if matches("images", str(what.owner)) and what.owner not in _TEXT_LOADERS and not unsloth:
         raise Refusal("R4", f"{what.owner} loads another class of model; the settings form loads AutoModelForCausalLM")
     settings.set("model.dtype", dtype_setting(traces))
+    _refuse_casts(settings, traces)
     for key in ("dtype", "torch_dtype"):
         given.pop(key, None)
     four, eight, sixteen, full = bits(given, what)
@@ -127,6 +132,10 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
             settings.notes.append("4-bit quantization is NF4 with double quantization here, but not in the notebook")
         if kind.get("bnb_4bit_compute_dtype") is not None:
             settings.notes.append("bnb_4bit_compute_dtype is left out: 4-bit layers compute in model.dtype")
+    if isinstance(given.get("quantization_config"), Unknown):
+        rest = known(given["quantization_config"].item.get("kwargs", {"dict": []})).keys() - _QUANTIZATION
+        if rest:
+            settings.notes.append(f"of the quantization, {', '.join(sorted(rest))} is left out: the default is used")
     if eight:
         settings.set("model.load_in_8bit", True)
     if full:
@@ -203,6 +212,14 @@ def dtype_setting(traces: list[Trace]) -> str:
     """The dtype to load the model in. `auto`, which follows the device, if the notebook chooses it at run time."""
     found = {_dtype(described(trace)) for trace in traces if event_of(trace, "load") and event_of(trace, "trainer")}
     return found.pop() if len(found) == 1 else "auto"
+
+
+def _refuse_casts(settings: Settings, traces: list[Trace]) -> None:
+    dtype = settings.sections["model"]["dtype"]
+    for item in (item for trace in traces for item in training_events(trace) if item["kind"] == "cast"):
+        if item["detail"] != dtype:
+            reason = f"the model is cast to {item['detail']} after it is loaded; pass dtype to from_pretrained instead"
+            raise Refusal("R4", reason)
 
 
 def _dtype(what: Described) -> str:
@@ -313,13 +330,17 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
         max(1, int(given.pop("logging_steps"))) if not isinstance(given.get("logging_steps"), Unknown) else 1,
     )
     _evaluation(settings, given, plan)
-    _best_model(settings, given)
+    _best_model(settings, given, plan)
     resume = what.train.get("resume_from_checkpoint")
     if resume is not None and isinstance(plan.program.statements[plan.key["train"]].node, ast.If | ast.Try):
         resume = None
         settings.notes.append(
             "the notebook resumes if there is a checkpoint: start the script with"
             " --training.resume_from_checkpoint true for that"
+        )
+    if isinstance(resume, Unknown | list):  # a symbol
+        settings.notes.append(
+            "resume_from_checkpoint is only known at run time: pass --training.resume_from_checkpoint true to resume"
         )
     if isinstance(resume, str) or resume is True:
         settings.set("training.resume_from_checkpoint", resume)
@@ -373,7 +394,7 @@ def _evaluation(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
         settings.set("training.per_device_eval_batch_size", size)
 
 
-def _best_model(settings: Settings, given: dict[str, Any]) -> None:
+def _best_model(settings: Settings, given: dict[str, Any], plan: Plan) -> None:
     """Which checkpoint is the final model. Evaluation gives eval_loss; other metrics need logits."""
     best = given.pop("load_best_model_at_end", False)
     metric = str(given.pop("metric_for_best_model", None) or "loss")
@@ -385,10 +406,9 @@ def _best_model(settings: Settings, given: dict[str, Any]) -> None:
             f"load_best_model_at_end by {metric} is left out: evaluation has only the loss; the final model is the last"
         )
     elif not settings.sections["training"].get("eval_steps"):
-        settings.notes.append(
-            "load_best_model_at_end is left out, because evaluation every few steps is not set: set training.eval_steps"
-            " and training.load_best_model_at_end"
-        )
+        if plan.eval_expression is not None:
+            raise Refusal("R4", "load_best_model_at_end needs evaluation every few steps; set eval_strategy='steps'")
+        settings.notes.append("load_best_model_at_end is left out: there are no held-out rows")
     else:
         settings.set("training.load_best_model_at_end", True)
 
@@ -411,6 +431,8 @@ def _other_fields(settings: Settings, given: dict[str, Any], what: Described) ->
         if value is None or (row is not None and (row.neutral is None or value in row.neutral)):
             continue
         if row is not None and row.outcome == "refused":
+            if row.detail:
+                raise Refusal("R4", f"{key}={value!r} is not supported; {row.detail}")
             raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
         if key in ("report_to", "run_name") and isinstance(value, str | list) and (to := _trackers(given)):
             settings.set(*(("logging.report_to", to) if key == "report_to" else ("training.run_name", value)))

@@ -5,6 +5,7 @@ The values come from the trace, not from the source, so variables, `**settings` 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,20 +194,32 @@ def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str,
         if str(name).startswith("unsloth."):
             return dict(zip(ADAPTER_ARGUMENTS["unsloth"], known(args), strict=False)) | given, "unsloth"
         config = (*known(args), given.get("peft_config"))[0]
-        return _lora_config(config), "peft"
+        if given.get("autocast_adapter_dtype") is False:
+            raise Refusal("R4", "autocast_adapter_dtype=False is not supported: the adapter is trained in float32")
+        return _lora_config(config, trace), "peft"
     if trainer.get("peft_config") is not None:
-        return _lora_config(trainer["peft_config"]), "peft"
+        return _lora_config(trainer["peft_config"], trace), "peft"
     return None, "unsloth" if api == "unsloth" else "peft"
 
 
-def _lora_config(value: Any) -> dict[str, Any]:
+def _lora_config(value: Any, trace: Trace) -> dict[str, Any]:
     if isinstance(value, Unknown) and value.name.rsplit(".", 1)[-1] == "LoraConfig":
         given = known(value.item["kwargs"])
         targets = given.get("target_modules")
         if has_unknown(targets) and "named_modules()" in str(targets):
+            _refuse_chosen(trace)
             given["target_modules"] = "all-linear"  # `find_all_linear_names(model)`: all except the head
         return given
     raise Refusal("R4", f"the adapter must be a LoraConfig, got {value}")
+
+
+def _refuse_chosen(trace: Trace) -> None:
+    """Refuse targets that are computed from the model's modules by more than their type."""
+    asked = [one["words"] for one in trace["decisions"].values() if "named_modules()" in one["words"]]
+    linear = [text for text in asked if re.match(r"isinstance\(.*\b\w*Linear\w*\b", text)]
+    others = [text for text in asked if text not in linear and not re.search(r"lm_head|^\(len\(", text)]
+    if not linear or others:
+        raise Refusal("R4", "LoRA's target modules are computed from the model; name them, or write 'all-linear'")
 
 
 def effective(what: Described) -> dict[str, Any]:
@@ -218,13 +231,16 @@ def effective(what: Described) -> dict[str, Any]:
 
 
 def max_length(what: Described) -> int | Unknown:
-    """The trainer's length if set; otherwise the loader's with Unsloth, or TRL's default of 1024."""
-    if (own := what.config.get("max_length")) is not None:
-        return own
-    if what.api == "unsloth":
-        length = what.loader.get("max_seq_length")
-        return 2048 if length is None else length
-    return 1024
+    """The trainer's length if set; otherwise TRL's default of 1024. With Unsloth the loader's, unless the trainer's is
+    smaller."""
+    own = what.config.get("max_length")
+    if what.api != "unsloth":
+        return 1024 if own is None else own
+    length = what.loader.get("max_seq_length")
+    length = 2048 if length is None else length
+    if own is None or (isinstance(own, int) and isinstance(length, int) and length < own):
+        return length
+    return own
 
 
 def short(value: Any) -> str:

@@ -8,6 +8,7 @@ V5 under the recording stubs, script and notebook train the same; V6 a second co
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from finetune.config import Config, ConfigError, load
 from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, refuse_tokenizer_changed_after_data
 from finetune.convert.knowledge import named
-from finetune.convert.names import dotted_imports
-from finetune.convert.read import Notebook
+from finetune.convert.names import dotted_imports, effects
+from finetune.convert.read import Notebook, Refusal
 from finetune.convert.roles import Plan
 from finetune.convert.trace import ASSUMPTIONS, Trace, trace_script
 
@@ -79,8 +80,21 @@ def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, tr
     if done.returncode:
         found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, plan)]
         found = [line for line in found if line.startswith("script.py")]
+        _refuse_undefined(notebook, found)
         if found or done.returncode > 1:
             raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
+
+
+def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
+    """Refuse names that no cell defines: those of a cell which was deleted before the notebook was published."""
+    missing = set(re.findall(r"F821 Undefined name `(\w+)`", "\n".join(found)))
+    for statement in notebook.statements:
+        e = effects(statement.node)
+        missing -= e.binds | e.may_bind
+    users = [one.cell for one in notebook.statements if missing & effects(one.node).all_reads]
+    if users:
+        names = ", ".join(f"`{name}`" for name in sorted(missing))
+        raise Refusal("R4", f"no cell defines {names}; define or import what is missing", users[0])
 
 
 def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:

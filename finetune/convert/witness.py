@@ -233,7 +233,7 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             _of_values(one["settings"], two["settings"])
             or _of_values(one["model"], two["model"])
             or _of_adapters(one["lora"], two["lora"])
-            or _of_rows(one["rows"], two["rows"], about, added)
+            or _of_rows(one["rows"], two["rows"], about, added, one.get("eos"))
         )
         if difference:
             return printable(difference, 2000)
@@ -262,16 +262,19 @@ def _of_adapters(one: dict[str, Any] | None, two: dict[str, Any] | None) -> str:
     return _of_values(one, two, "LoRA ")
 
 
-def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: int | None) -> bool:
-    """Whether two rows are equal; `added`: the token that the second may have at its end in addition."""
+def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: int | None, eos: int | None) -> bool:
+    """Whether two rows are equal; `added`: the token that the second may have at its end in addition. The first may
+    end with two end tokens, by a text that ends with one and a tokenizer that adds one: the package has one."""
+    if one and two and eos is not None and one[0][-2:] == [eos, eos] and two[0][-1] == eos:
+        one = [part[:-1] for part in one] if len(one[0]) == len(two[0]) + 1 else one
     if one == two or added is None or one is None or two is None or two[0][-1] != added:
         return one == two
     return one == [two[0][:-1], two[1][:-1]]
 
 
-def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None) -> str:
+def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None, eos: int | None) -> str:
     for number, (mine, theirs) in enumerate(zip_longest(one, two)):
-        if _same_row(mine, theirs, added):
+        if _same_row(mine, theirs, added, eos):
             continue
         if mine is None or theirs is None:
             return f"the notebook trains on {len(one)} rows, the script on {len(two)}{about}"

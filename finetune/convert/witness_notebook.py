@@ -90,9 +90,12 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
             from unsloth_zoo.dataset_utils import sft_prepare_dataset
 
             cls._prepare_dataset = sft_prepare_dataset
+    originals.update(functions_now(trl.SFTTrainer))
 
-    def train(self: Any, *_: Any, **__: Any) -> None:
+    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
         state["trainer"] = self
+        own = stand_ins.record.get("own functions", []) + replaced_methods(self)
+        stand_ins.record.update({"own functions": own, "checkpoint": stand_ins.checkpoint(resume_from_checkpoint)})
         raise stand_ins.Stop
 
     for cls in {trl.SFTTrainer, sft.SFTTrainer, transformers.Trainer}:
@@ -116,7 +119,8 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
         state["building"] = True
         try:
             given = normalized(given, unsloth, stand_ins)
-            stand_ins.record_adapter(given.pop("peft_config", None))
+            stand_ins.record_adapter(given.pop("peft_config", None), given.get("model"))
+            stand_ins.record["own functions"] = own_functions(given)
             args = given["args"]
             before = stand_ins.settings(args)
             self._packing, self._max_length = bool(args.packing), args.max_length
@@ -130,6 +134,33 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
             state["building"] = False
 
     cls.__init__ = init
+
+
+OWN = ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")
+METHODS = (
+    "compute_loss training_step create_optimizer create_scheduler create_optimizer_and_scheduler get_train_dataloader"
+    " _get_train_sampler get_batch_samples _prepare_dataset"
+).split()
+originals: dict[str, Any] = {}
+
+
+def own_functions(given: dict[str, Any]) -> list[str]:
+    """Arguments of the trainer that replace a part of the training."""
+    values = {name: given.get(name) for name in OWN}
+    return [name for name, value in values.items() if value is not None and value != (None, None)]
+
+
+def functions_now(cls: Any) -> dict[str, Any]:
+    """The functions that train, which a program may replace."""
+    import torch
+
+    return {name: getattr(cls, name, None) for name in METHODS} | {"cross_entropy": torch.nn.functional.cross_entropy}
+
+
+def replaced_methods(trainer: Any) -> list[str]:
+    own = [name for name in METHODS if name in vars(trainer)]
+    now = functions_now(type(trainer))
+    return own + [name for name, value in originals.items() if now[name] is not value]
 
 
 def sft_signature(cls: Any) -> Any:
@@ -291,6 +322,10 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             os.environ[variable] = "none"
             run_statement(node, space, failures, cell)
             return
+        if isinstance(node, ast.Import) and len(node.names) > 1:
+            for alias in node.names:  # `import torch, wandb`, of which one is not installed
+                run_statement(ast.copy_location(ast.Import([alias]), node), space, failures, cell)
+            return
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 space[(alias.asname or alias.name).partition(".")[0]] = not_installed(node, alias.name)
@@ -320,6 +355,8 @@ def missing(error: BaseException) -> str | None:
         if isinstance(found, KeyError) and found.args and isinstance(found.args[0], str):
             if re.fullmatch(r"[\w .\-/]{1,60}", found.args[0]):
                 return found.args[0]
+        if isinstance(found, KeyError) and (match := re.match(r"Index\(\['([^']{1,60})'", text)):
+            return match[1]
         if match := re.match(r"'(?:DataFrame|Series)' object has no attribute '(\w+)'", text):
             return match[1]
         if re.search(

@@ -37,6 +37,7 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     batch = resolve_batch(config.training, 1, config.data)
     args = arguments(config, stack, batch, evaluate=False)
     model = _loaded(config, stack, tokenizer, hooks)
+    stand_ins.record["checkpoint"] = stand_ins.checkpoint(config.training.resume_from_checkpoint)
     more = {"max_length": config.data.max_length, "packing": config.data.packing}
     return {
         "settings": stand_ins.settings(args) | more,
@@ -115,10 +116,15 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     build = cls.__init__
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
-        stand_ins.record_adapter(given.pop("peft_config", None))
+        model = positional[0] if positional else given.get("model")
+        if given.get("peft_config") is not None and stand_ins.record.get("lora") is not None:
+            raise ValueError("the trainer is given a `PeftModel` and a `peft_config`")  # as TRL does
+        stand_ins.record_adapter(given.pop("peft_config", None), model)
+        stand_ins.record["own functions"] = own_functions(given)
         build(self, *positional, **given)
 
-    def train(self: Any, *_: Any, **__: Any) -> None:
+    def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
+        stand_ins.record["checkpoint"] = stand_ins.checkpoint(resume_from_checkpoint)
         found.append(self)
         raise stand_ins.Stop
 
@@ -141,6 +147,12 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     }
 
 
+def own_functions(given: dict[str, Any]) -> list[str]:
+    """Arguments of the trainer that replace a part of the training."""
+    values = {name: given.get(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func")}
+    return [name for name, value in values.items() if value is not None and value != (None, None)]
+
+
 def tokenized(rows: Any, stand_ins: Any) -> list[Any]:
     found = (stand_ins.row(*rows[index]) for index in range(len(rows)))
     return [row for row in found if row]
@@ -152,6 +164,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         stand_ins.Blocker("finetune.convert"),
         stand_ins.From(job["packages"], "finetune", "patches"),
     ]
+    stand_ins.today = True
     stand_ins.prepare(job["unsloth"], template=job["template"])
     if job["form"] == "drop-in":
         stand_ins.replace_configs(job["unsloth"])

@@ -30,7 +30,8 @@ ROWS = 120
 SPECIAL = (
     "<|pad|> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <|begin_of_text|> <|end_of_text|> <|start_header_id|>"
     " <|end_header_id|> <start_of_turn> <end_of_turn> <bos> <eos> <s> </s> <unk> <|user|> <|assistant|> <|system|>"
-    " <|end|> <|im_sep|> <think> </think>"
+    " <|end|> <|im_sep|> <think> </think> <pad> [PAD] <|finetune_right_pad_id|> <|reserved_special_token_0|>"
+    " <|reserved_special_token_1|> <|vision_pad|> <|image_pad|> <|PAD_TOKEN|> <mask> <|eom_id|> <|separator|>"
 ).split()
 WORDS = "the cat runs é over 漢字 a 'quoted' hill, and 😀 sees {seven} green birds: that\nsing while rain falls".split(
     " "
@@ -47,7 +48,7 @@ user
 assistant
 model
 Question: Answer: [INST] [/INST]"""
-VOCABULARY = 640
+VOCABULARY = 652
 CONVERSATIONS = frozenset("messages conversations conversation conversations_raw chat dialogue dialog convo".split())
 NUMBERS = frozenset("id idx index label labels score rating length len year".split())
 OPTIONAL = frozenset("input context system".split())  # empty in some rows
@@ -191,7 +192,7 @@ def _save_tiny(folder: str, has_template: bool) -> None:
     backend.train_from_iterator([f"{' '.join(WORDS)} {FRAME}"] * 2, trainer)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>", unk_token="<unk>"
     )
     template = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_training.jinja")
     if has_template:
@@ -208,17 +209,60 @@ def _save_tiny(folder: str, has_template: bool) -> None:
 
 def tiny_model(recipe: dict[str, Any]) -> Any:
     """A new one, with random weights. `recipe`: what `loading` returns."""
+    import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained("tiny")
     config._name_or_path = recipe["model"] or config._name_or_path
-    model: Any = transformers.LlamaForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = transformers.LlamaForCausalLM(config)
     model.recipe = record["recipe"] = recipe
+    model.loaded = _state(model)
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = (recipe["bits per frozen weight"] == n for n in (4, 8))
     model.generate = _generate
     model.print_trainable_parameters = lambda *_: None
     model.get_nb_trainable_parameters = lambda *_: (1, 1)
     return model
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """Configuration and weights: what a program may change in place. Numbers of special tokens, which the package sets
+    from the tokenizer, and the cache do not count."""
+    config = {key: _jsonable(value) for key, value in model.config.to_dict().items() if key not in OF_TRAINER}
+    return {"config": config, "weights": {name: _sample(weight) for name, weight in model.named_parameters()}}
+
+
+def _sample(weight: Any) -> list[float]:
+    """Its size, its sum, and some of its numbers."""
+    numbers = weight.detach().double().flatten()
+    return [float(len(numbers)), float(numbers.abs().sum()), *map(float, numbers[:: max(1, len(numbers) // 16)])]
+
+
+def _changed(one: list[float] | None, two: list[float]) -> bool:
+    """Whether a weight is another one, beyond the rounding of a shorter type."""
+    return one is None or len(one) != len(two) or not all(map(_close, one, two, (0, 1e-3, *[1e-2] * len(two))))
+
+
+def _close(one: float, two: float, part: float) -> bool:
+    return abs(one - two) <= part * max(abs(one), abs(two))
+
+
+OF_TRAINER = frozenset(
+    "use_cache pad_token_id eos_token_id bos_token_id torch_dtype dtype vocab_size pretraining_tp _name_or_path"
+    " architectures transformers_version quantization_config unsloth_fixed unsloth_version max_seq_length".split()
+)
+
+
+def checkpoint(given: Any) -> Any:
+    """What training resumes from."""
+    return given if isinstance(given, bool) else str(given) if given else None
+
+
+def freeze(model: Any) -> None:
+    """As an adapter does with its base model."""
+    for weight in getattr(model, "parameters", list)():
+        weight.requires_grad_(False)
 
 
 def _generate(inputs: Any = None, **named: Any) -> Any:
@@ -231,6 +275,9 @@ def _generate(inputs: Any = None, **named: Any) -> Any:
     return torch.zeros((1, 1), dtype=torch.long)
 
 
+today = False  # whether the program must work with the installed releases; a notebook may need older ones
+# Arguments of a model's loader that transformers 5 has no more.
+FORMER = frozenset("use_auth_token load_in_4bit load_in_8bit resume_download use_flash_attention_2".split())
 _TOKENIZER_ARGUMENTS = ("padding_side", "truncation_side", "eos_token", "pad_token", "bos_token", "unk_token")
 
 
@@ -253,6 +300,8 @@ def _replace_models(folder: str) -> None:
         return (load_config(folder), rest) if return_unused_kwargs else load_config(folder)
 
     def model(pretrained_model_name_or_path: Any = None, *_: Any, **given: Any) -> Any:
+        if today and (former := sorted(FORMER & given.keys())):
+            raise TypeError(f"from_pretrained() got an unexpected keyword argument {former[0]!r}")
         found = tiny_model(loading(pretrained_model_name_or_path, given))
         if given.get("output_loading_info"):
             return found, {}
@@ -288,7 +337,14 @@ def _no_accounts() -> None:
     library: Any = huggingface_hub
     for name in ("login", "notebook_login", "interpreter_login", "whoami", "create_repo"):
         setattr(library, name, lambda *_, **__: {"name": "none"})
-    library.HfApi = MagicMock
+    library.HfApi = lambda *_, **__: account()
+
+
+def account() -> Any:
+    """The hub's client, for a user whose name is the same on both sides."""
+    found = Missing()
+    found.whoami = lambda *_, **__: {"name": "none"}
+    return found
 
 
 def _no_gpu() -> None:
@@ -314,7 +370,21 @@ def _no_gpu() -> None:
 
     move = torch.nn.Module.to
 
+    def cast(dtype: str) -> Any:
+        def called(self: Any) -> Any:
+            recipe = getattr(self, "recipe", None)
+            return getattr(torch.nn.Module, f"_{dtype}")(self) if recipe is None else _is_cast(self, dtype)
+
+        return called
+
+    for name, dtype in (("half", "float16"), ("float", "float32"), ("double", "float64"), ("bfloat16", "bfloat16")):
+        setattr(torch.nn.Module, f"_{dtype}", getattr(torch.nn.Module, name))
+        setattr(torch.nn.Module, name, cast(dtype))
+
     def to(self: Any, *given: Any, **named: Any) -> Any:
+        dtypes = [value for value in (*given, *named.values()) if isinstance(value, torch.dtype)]
+        if dtypes and hasattr(self, "recipe"):
+            return _is_cast(self, dtypes[0])
         try:
             return move(self, *given, **named)
         except (AssertionError, RuntimeError):
@@ -327,6 +397,12 @@ def _no_gpu() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     transformers.BatchEncoding.to = encoding_to
     torch.nn.Module.cuda = lambda self, *_, **__: self
+
+
+def _is_cast(model: Any, dtype: Any) -> Any:
+    """The whole model is cast; its tiny one stays as it is, for a CPU."""
+    model.recipe["dtype"] = _dtype(dtype)
+    return model
 
 
 def _replace_unsloth() -> None:
@@ -372,7 +448,8 @@ def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str,
 
 # What both sides must agree on beside the trainer's arguments.
 MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code", "bits per frozen weight",
-         "tokenizer", "end token", "tokens", "rows of the embedding", "frozen parameters")  # fmt: skip
+         "tokenizer", "end token", "tokens", "rows of the embedding", "frozen parameters", "other arguments",
+         "configuration", "changed weights", "trained besides the adapter", "own functions", "checkpoint")  # fmt: skip
 
 
 def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -385,7 +462,18 @@ def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
         "attn_implementation": given.get("attn_implementation") or former,
         "trust_remote_code": bool(given.get("trust_remote_code")),
         "bits per frozen weight": bits(given),
+        "other arguments": {key: _jsonable(given[key]) for key in sorted(given) if key not in _COMPARED_OR_NEUTRAL},
     }
+
+
+_COMPARED_OR_NEUTRAL = frozenset(
+    "model_name pretrained_model_name_or_path revision dtype torch_dtype attn_implementation use_flash_attention_2"
+    " trust_remote_code quantization_config load_in_4bit load_in_8bit load_in_16bit full_finetuning max_seq_length"
+    " device_map max_memory token use_auth_token use_cache low_cpu_mem_usage cache_dir return_dict use_safetensors"
+    " local_files_only offload_folder offload_state_dict force_download resume_download use_gradient_checkpointing"
+    " random_state output_loading_info offload_embedding tokenizer_name load_in_fp8 float8_kv_cache fast_inference"
+    " gpu_memory_utilization disable_log_stats max_lora_rank unsloth_tiled_mlp use_exact_model_name".split()
+)
 
 
 def _dtype(value: Any) -> str | None:
@@ -402,8 +490,19 @@ def model_settings(model: Any, tokenizer: Any, unsloth: bool) -> dict[str, Any]:
     found |= {"end token": str(getattr(tokenizer, "eos_token", None)), "tokens": len(tokenizer)}
     found["rows of the embedding"] = int(model.get_input_embeddings().weight.shape[0])
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-    found["frozen parameters"] = frozen if record.get("lora") is None else []  # an adapter freezes the rest itself
-    return found
+    adapted = record.get("lora") is not None
+    found["frozen parameters"] = [] if adapted else frozen  # an adapter freezes the rest itself
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    found["trained besides the adapter"] = trained if adapted and record.get("frozen") else []
+    loaded, now = getattr(model, "loaded", None), _state(model)
+    loaded = loaded or now
+    found["configuration"] = {key: value for key, value in now["config"].items() if loaded["config"].get(key) != value}
+    found["changed weights"] = [
+        name for name, one in now["weights"].items() if _changed(loaded["weights"].get(name), one)
+    ]
+    found["own functions"], found["checkpoint"] = record.get("own functions", []), record.get("checkpoint")
+    found.setdefault("other arguments", {})
+    return {name: found[name] for name in MODEL}
 
 
 def bits(given: dict[str, Any]) -> int:
@@ -453,7 +552,7 @@ def _replace_adapters() -> None:
     import trl.trainer.sft_trainer as sft
 
     def get_peft_model(model: Any, peft_config: Any = None, *_: Any, **named: Any) -> Any:
-        record_adapter(peft_config or named.get("peft_config"))
+        record_adapter(peft_config or named.get("peft_config"), model)
         return model
 
     def unchanged(model: Any, *_: Any, **__: Any) -> Any:
@@ -463,15 +562,17 @@ def _replace_adapters() -> None:
     peft.prepare_model_for_kbit_training = unchanged
 
 
-def record_adapter(config: Any) -> None:
-    """The adapter of a LoraConfig."""
+def record_adapter(config: Any, model: Any) -> None:
+    """The adapter of a LoraConfig, on this model."""
     if config is not None:
         record["lora"] = adapter(config.to_dict())
+        freeze(model)
+        record["frozen"] = hasattr(model, "parameters")
 
 
 # Arguments of LoraConfig that change what is trained, and those that Unsloth adds. `random_state` is Unsloth's alone.
 ADAPTER = (
-    "r lora_alpha lora_dropout target_modules exclude_modules bias use_rslora use_dora modules_to_save"
+    "peft_type r lora_alpha lora_dropout target_modules exclude_modules bias use_rslora use_dora modules_to_save"
     " init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern trainable_token_indices"
     " target_parameters lora_bias layer_replication fan_in_fan_out random_state finetune_vision_layers"
     " finetune_language_layers finetune_attention_modules finetune_mlp_modules"
@@ -485,6 +586,7 @@ def adapter(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(chosen := found[name], list):
             found[name] = sorted(chosen, key=str)
     weights = True if found["init_lora_weights"] is None else found["init_lora_weights"]
+    found["peft_type"] = str(found["peft_type"] or "LORA").rpartition(".")[2]
     rest = {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
     return found | rest | {"init_lora_weights": weights}
 
@@ -617,7 +719,8 @@ def _tolerate_sizes(dataset: Any) -> None:
     apply, keep = dataset.map, dataset.filter
 
     def selected(self: Any, indices: Any, *given: Any, **named: Any) -> Any:
-        return select(self, places(list(indices), len(self)), *given, **named)
+        found = [int(getattr(one, "as_py", lambda one=one: one)()) for one in indices]
+        return select(self, places(found, len(self)), *given, **named)
 
     def divided(self: Any, test_size: Any = None, train_size: Any = None, **named: Any) -> Any:
         named["seed"] = named.get("seed") or 0  # drawn anew by each side otherwise
@@ -627,7 +730,7 @@ def _tolerate_sizes(dataset: Any) -> None:
             fitting["train_size"] = None
         return split(self, **fitting, **named)
 
-    def shuffled(self: Any, seed: Any = None, *given: Any, **named: Any) -> Any:
+    def shuffled(self: Any, seed: Any = None, *given: Any, buffer_size: Any = None, **named: Any) -> Any:
         return shuffle(self, seed or 0, *given, **named)
 
     def alone(method: Any) -> Any:

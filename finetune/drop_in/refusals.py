@@ -201,3 +201,28 @@ def model(model: Any, peft_config: Any) -> None:
                 f"the adapter is of the type {adapter.peft_type.value}: its virtual tokens are not in the plan of the "
                 "data. Use LoRA, or train with trl.SFTTrainer."
             )
+
+
+def values(*arguments: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Each object of training arguments, with the values of its fields now."""
+    return [(one, _fields_of(one)) for one in arguments if dataclasses.is_dataclass(one)]
+
+
+def _fields_of(arguments: Any) -> dict[str, Any]:
+    return {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(arguments)}
+
+
+def unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Refuse arguments and methods that were changed after the trainer was created.
+
+    Args:
+        created_with: what `values` returned then.
+
+    Raises:
+        Refused: the plan and the batch were made with the former values.
+    """
+    changed = {name for one, former in created_with for name, now in _fields_of(one).items() if now != former[name]}
+    changed |= vars(trainer).keys() & _METHODS.keys()
+    if changed:
+        names = ", ".join(sorted(changed))
+        raise Refused(f"{names}: changed after the trainer was created. Set it before, in SFTConfig or SFTTrainer.")

@@ -137,6 +137,7 @@ class SFTTrainer(engine.SFTTrainer):
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         session.complete_early_stopping(self)
+        self._created_with = refusals.values(args, self.args)
         self._ready = True
         self._show_layouts()
 
@@ -244,6 +245,7 @@ class SFTTrainer(engine.SFTTrainer):
         Raises:
             UserError, RunError: with what is wrong and what to do.
         """
+        refusals.unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
         training = replace(

@@ -249,6 +249,14 @@ TRL_FAULTS = {
     "held-out rows for training": (')["train"]', ')["test"]'),
     "frozen weights": ("    return model\n", "    model.resize_token_embeddings(700)\n    return model\n"),
     "a name that is not defined": ("    return dataset\n", "    return datasets\n"),
+    "trained besides the adapter": (
+        "    return model\n",
+        "    model.lm_head.weight.requires_grad = True\n    return model\n",
+    ),
+    "configuration": ("    return model\n", "    model.config.attention_dropout = 0.5\n    return model\n"),
+    "changed weights": ("    return model\n", "    model.lm_head.weight.data.mul_(0.5)\n    return model\n"),
+    "cast": ("    return model\n", "    return model.float()\n"),
+    "checkpoint": ("num_train_epochs: 3", "num_train_epochs: 3\n  resume_from_checkpoint: outputs/checkpoint-3"),
 }
 
 # --- Unsloth, settings form -------------------------------------------------------------------------------------------
@@ -456,6 +464,10 @@ DROP_FAULTS = {
     "selection": ("load_dataset(\"acme/questions\", split=\"train\")", "load_dataset(\"acme/questions\", split=\"train\").select(range(60))"),
     "order": ("    if torch", "    dataset = dataset.shuffle(seed=1)\n    if torch"),
     "frozen": ("    if torch", "    model.resize_token_embeddings(700)\n    if torch"),
+    "another adapter": ("peft_config=LoraConfig(", 'peft_config=__import__("peft").AdaLoraConfig(total_step=50, '),
+    "trained besides the adapter": ("        trainer.train()", "        model.lm_head.weight.requires_grad = True\n        trainer.train()"),
+    "an adapter twice": ("    if torch", "    model = __import__('peft').get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules='all-linear'))\n    if torch"),
+    "a former argument of the loader": ('LM.from_pretrained("acme/tiny", dtype', 'LM.from_pretrained("acme/tiny", use_auth_token=True, dtype'),
     "an undefined name": ("    if torch", "    print(undefined)\n    if torch"),
 }  # fmt: skip
 
@@ -483,6 +495,19 @@ FULL_FAULTS = {
     "an adapter": ("train_dataset=dataset", "train_dataset=dataset, peft_config=LoraConfig(r=4)"),
     "two end tokens": ("tokenizer.eos_token}", "tokenizer.eos_token * 2}"),
     "column": ('"text": row["story"]', '"text": row["story"].upper()'),
+    "cast": ("    tokenizer = Auto", "    model = model.half()\n    tokenizer = Auto"),
+    "cast by to": ("    tokenizer = Auto", "    model.to(dtype=torch.float32)\n    tokenizer = Auto"),
+    "changed weights": (
+        "    tokenizer = Auto",
+        "    torch.nn.init.normal_(model.lm_head.weight)\n    tokenizer = Auto",
+    ),
+    "configuration": ("    tokenizer = Auto", "    model.config.attention_dropout = 0.5\n    tokenizer = Auto"),
+    "argument of the loader": (
+        'LM.from_pretrained("acme/tiny")',
+        'LM.from_pretrained("acme/tiny", attention_dropout=0.5)',
+    ),
+    "optimizer": ("model=model,", "model=model, optimizers=(torch.optim.SGD(model.parameters()), None),"),
+    "checkpoint": ("trainer.train()", 'trainer.train("outputs/checkpoint-3")'),
 }
 
 PAIRS = {

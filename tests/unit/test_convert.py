@@ -353,10 +353,6 @@ HUB_STYLES: dict[str, tuple[list[str], dict[str, Any], list[str], list[str]]] = 
         [], [],
     ),
     "PEFT's targets by the family": ([HUB_MODEL.replace("acme/tiny", "acme/falcon-7b"), HUB_TRAINER], {"lora.target_modules": ["query_key_value"], "model.attn_implementation": None}, [], []),
-    "targets found in the model": (
-        [HUB_MODEL, 'def find_linear(model):\n    names = set()\n    for name, module in model.named_modules():\n        names.add(name.split(".")[-1])\n    return list(names)\nmodules = find_linear(model)', HUB_TRAINER.replace("r=4", "r=4, target_modules=modules")],
-        {"lora.target_modules": "all-linear"}, [], ["find_linear"],
-    ),
     "targets of one kind of layer": (
         [HUB_MODEL, 'import bitsandbytes as bnb\ndef find_linear(model):\n    names = set()\n    for name, module in model.named_modules():\n        if isinstance(module, bnb.nn.Linear4bit):\n            names.add(name.split(".")[-1])\n    return list(names)\nmodules = find_linear(model)', HUB_TRAINER.replace("r=4", "r=4, target_modules=modules")],
         {"lora.target_modules": "all-linear"}, [], ["find_linear"],

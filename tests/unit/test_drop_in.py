@@ -154,6 +154,25 @@ def test_a_subclass_with_its_own_loss_or_order_is_refused(make: Callable[..., An
     assert f"Mine overrides `{method}`" in refusal(make, trainer=own)
 
 
+def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[..., Any]) -> None:
+    from finetune.drop_in.refusals import Refused
+
+    def by_alias(trainer: Any) -> None:
+        trainer._created_with[0][0].max_steps = 1
+
+    def own_method(trainer: Any) -> None:
+        trainer.compute_loss = lambda *_, **__: 0.0
+
+    def of_trainer(trainer: Any) -> None:
+        trainer.args.learning_rate *= 2
+
+    for change, name in ((by_alias, "max_steps"), (of_trainer, "learning_rate"), (own_method, "compute_loss")):
+        trainer = make(max_steps=2)
+        change(trainer)
+        with pytest.raises(Refused, match=f"^{name}: changed after the trainer was created"):
+            trainer.train()
+
+
 def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]) -> None:
     assert "IterableDataset" in refusal(make, dataset(TEXTS).to_iterable_dataset())
     assert "vision" in refusal(make, [{"text": "a", "image": 1}])

@@ -136,3 +136,48 @@ def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> No
     found = witness.check(path, files)
     assert [list(columns) for columns in found.generated_columns] == [["text"], ["messages"], ["prompt", "completion"]]
     assert found.status == "passed"
+
+
+PATCHES = {
+    "the loss of the class": "SFTTrainer.compute_loss = lambda self, model, rows, **_: model(**rows).loss * 2",
+    "a method of the trainer": "trainer.training_step = lambda *_, **__: 0.0",
+    "the loss function of torch": "import torch\ntorch.nn.functional.cross_entropy = lambda *_, **__: 0.0",
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
+def test_a_replaced_function_that_the_script_does_not_have_is_found(patch: str, tmp_path: Path) -> None:
+    *_, right = steps(write(tmp_path / "mine.ipynb", HUB, TRAIN))
+    path = write(tmp_path / "patched.ipynb", HUB, patch, TRAIN)
+    found = witness.check(path, {"mine.py": right.script, "mine.yaml": right.config})
+    assert found.status == "differs" and found.reason.startswith("own functions: ")
+
+
+FORMER = """from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("microsoft/Phi-3-mini-4k-instruct")
+tokenizer = AutoTokenizer.from_pretrained("microsoft/Phi-3-mini-4k-instruct")
+tokenizer.pad_token = tokenizer.unk_token
+tokenizer.pad_token_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
+dataset = load_dataset("acme/chats", split = "train").map(lambda row: {
+    "messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}],
+    "text": row["question"] + row["answer"],
+})
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, train_dataset = dataset, dataset_text_field = "text", max_seq_length = 256,
+    peft_config = LoraConfig(r = 8, target_modules = ["q_proj"]), args = TrainingArguments("outputs", max_steps = 5),
+)"""
+
+
+@pytest.mark.campaign
+def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", FORMER, TRAIN)
+    conversion = convert(path, form="drop-in").conversion
+    name = f"{conversion.name}.py"
+    assert witness.check(path, {name: conversion.script}, "drop-in").status == "passed"
+    wrong = planted(conversion.script, '.select_columns(["text"])', "")
+    found = witness.check(path, {name: wrong}, "drop-in")
+    assert found.status == "differs" and "token ids differ" in found.reason

@@ -135,6 +135,9 @@ def leave(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     raise Leave
 
 
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
+
+
 def _get_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     key = plain(args[0]) if args else ""
     default = args[1] if len(args) > 1 else kwargs.get("default", kwargs.get("d"))
@@ -142,8 +145,10 @@ def _get_environment(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, 
         if key not in ENVIRONMENT:
             ENVIRONMENT[key] = default
         event("env", [key, form(default)], f"os.environ.setdefault({key!r})")
-    elif key not in ENVIRONMENT and default is not None:
-        event("asked", [key, plain(default)], f"os.getenv({key!r})")
+    elif key not in ENVIRONMENT and default is None and _SECRET.search(str(key)):
+        return NotImplemented  # whether a token is set is only known at run time
+    elif key not in ENVIRONMENT:
+        event("asked", [key, None if default is None else plain(default)], f"os.getenv({key!r})")
     return ENVIRONMENT.get(key, default)
 
 

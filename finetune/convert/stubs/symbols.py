@@ -124,6 +124,8 @@ def opposite(value: Symbol) -> Symbol:
 def contains(item: Any, container: Any) -> Any:
     """`item in container`: a symbol unless both are known."""
     if isinstance(container, Symbol) and container._name == "os.environ":
+        if item not in ENVIRONMENT:
+            event("asked", [plain(item), None], f"{words(item)} in os.environ")
         return item in ENVIRONMENT
     known = not isinstance(container, Symbol) and not holds_symbol(item)
     if known and isinstance(container, str):
@@ -263,6 +265,8 @@ def _keyword_only(function: Any) -> list[str]:
 def words(value: Any) -> str:
     if isinstance(value, Symbol):
         return value._words
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(words, value)))}}}"[:120]  # in no order of its own
     text = getattr(value, "__name__", "function") if callable(value) else repr(value)
     text = re.sub(r" at 0x[0-9a-f]+", "", text)  # memory addresses
     return text if len(text) < 120 else text[:120] + "..."
@@ -331,6 +335,8 @@ def attribute(symbol: Symbol, key: str) -> Any:
         return symbol  # processor.tokenizer
     if symbol is RUN.trainer and key in ("model", "processing_class", "tokenizer"):
         return RUN.model if key == "model" else RUN.tokenizer
+    if (given := _argument(symbol, key)) is not None:
+        return given
     name = f"{symbol._name}.{key}" if symbol._name else None
     if name in REAL_VALUES:
         return REAL_VALUES[name]
@@ -341,6 +347,33 @@ def attribute(symbol: Symbol, key: str) -> Any:
     if name is None:
         made.__dict__["_method"] = (symbol, key)
     return made
+
+
+_CONFIGURATIONS = ("LoraConfig", "SFTConfig", "TrainingArguments")
+
+
+class _Targets(list[Any]):
+    """A list of target modules, which PEFT makes a set."""
+
+    def add(self, name: Any) -> None:
+        self += [] if name in self else [name]
+
+    def discard(self, name: Any) -> None:
+        self[:] = [one for one in self if one != name]
+
+    def update(self, *more: Any) -> None:
+        for name in (name for names in more for name in names):
+            self.add(name)
+
+
+def _argument(symbol: Symbol, key: str) -> Any:
+    """An argument that a configuration object was made with, which may be changed in place."""
+    function, _, kwargs = symbol.__dict__.get("_made_by", (None, (), {}))
+    if function is None or (function._name or "").rsplit(".", 1)[-1] not in _CONFIGURATIONS or key not in kwargs:
+        return None
+    if key == "target_modules" and type(kwargs[key]) is list:
+        kwargs[key] = _Targets(kwargs[key])
+    return None if isinstance(kwargs[key], Symbol) else kwargs[key]
 
 
 def set_attribute(symbol: Symbol, key: str, value: Any) -> None:
@@ -366,7 +399,9 @@ def call(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     text = f"{function._words}({', '.join([*map(words, args), *(f'{k}={words(v)}' for k, v in kwargs.items())])})"
     detail = [form(function), form(args), form(kwargs)]
     method = function.__dict__.get("_method")
-    if method and method[0] is RUN.model and method[1] in ("to", "cuda", "half", "float", "bfloat16", "train", "eval"):
+    if method and method[0] is RUN.model and method[1] in MOVES:
+        if (kind := _cast(method[1], (*args, *kwargs.values()))) is not None:
+            event("cast", kind, text)
         return RUN.model
     owner = method[0].__dict__.get("_owner", method[0]) if method else None
     if method and role(owner) == "trainer" and method[1] == "train":
@@ -386,6 +421,17 @@ def call(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = Symbol(["call", *detail], text)
     result.__dict__["_made_by"] = (function, args, kwargs)
     return result
+
+
+MOVES = ("to", "cuda", "half", "float", "double", "bfloat16", "train", "eval")
+_CASTS = {"half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16"}
+
+
+def _cast(method: str, given: tuple[Any, ...]) -> str | None:
+    """The type that `model.half()` or `model.to(torch.float32)` casts to; None if it only moves the model."""
+    names = [(value._name or "").removeprefix("torch.") for value in given if isinstance(value, Symbol)]
+    names = [_CASTS.get(name, name) for name in names]
+    return _CASTS.get(method) or next((name for name in names if name in _CASTS.values()), None)
 
 
 def roles_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 # mask: all
 # setting: data.response_part = absent
 # cause: train_on_responses_only after train() masks nothing that was trained
-# fast
 # %%
 from unsloth import FastLanguageModel
 from unsloth.chat_templates import get_chat_template, train_on_responses_only

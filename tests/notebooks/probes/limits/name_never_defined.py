@@ -1,11 +1,10 @@
 # expect: refused R4
-# says: max_seq_length
-# cause: the notebook uses a name that no cell defines
+# says: no cell defines `EarlyStop`
+# cause: a name of a cell that was deleted before the notebook was published
 # %%
-from unsloth import FastLanguageModel
-model, tokenizer = FastLanguageModel.from_pretrained("unsloth/gemma-2b", load_in_4bit=True)
-model = FastLanguageModel.get_peft_model(model, r=16)
 from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
 ds = load_dataset("acme/t", split="train").map(lambda r: {"text": r["a"]})
-from trl import SFTTrainer
-SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=ds, dataset_text_field="text", max_seq_length=max_seq_length).train()
+trainer = SFTTrainer("Qwen/Qwen2.5-0.5B", train_dataset=ds, peft_config=LoraConfig(r=8), callbacks=[EarlyStop(3)], args=SFTConfig(output_dir="o", dataset_text_field="text"))
+trainer.train()

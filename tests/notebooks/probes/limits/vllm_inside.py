@@ -1,4 +1,5 @@
 # expect: refused R6
+# says: fast_inference=False
 # cause: fast_inference=True starts vLLM in the training process
 # %%
 from unsloth import FastLanguageModel

@@ -5,7 +5,6 @@
 # setting: training.global_batch_size = 12
 # setting: lora.target_modules = all-linear
 # cause: a blog's style: messages from a JSON file that the notebook wrote
-# fast
 # %%
 from datasets import load_dataset
 system_message = """You are a text to SQL query translator.

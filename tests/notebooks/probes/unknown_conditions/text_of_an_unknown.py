@@ -1,6 +1,5 @@
 # expect: converted
 # form: drop-in
-# fast
 # cause: a condition on the text of a device's name
 # %%
 import os
