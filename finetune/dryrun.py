@@ -299,8 +299,8 @@ def sharded_result(found: slices.Sharded, tokens: int, world: int) -> dict[str, 
     fitting = [row["world_size"] for row in rows if row["fits"]]
     reason = None
     if world not in fitting:
-        where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} do not, either"
-        reason = f"{world} GPUs do not hold this job; {where}"
+        where = f"it fits on {fitting[0]}" if fitting else f"{rows[-1]['world_size']} are not enough either"
+        reason = f"the job does not fit on {world} GPUs; {where}"
     activations = {"layers": found.activation_bytes / gib, "outside": found.fixed_bytes / gib}
     return {
         "go": reason is None,
@@ -328,7 +328,7 @@ def print_shards(
         waits, longest = row["exposed_seconds"], row["longest_row_tokens"]
         shown.add_row(
             str(row["world_size"]),
-            f"{row['peak_memory_gib']:.2f}" + ("" if row["fits"] else " (too much)"),
+            f"{row['peak_memory_gib']:.2f}" + ("" if row["fits"] else " (does not fit)"),
             f"{1e3 * row['step_seconds']:,.1f}" + ("" if waits is not None else " + communication"),
             "not measured" if waits is None else f"{1e3 * waits:,.1f}",
             f"{row['tokens_per_second']:,.0f}",
@@ -336,7 +336,7 @@ def print_shards(
         )
     console().print(shown)
     if any(row["exposed_seconds"] is None for row in result["sharded"]["rows"]):
-        print_line("`finetune bench comm` on the GPUs of the run measures what gathering weights takes.")
+        print_line("`finetune bench comm` on the GPUs of the run measures how long gathering weights takes.")
     if result["go"]:
         console().print("GO. Only the measurement was saved. Start the real run with:", style="green")
         print_line(f"  {line}")

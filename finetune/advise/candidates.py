@@ -160,7 +160,7 @@ def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
         found.append(Change(name="packing", arguments=("--data.packing", "true"), same_result=False))
     if config.model.load_in_4bit:
         found.append(
-            Change(name="16 bit in place of 4", arguments=("--model.load_in_4bit", "false"), same_result=False)
+            Change(name="16 bits instead of 4", arguments=("--model.load_in_4bit", "false"), same_result=False)
         )
     model = config.model
     if not (on_cpu or model.full_finetuning or model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
@@ -233,12 +233,12 @@ def remedies(config: Config, on_cpu: bool) -> list[Change]:
         found.append(Change(name="checkpointing", arguments=arguments, same_result=True, of_rows=True))
     if config.model.full_finetuning:
         if config.training.adam_in_full and not on_cpu:
-            name = "Adam's states in 8 bits"
+            name = "8-bit Adam"
             found.append(Change(name=name, arguments=(OPTIMIZER, "adamw_8bit"), same_result=False))
-        name, arguments = "LoRA in place of all weights", ("--model.full_finetuning", "false")
+        name, arguments = "LoRA instead of full fine-tuning", ("--model.full_finetuning", "false")
         found.append(Change(name=name, arguments=arguments, same_result=False, instead_of=OPTIMIZER))
     if not config.model.load_in_4bit and not on_cpu:
-        found.append(Change(name="4 bit (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
+        found.append(Change(name="4 bits (QLoRA)", arguments=("--model.load_in_4bit", "true"), same_result=False))
     half = max(config.data.document_length // 2, 1) if config.data.document_length else 2048
     shorter = ("--data.max_length", str(half))
     if config.data.packing:

@@ -42,7 +42,7 @@ def own_options() -> Options:
     found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run")
     comm = "read the all-reduce from an earlier `finetune bench comm --json`, of this machine or another"
     found.add("--comm", path, "FILE.json", comm)
-    found.add_switch("--fastest", "recommend the fastest world size at any efficiency (default: at least 70 %%)")
+    found.add_switch("--fastest", "recommend the fastest world size at any efficiency (default: at least 70%%)")
     found.add_switch("--as-given", "do not try faster settings on one GPU")
     found.add_switch("--rules", "measure nothing; apply the rule set study2025 (docs/advise.md)")
     found.add("--out", path, "DIR", "write the accelerate profile, NCCL environment and launch script to this folder")
@@ -269,7 +269,7 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
         of = "" if device is None else f" of {device / 2**30:.1f}"
         text = f"It fits with {names} (measured: {peak:.1f}{of} GiB): {flags}. "
         if device is not None and result.measured.peak_memory_bytes > rules.MEMORY_MARGIN * device:
-            text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still end the run. "
+            text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still exhaust it. "
         text += "Run advise again with these settings for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
     if machine.device == "cuda":
@@ -330,14 +330,14 @@ def with_measured(
     if not rows:
         return text, settings
     each = ", ".join(
-        f"{row['world_size']} GPUs {row['peak_memory_gib']:.1f} GiB and {row['step_seconds']:.2f} s a step"
+        f"{row['world_size']} GPUs {row['peak_memory_gib']:.1f} GiB and {row['step_seconds']:.2f} s per step"
         + (" without communication" if row["exposed_seconds"] is None else "")
         for row in rows
     )
     text += f" Measured with slices of the model, activations included: on {each}."
     fitting = next((row for row in rows if row["fits"]), None)
     if fitting is None:
-        return f"{text} None of them holds the job.", None
+        return f"{text} The job fits on none of them.", None
     measured = {"world_size": fitting["world_size"], "gib_per_gpu": fitting["peak_memory_gib"], "measured": rows}
     return text, settings | measured
 

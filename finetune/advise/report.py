@@ -57,7 +57,7 @@ def short_step(found: Sequence[Row], machine: Hardware) -> list[str]:
         return []
     return [
         f"A step of {1e3 * one.step_seconds:.1f} ms is the host launching kernels. In another process or on another "
-        "host of the same kind, such steps differed by 1 to 45 % (H200s, benchmarks/results): trust the verdict more "
+        "host of the same kind, such steps differed by 1 to 45% (H200s, benchmarks/results): trust the verdict more "
         "than the milliseconds."
     ]
 

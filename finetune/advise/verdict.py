@@ -134,7 +134,7 @@ def _reason(row: Row, several: Prediction, one: Prediction, memory_bytes: float 
             f"{counted(row.break_even_steps or 0, 'step')}"
         )
     if efficiency < EFFICIENCY_TO_JUSTIFY:
-        return f"{faster:.2f} times as fast with {world} devices, {efficiency:.0%} efficiency, is below 70 %: {lost}"
+        return f"{faster:.2f} times as fast with {world} devices, {efficiency:.0%} efficiency, is below 70%: {lost}"
     return f"{faster:.2f} times as fast, {efficiency:.0%} efficiency; {lost}"
 
 

@@ -139,7 +139,7 @@ def read_prompts(file: Path) -> list[str]:
         UserError: it cannot be read, is not UTF-8, or has no such line.
     """
     if file.exists() and not file.is_file():
-        raise UserError(f"--prompts is not a regular file: {file}. Give a text file with one prompt a line.")
+        raise UserError(f"--prompts is not a regular file: {file}. Give a text file with one prompt per line.")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -149,7 +149,7 @@ def read_prompts(file: Path) -> list[str]:
         raise UserError(f"--prompts cannot be read: {file} ({error.strerror}). Give a text file.") from None
     found = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not found:
-        raise UserError(f"--prompts has no prompt: {file} is empty. Write one prompt a line.")
+        raise UserError(f"--prompts has no prompt: {file} is empty. Write one prompt per line.")
     return found
 
 

@@ -144,7 +144,7 @@ class Speaker:
         ends = ", ".join([*names, *([self.stop_string] if self.stop_string else [])])
         shape = "no chat template: each prompt is continued as it is" if self.template is None else "chat template"
         system = f"system message {_short(self.system)!r}; " if self.system else ""
-        return f"{manner}; {shape}; {system}an answer ends at {ends or 'its longest length'}"
+        return f"{manner}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 
     def facts(self) -> dict[str, Any]:
         """What the answers depend on, for --json."""

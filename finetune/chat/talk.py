@@ -52,7 +52,7 @@ def run(speaker: Speaker, json: Path | None) -> int:
                 break
             if text == "/clear":
                 conversation = Conversation(speaker, conversation.turns)
-                print_line("The conversation is forgotten.")
+                print_line("Conversation cleared.")
             elif text == "/help":
                 print_line(HELP)
             elif text:

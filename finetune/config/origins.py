@@ -14,12 +14,12 @@ from finetune.config.values import NotAllowed, convert, in_words, show
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """One entry of data.train or data.eval: files, or a data set on the hub, and how its rows are read."""
+    """One entry of data.train or data.eval: files, or a dataset on the Hub, and how its rows are read."""
 
     file: str | list[str] | None = None
     name: str | None = None
     config: str | None = None
-    split: str | None = None  # of a data set on the hub; None is "train"
+    split: str | None = None  # of a dataset on the Hub; None is "train"
     format: str | None = None  # None is data.format
     columns: dict[str, str] | None = None  # None is data.columns
     template: str | None = None  # None is model.chat_template
@@ -28,7 +28,7 @@ class Origin:
 
     @property
     def files(self) -> list[str]:
-        """The paths, globs and URLs; none for a data set on the hub."""
+        """The paths, globs and URLs; none for a dataset on the Hub."""
         return [self.file] if isinstance(self.file, str) else list(self.file or [])
 
     @property
@@ -105,12 +105,12 @@ def _mistakes(entry: dict[str, Any]) -> Iterator[str]:
 def _contradictions(entry: dict[str, Any]) -> Iterator[str]:
     if ("file" in entry) == ("name" in entry):
         both = "both name the rows" if "file" in entry else "neither names the rows"
-        yield f"`file` and `name`: {both}. Set file (paths, globs or URLs) or name (a data set on the hub)."
+        yield f"`file` and `name`: {both}. Set file (paths, globs or URLs) or name (a dataset on the Hub)."
     if entry.get("file") == [] or "" in (entry.get("file"), entry.get("name")):
-        yield "the source is empty. Set file to a path, or name to a data set on the hub."
+        yield "the source is empty. Set file to a path, or name to a dataset on the Hub."
     for key in ("config", "split"):
         if key in entry and "name" not in entry:
-            yield f"`{key}` applies to a data set on the hub. Set name, or remove it."
+            yield f"`{key}` applies to a dataset on the Hub. Set name, or remove it."
     if "weight" in entry and "epochs" in entry:
         yield "`weight` and `epochs` are the same number: passes per epoch. Keep one."
     for key in ("weight", "epochs"):

@@ -242,7 +242,7 @@ def mixtures(config: Config, given: frozenset[str]) -> Found:
             if not _is_default(config, key):
                 yield (
                     ("data.train", key),
-                    f"{key} is for the short forms. Set {instead} in the entry of data.train.",
+                    f"{key} does not apply to data.train. Set {instead} in its entry.",
                 )
 
 
@@ -336,13 +336,13 @@ def packing(config: Config, given: frozenset[str]) -> Found:
     if data.document_length is None and data.over_length != "truncate":
         yield (
             ("data.over_length", "data.max_length"),
-            f"over_length {data.over_length} is about documents longer than max_length, and null is no limit. Set"
+            f"over_length {data.over_length} applies to documents longer than max_length, which is null. Set"
             " max_length, or remove over_length.",
         )
     if data.packing and data.document_length is None:
         yield (
             ("data.max_length", "data.packing"),
-            "max_length: null leaves the length of the packs open. Set data.pack_length.",
+            "packing needs a length, and max_length is null. Set data.pack_length.",
         )
     if data.pack_length is None:
         return
@@ -494,7 +494,7 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
         if not _is_default(config, "training.shard_reduce"):
             yield (
                 ("training.shard_reduce", "training.strategy"),
-                "shard_reduce is about a sharded model. Set strategy: shard, or remove it.",
+                "shard_reduce applies only to a sharded model. Set strategy: shard, or remove it.",
             )
         return
     if model.backend == "unsloth":
@@ -533,8 +533,7 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
     if training.optim not in SHARDED_OPTIMIZERS:
         yield (
             ("training.strategy", "training.optim"),
-            f"optim {training.optim} has not been proven on a sharded model. Set one of"
-            f" {', '.join(SHARDED_OPTIMIZERS)}.",
+            f"optim {training.optim} is not supported on a sharded model. Set one of {', '.join(SHARDED_OPTIMIZERS)}.",
         )
     if "block_size" in str(training.extra.get("optim_args")):
         yield (

@@ -63,7 +63,7 @@ class ModelConfig:
         None, "Attention implementation, such as sdpa. null lets the library choose."
     )
     packed_attention: Literal["auto", "torch", "flash_4"] = _setting(
-        "auto", "Kernel for packs on a GPU: auto times FlashAttention-4, where it is installed, against torch's."
+        "auto", "Kernel for packs on a GPU: auto times FlashAttention-4, if installed, against torch's."
     )
     chat_template: str | None = _setting(
         None,
@@ -132,7 +132,7 @@ class DataConfig:
     )
     columns: dict[str, str] = _setting({}, "Columns to read, by role, such as {instruction: question, output: answer}.")
     dataset_text_field: str = _setting(
-        "text", "Column of rows of text. As in TRL, columns of messages, prompts or token ids come first.", NOT_EMPTY
+        "text", "Text column. As in TRL, columns of messages, prompts or token ids take precedence.", NOT_EMPTY
     )
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
     max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
@@ -143,7 +143,7 @@ class DataConfig:
     completion_only_loss: bool | None = _setting(
         None, "Rows of prompt and completion: compute the loss on the completion only. null is true for such rows."
     )
-    last_turn_only: bool = _setting(False, "Compute the loss on the last of these turns only.")
+    last_turn_only: bool = _setting(False, "Compute the loss only on the last turn that the other settings select.")
     train_on_roles: list[str] | None = _setting(
         None, "Roles whose messages the loss is computed on, with assistant_only_loss. null is [assistant].", NOT_EMPTY
     )
@@ -228,7 +228,7 @@ class TrainingConfig:
         False, "End with the weights of the best evaluation. Each new best is saved as a checkpoint."
     )
     metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_entropy"] | None = _setting(
-        None, "What the best evaluation is chosen by. null is eval_loss."
+        None, "Metric that selects the best evaluation. null is eval_loss."
     )
     greater_is_better: bool | None = _setting(
         None, "Whether higher values of the metric are better. null is true for eval_token_accuracy only."
@@ -256,7 +256,7 @@ class TrainingConfig:
     )
     strategy: Literal["auto", "single", "ddp", "shard"] | None = _setting(
         None,
-        "GPUs: auto = as many as pay, single = one, ddp = all, shard = all, with the model split, null = as launched.",
+        "GPUs: auto = as many as are worth it, single = one, ddp = all, shard = all (sharded), null = as launched.",
     )
     shard_reduce: Literal["auto", "every_pass", "once"] = _setting(
         "auto",
@@ -309,16 +309,16 @@ class LoggingConfig:
     )
     report_to: list[str] | str = _setting(
         "tensorboard",
-        "Trackers such as wandb, mlflow or trackio, beside TensorBoard, which is always written.",
+        "Trackers such as wandb, mlflow or trackio. TensorBoard is always written.",
         NOT_EMPTY,
     )
     callbacks: list[str] | None = _setting(
-        None, "Classes of callbacks of the trainer, as package.module:Class. Needs trust_code.", NOT_EMPTY
+        None, "Trainer callback classes, as package.module:Class. Needs trust_code.", NOT_EMPTY
     )
-    trust_code: bool = _setting(False, "Allow your Python code that metric and callbacks name to run.")
+    trust_code: bool = _setting(False, "Allow the Python code that metric and callbacks name to run.")
     include_rows: bool = _setting(
         True,
-        "Show text of your data in TensorBoard: sample answers, and one dropped row per reason.",
+        "Show text from your data in TensorBoard: sample answers, and one dropped row per reason.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("warning", "Minimum severity of messages.")
 

@@ -39,7 +39,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
     ("packing_strategy padding_free eval_packing pad_to_multiple_of", "use data.packing and data.pack_length"),
     (
         "dataset_kwargs skip_prepare_dataset remove_unused_columns label_names",
-        "data is prepared once, as the keys of `data:` say",
+        "data is prepared once, and the keys of `data:` control how",
     ),
     (
         "group_by_length length_column_name train_sampling_strategy shuffle_dataset data_seed dataloader_drop_last"

@@ -113,7 +113,7 @@ def compare(shapes: Shapes, device: torch.device | str) -> Choice:
         reason = f"{FLASH_4} differs by {apart:.2%} from torch, more than {LARGEST_DIFFERENCE:.0%}"
         return Choice(kernel=FLASH_2, reason=reason, milliseconds=milliseconds, difference=apart)
     faster = flash_ms < FASTER * torchs_ms
-    times = f"{flash_ms:.2f} ms a layer, torch's {torchs_ms:.2f} ms"
+    times = f"{flash_ms:.2f} ms per layer, torch's {torchs_ms:.2f} ms"
     return Choice(
         kernel=FLASH_4 if faster else FLASH_2,
         reason=f"{FLASH_4} takes {times}, at this run's first micro-batch",

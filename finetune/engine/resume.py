@@ -511,7 +511,7 @@ def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict
     raise UserError(
         f"training.output_dir is {output_dir}, which holds a finished run of {done.get('steps')} steps with other "
         "settings or data, and no complete checkpoint to resume from. Give another folder, or replace that run with "
-        "training.overwrite_output_dir: true in place of training.resume_from_checkpoint."
+        "training.overwrite_output_dir: true instead of training.resume_from_checkpoint."
     )
 
 

@@ -34,7 +34,7 @@ from finetune.runtime.hardware import Hardware
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
 _LOWER_RATE = (
-    "Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 in place of float16; then "
+    "Lower training.learning_rate, set training.warmup_steps, or use model.dtype: bfloat16 instead of float16; then "
     "resume from the last checkpoint with training.resume_from_checkpoint: true."
 )
 _EVALUATION = re.compile(r"eval_((?P<set>.+)_)?loss")

@@ -59,7 +59,7 @@ def text(answers: Answers, schema: str, next_commands: dict[str, str]) -> str:
         *_data(answers.rows),
         *_training(answers),
         "logging:",
-        _line("logging_steps", 10, "optimizer steps between lines of progress"),
+        _line("logging_steps", 10, "optimizer steps between log lines"),
         _line("generate_samples", 3, "held-out prompts to answer before and after training"),
     ]
     return "\n".join(lines) + "\n"
@@ -121,7 +121,7 @@ def _training(answers: Answers) -> list[str]:
         _line("learning_rate", LEARNING_RATES[answers.method], rate),
         *evaluations,
         _line("save_steps", 500, "steps between checkpoints; 0 saves only at the end"),
-        _line("seed", 42, "of the order of the data and the adapter's first weights"),
+        _line("seed", 42, "for the data order and the adapter's initial weights"),
         "",
     ]
 

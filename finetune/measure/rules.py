@@ -45,7 +45,7 @@ def study2025(parameters: int | None, global_batch_size: int, efficiency: float 
         return Ruling(verdict="measure", reason="the number of parameters is unknown")
     size = f"{parameters / 1e6:,.3g} M parameters"
     if parameters < 1_000_000:
-        return Ruling(verdict="one GPU", reason=f"{size}: never several below 1 M")
+        return Ruling(verdict="one GPU", reason=f"{size}: one GPU below 1 M")
     if parameters < 5_000_000:
         if global_batch_size >= 128 and efficiency is not None and efficiency > 0.6:
             return Ruling(
@@ -54,8 +54,8 @@ def study2025(parameters: int | None, global_batch_size: int, efficiency: float 
             )
         return Ruling(
             verdict="one GPU",
-            reason=f"{size}: at 1 to 5 M one is better (15 to 25 % are lost), unless the batch is 128 or more with an "
-            "efficiency above 60 %",
+            reason=f"{size}: at 1 to 5 M one is better (15 to 25% is lost), unless the batch is 128 or more with an "
+            "efficiency above 60%",
         )
     if parameters < 10_000_000:
         return Ruling(verdict="measure", reason=f"{size}: at 5 to 10 M it depends; a benchmark is required")

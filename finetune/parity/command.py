@@ -41,7 +41,7 @@ def own_options() -> Options:
     found = Options("parity", PURPOSE, notes=NOTES)
     ranks = "world sizes to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
-    strategies = "what world sizes above 1 run with: ddp, shard or both (default: as training.strategy says)"
+    strategies = "strategies of world sizes above 1: ddp, shard or both (default: as training.strategy says)"
     found.add("--strategies", names, "NAME,...", strategies, [])
     found.add("--steps", count, "N", "optimizer steps per run (default: %(default)s)", 4)
     found.add("--without", str, "NAME,...", "patches to skip, or `all`, to see their effect", "")

@@ -15,7 +15,7 @@ PURPOSE = (
     " RUN is the output folder of a run, a folder of TensorBoard events (TRL's and Unsloth's included), or a folder of"
     " runs."
 )
-NOTES = "Exit code 0: reviewed, 1: with --strict, a rule of level warning fired, 2: no run."
+NOTES = "Exit code 0: reviewed, 1: with --strict, a finding is a warning, 2: no run."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def own_options() -> Options:
     found = Options("review", PURPOSE, notes=NOTES, configuration=False, usage="RUN [RUN ...] [options]")
     found.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run, or of several")
     found.add("--html", path, "FILE", "also write one page that needs no server and no network")
-    found.add_switch("--strict", "exit code 1 if a rule of level warning fired")
+    found.add_switch("--strict", "exit with 1 if a finding is a warning")
     return found
 
 

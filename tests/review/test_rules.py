@@ -476,4 +476,4 @@ def test_divergence_of_a_running_run() -> None:
     falling = [5.0 * 0.97**step + 0.5 for step in range(120)]
     assert learning.divergence(falling) is None and learning.divergence(falling[:5]) is None
     rising = [*falling, *(0.7 + 0.1 * step for step in range(60))]
-    assert "the least was 0." in str(learning.divergence(rising))
+    assert "the lowest was 0." in str(learning.divergence(rising))

@@ -164,8 +164,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -
 @pytest.mark.parametrize(
     ("ms", "error", "kernel", "said"),
     [
-        (0.5, 0.003, attention.FLASH_4, "0.50 ms a layer"),
-        (0.99, 0.003, attention.FLASH_2, "0.99 ms a layer"),
+        (0.5, 0.003, attention.FLASH_4, "0.50 ms per layer"),
+        (0.99, 0.003, attention.FLASH_2, "0.99 ms per layer"),
         (0.5, 0.05, attention.FLASH_2, "differs by 5.00% from torch"),
         (0.5, float("nan"), attention.FLASH_2, "differs by nan"),
         (-1.0, 0.0, attention.FLASH_2, "failed: RuntimeError: no such layout"),

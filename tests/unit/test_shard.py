@@ -60,7 +60,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(extra: tuple[str, ...], said:
 
 
 def test_a_setting_for_sharded_models_needs_one() -> None:
-    with pytest.raises(ConfigError, match="shard_reduce is about a sharded model"):
+    with pytest.raises(ConfigError, match="shard_reduce applies only to a sharded model"):
         load(["--model.model_name_or_path", "m", "--data.train_file", "t", "--training.shard_reduce", "once"])
 
 

@@ -146,7 +146,7 @@ def test_ranks_that_are_launched_go_on_and_are_told(here: Any, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("parameters", "batch", "world", "said"),
     [
-        (258_000, "64", 1, "never several below 1 M"),
+        (258_000, "64", 1, "one GPU below 1 M"),
         (6_900_000, "64", 1, "measure first"),
         (1_200_000_000, "64", 4, "study2025"),
         (1_200_000_000, "16", 1, "the rules cover batches of 64 or more"),

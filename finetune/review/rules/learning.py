@@ -70,7 +70,7 @@ def not_finite(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="not-finite",
         level="warning",
-        headline=f"The run is not finite from step {first} on",
+        headline=f"Values are not finite from step {first} on",
         figures=(
             f"NaN or infinite: {counted(sum(map(len, bad.values())), 'value')}",
             f"the first at step {first} of {total}",
@@ -114,7 +114,7 @@ def divergence(values: Sequence[float]) -> str | None:
     found = rise_of(np.arange(1, len(kept) + 1), kept)
     if found is None or not found.is_above(RISE):
         return None
-    return f"loss {number(found.last)}, the least was {number(found.least)} at step {found.least_step}"
+    return f"loss {number(found.last)}, the lowest was {number(found.least)} at step {found.least_step}"
 
 
 def rise_of(steps: np.ndarray, values: np.ndarray) -> Rise | None:
@@ -151,7 +151,7 @@ def diverging(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         headline="The run diverges: its loss rises",
         figures=(f"loss {number(found.last)} at the end", f"{number(found.least)} at step {found.least_step}"),
         evidence=f"Median loss of the last tenth {number(found.last)}: {found.last / max(found.least, 1e-12):.2f} "
-        f"times the least, {number(found.least)} at step {found.least_step} (threshold {RISE}); noise "
+        f"times the lowest, {number(found.least)} at step {found.least_step} (threshold {RISE}); noise "
         f"{number(found.noise)}.",
         advice=f"{_lower_rate(run)}; training.warmup_steps: {max(total // 20, 10)}"
         + (f"; the best checkpoint is {checkpoint}" if checkpoint else ""),
@@ -398,7 +398,7 @@ def overfitting(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         level="warning",
         headline=f"The model overfits from step {best} on",
         figures=(f"evaluation loss {number(end)} at the end", f"{number(least)} at step {best}"),
-        evidence=f"The evaluation loss was least at step {best}, {number(least)}, and is {end / least:.2f} times that "
+        evidence=f"The evaluation loss was lowest at step {best}, {number(least)}, and is {end / least:.2f} times that "
         f"(threshold {OVERFIT}), while the training loss fell from {number(then)} to {number(now)}.",
         advice=f"training.max_steps: {max(best, 1)}" + (f"; use {checkpoint}" if checkpoint else "; save_steps there"),
         gain=f"{percent(1 - least / end)} lower evaluation loss, {counted(total - best, 'step')} saved",

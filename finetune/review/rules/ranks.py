@@ -69,7 +69,7 @@ def efficiency(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="efficiency",
         level="warning",
-        headline=f"{world} GPUs bring little over one",
+        headline=f"{world} GPUs are little faster than one",
         figures=(f"{speed_up:.2f} times the throughput of `{one.name}`", f"efficiency {percent(share)}"),
         evidence=f"{world} ranks process {speed_up:.2f} times the rows of the one-GPU run `{one.name}`: "
         f"{percent(share)} of {world} times (threshold {percent(EFFICIENCY)}).{cost}",

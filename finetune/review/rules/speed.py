@@ -121,7 +121,7 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         level="warning",
         headline="The host limits the run: it launches kernels no faster than the GPU runs them",
         figures=(f"host lead {percent(lead)} of a step", f"GPU utilization {percent(busy)}"),
-        evidence=f"At records the host waits {percent(lead)} of a step of {duration(step)} for the GPU (threshold "
+        evidence=f"At log steps the host waits {percent(lead)} of a step of {duration(step)} for the GPU (threshold "
         f"{percent(HOST_LEAD)}), and a kernel runs {percent(busy)} of the time (threshold {percent(UTILIZATION)}).",
         advice=f"{larger}; training.torch_compile: true launches fewer kernels; `logging.profile_steps: 3` shows them",
         gain=f"up to {1 / max(busy, 0.01):.1f} times the speed, bounded by the GPU time of a profile",
@@ -153,7 +153,7 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
     return Finding(
         rule="small-batch",
         level="note",
-        headline="The micro-batch is smaller than this GPU likes",
+        headline="The micro-batch is too small for this GPU",
         figures=(
             f"{percent(full)} of the memory in use",
             f"{percent(speed / best[1])} of the best micro-batch's speed",
