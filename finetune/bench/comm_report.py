@@ -145,12 +145,12 @@ def show(found: dict[str, Any]) -> None:
 def compare(runs: list[dict[str, Any]]) -> None:
     """Print all-reduce of every variant relative to the first, at the smallest size, DDP's bucket size and the largest.
 
-    A factor is shown only if the 95 % intervals do not overlap: small sizes measure the host, and vary.
+    A factor is shown only if the 95% intervals do not overlap: small sizes measure the host, and vary.
     """
     first = runs[0]["collectives"]["all_reduce"]
     bucket = min(range(len(first)), key=lambda place: abs(first[place]["bytes"] - BUCKET_BYTES))
     places = sorted({0, bucket, len(first) - 1})
-    title = f"{counted(runs[0]['world_size'], 'rank')}, all-reduce by setting (=: 95 % intervals overlap)"
+    title = f"{counted(runs[0]['world_size'], 'rank')}, all-reduce by setting (=: 95% intervals overlap)"
     table = Table(title=title, title_justify="left")
     table.add_column("setting")
     for place in places:

@@ -45,7 +45,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"already on the device. {counted(protocol['runs'], 'run')} of {counted(protocol['steps'], 'step')}, "
         f"each after {protocol['warm_up']} warm-up steps, without outliers "
         "(modified Z-score above 3.5); ranks share the global batch, as in the study. "
-        "+- is half the 95 % confidence interval of the mean step over the runs.",
+        "+- is half the 95% confidence interval of the mean step over the runs.",
         "",
     ]
     if found["hardware"]["device"] == "cpu":
