@@ -79,7 +79,43 @@ def kernels() -> dict[str, Any]:
     silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
     shapes = {"8b": (4096, 1024, 14336, 8192), "1.2b": (2048, 512, 8192, 16384)}
     return {"quantize_equals_cpu": equal, "silu_errors": silu,
+            "adapters_in_silu": {name: adapters_in_silu(shape[3], shape[2]) for name, shape in shapes.items()},
             "decoder_layer": {name: decoder_layer(*shape) for name, shape in shapes.items()}}  # fmt: skip
+
+
+def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
+    """Adapters added by the kernels of silu(gate) * up, and by matrix products before: milliseconds,
+    forward and backward, and the relative errors of both against float64."""
+    import torch
+
+    from finetune.engine import adapted
+    from finetune.engine.low_rank import Term, plus
+
+    tensors = [torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    terms = [
+        Term(*(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((tokens, rank), (rank, inner))), 0.1)
+        for _ in tensors
+    ]
+
+    gate, up = (plus(one, term) for one, term in zip(tensors[:2], terms[:2], strict=True))  # kept by the forward pass
+    ways = {
+        "forward": lambda: [adapted.silu_and_multiply(*tensors[:2], *terms[:2])],
+        "forward_separate": lambda: [adapted.silu_and_multiply(plus(tensors[0], terms[0]), plus(tensors[1], terms[1]))],
+        "backward": lambda: adapted.silu_and_multiply_backward(*tensors, *terms),
+        "backward_separate": lambda: adapted.silu_and_multiply_backward(gate, up, plus(tensors[2], terms[2])),
+    }
+    few = slice(0, 64)
+    g, u, d = (
+        one[few].double() + term.scaling * term.left[few].double() @ term.right.double()
+        for one, term in zip(tensors, terms, strict=True)
+    )
+    s = g.sigmoid()
+    exact = [g * s * u, d * u * s * (1 + g * (1 - s)), d * g * s]
+    errors = {
+        name: [float((a[few] - b).norm() / b.norm()) for a, b in zip(way(), exact, strict=False)]
+        for name, way in ways.items()
+    }
+    return {"milliseconds": {name: timed(way) for name, way in ways.items()}, "errors": errors}
 
 
 def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, float]:

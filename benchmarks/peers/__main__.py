@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the record; a plot is written beside it")
     parser.add_argument("--cells", help="separated by commas: " + ", ".join(cells.CELLS))
     parser.add_argument("--variants", default="", help="only these, separated by commas")
+    parser.add_argument("--before", type=Path, help="finetune/ and patches/ of another version: variants ours_before*")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (documented ones run once)")
     parser.add_argument("--steps", type=int, default=40, help="of a run, the first --skip not measured")
     parser.add_argument("--skip", type=int, default=10)
@@ -86,7 +87,7 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
     for kind in {cell.lengths, "2048"} if cell.lengths == "real" else {cell.lengths}:
         file = given.work / f"rows-{kind}.jsonl"
         files[kind] = (file, rows.build(file, kind, cells.LONGEST[kind], tokenizer, given.train))
-    variants = cells.variants(cell)
+    variants = cells.variants(cell, before=given.before)
     wanted = [name for name in variants if not given.variants or name in given.variants.split(",")]
     if not given.gpus:
         wanted = [name for name in wanted if variants[name].stack != "trl"]  # its fused head needs Triton
@@ -146,7 +147,8 @@ def one_run(
     asked, answer, log = (given.work / name for name in ("request.json", "result.json", "output.txt"))
     asked.write_text(json.dumps(request))
     answer.unlink(missing_ok=True)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    before = [str(given.before.resolve())] if variant.before else []
+    path = os.pathsep.join([*before, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # On a busy CPU, whether waiting threads spin would decide which stack is faster.
     threads = {} if given.gpus else {"OMP_NUM_THREADS": "1"}
     # Unsloth writes its compiled trainers into the working folder; there they are found again.

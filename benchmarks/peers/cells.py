@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.models import SHAPES
@@ -34,6 +34,7 @@ class Variant:
     settings: list[Setting]  # tried in turn until one is slower or does not fit; the fastest is measured
     fixed: bool = False  # trains rows of exactly 2,048 tokens whatever the cell's are: the static ceiling
     packing: bool = False
+    before: bool = False  # an earlier version of this package
     options: dict[str, Any] = field(default_factory=dict)
     name: str = ""
 
@@ -61,8 +62,9 @@ def cell(name: str) -> Cell:
     return Cell(name=name, size=size, method=method, lengths=lengths)
 
 
-def variants(cell: Cell) -> dict[str, Variant]:
-    """The stacks of a cell by name, each with the settings to choose from.
+def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
+    """The stacks of a cell by name, each with the settings to choose from; with `before`, this package's variants also
+    in an earlier version.
 
     "Documented" is what the stack's own documentation shows: batch 2, accumulation 4 and Unsloth's checkpointing;
     TRL's defaults. They are measured as they are.
@@ -94,6 +96,9 @@ def variants(cell: Cell) -> dict[str, Variant]:
             ),
             "trl_documented": Variant(stack="trl", settings=[Setting(8, longest, 1, True)]),
         }  # fmt: skip
+    if before:
+        own = {name: variant for name, variant in found.items() if variant.stack == "ours"}
+        found |= {name.replace("ours", "ours_before"): replace(variant, before=True) for name, variant in own.items()}
     return found
 
 

@@ -96,27 +96,13 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
     from finetune.runtime.hooks import Hooks
 
     setting, out = request["settings"][0], Path(request["work"]) / "ours"
-    words = [
-        *("--model.model_name_or_path", request["model"], "--data.train_file", request["rows"]),
-        *("--data.packing", "true", "--data.max_length", str(setting["length"])),
-        *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true"),
-        *("--training.save_steps", "0", "--logging.generate_samples", "0", "--logging.logging_steps", str(LOGGING)),
-        *("--training.max_steps", str(request["steps"]), "--training.global_batch_size", str(setting["batch"])),
-        *("--training.gradient_checkpointing", str(bool(setting["checkpointing"])).lower()),
-        *("--training.learning_rate", str(request["learning_rate"])),
-        *("--training.lr_scheduler_type", "constant"),
-        *(["--model.full_finetuning", "true"] if request["method"] == "full" else ["--lora.r", "16"]),
-        *(["--model.load_in_4bit", "true"] if request["method"] == "qlora" else []),
-        *(["--model.load_in_fp8", "true"] if request["options"].get("fp8") else []),
-        *(["--model.packed_attention", "torch"] if request["options"].get("flash_2") else []),
-    ]
     clock, trainers = Clock(request["started"]), []
 
     def watch(trainer: Any) -> None:
         trainers.append(trainer)
         clock.watch(trainer)
 
-    code = train.run(load(words, command="train"), hooks=Hooks(trainer=watch))
+    code = train.run(load(arguments(request, out), command="train"), hooks=Hooks(trainer=watch))
     if code:
         raise SystemExit(code)
     record = json.loads((out / "run.json").read_text())
@@ -131,6 +117,25 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "hardware": record["hardware"],
         "startup": record.get("startup"),
     }
+
+
+def arguments(request: dict[str, Any], out: Path) -> list[str]:
+    """The command line of this package's run."""
+    setting = request["settings"][0]
+    return [
+        *("--model.model_name_or_path", request["model"], "--data.train_file", request["rows"]),
+        *("--data.packing", "true", "--data.max_length", str(setting["length"])),
+        *("--training.output_dir", str(out), "--training.overwrite_output_dir", "true"),
+        *("--training.save_steps", "0", "--logging.generate_samples", "0", "--logging.logging_steps", str(LOGGING)),
+        *("--training.max_steps", str(request["steps"]), "--training.global_batch_size", str(setting["batch"])),
+        *("--training.gradient_checkpointing", str(bool(setting["checkpointing"])).lower()),
+        *("--training.learning_rate", str(request["learning_rate"])),
+        *("--training.lr_scheduler_type", "constant"),
+        *(["--model.full_finetuning", "true"] if request["method"] == "full" else ["--lora.r", "16"]),
+        *(["--model.load_in_4bit", "true"] if request["method"] == "qlora" else []),
+        *(["--model.load_in_fp8", "true"] if request["options"].get("fp8") else []),
+        *(["--model.packed_attention", "torch"] if request["options"].get("flash_2") else []),
+    ]
 
 
 def peer(request: dict[str, Any]) -> dict[str, Any]:

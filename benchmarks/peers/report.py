@@ -10,6 +10,7 @@ from finetune.bench import timeline
 from finetune.measure import protocol
 
 PEERS = {
+    "ours_over_ours_before": "ours_before",
     "ours_over_unsloth_fixed": "unsloth_fixed",
     "ours_over_unsloth_packed": "unsloth_packed",
     "ours_over_unsloth_padded": "unsloth_padded",

@@ -3,9 +3,10 @@
     y_i = x W_i^T + s_i (x A_i^T) B_i^T        for the layers i of one input x: q, k, v; or gate and up
 
 The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i. The adapter's part is added
-to y by the matrix product itself, without a pass over y, and the gradients of x are summed in the same way. An MLP
-keeps its two inner activations for the backward pass and computes their product again. The frozen W may be in 16 bits,
-32 bits or FP8 (`fp8`), which needs x quantized once for all layers.
+to y by the matrix product itself, and the gradients of x are summed in the same way. Inside an MLP, whose activations
+are its widest tensors, it is added by the kernel of silu(gate) * up, which reads them anyway. An MLP keeps gate and up
+without it for the backward pass, and computes their product again. The frozen W may be in 16 bits, 32 bits or FP8
+(`fp8`), which needs x quantized once for all layers.
 
 `install` puts this in place of the forward methods of PEFT's layers and of Unsloth's functions for them. Whatever it
 does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before.
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from finetune.engine import fp8
+from finetune.engine.low_rank import Term, plus
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -34,18 +36,33 @@ class Group:
     bases: tuple[nn.Linear, ...]
     scalings: tuple[float, ...]
 
-    def forward(self, x: torch.Tensor, a: Tensors, b: Tensors) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Outputs (n, out_i) of x (n, k), and x times the stacked A (n, sum of ranks); None without any adapter."""
+    def products(self, x: torch.Tensor, a: Tensors) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """x (n, k) times each W (n, out_i), and x times the stacked A (n, sum of ranks); None without any adapter."""
         stacked = _stacked(a)
         inner = None if stacked is None else x @ stacked.t()
         form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
         outputs = []
-        for base, own_b, part, scaling in zip(self.bases, b, _parts(a), self.scalings, strict=True):
+        for base in self.bases:
             if isinstance(base, fp8.Linear) and form is not None:
-                y = base.product(*form, x.dtype)
+                outputs.append(base.product(*form, x.dtype))
             else:
-                y = functional.linear(x, base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype))
-            outputs.append(y if own_b is None or inner is None else y.addmm_(inner[:, part], own_b.t(), alpha=scaling))
+                bias = None if base.bias is None else base.bias.to(x.dtype)
+                outputs.append(functional.linear(x, base.weight.to(x.dtype), bias))
+        return outputs, inner
+
+    def terms(self, inner: torch.Tensor | None, a: Tensors, b: Tensors) -> list[Term | None]:
+        """What the adapter of each layer adds to its product; None without one."""
+        return [
+            None if own_b is None or inner is None else Term(inner[:, part], own_b.t(), scaling)
+            for own_b, part, scaling in zip(b, _parts(a), self.scalings, strict=True)
+        ]
+
+    def forward(self, x: torch.Tensor, a: Tensors, b: Tensors) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Outputs (n, out_i) of x (n, k), and x times the stacked A (n, sum of ranks); None without any adapter."""
+        outputs, inner = self.products(x, a)
+        for y, term in zip(outputs, self.terms(inner, a, b), strict=True):
+            if term is not None:
+                y.addmm_(term.left, term.right, alpha=term.scaling)
         return outputs, inner
 
     def backward(
@@ -121,13 +138,15 @@ class _Project(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)). Keeps gate(x) and up(x), and computes their product again in the backward pass."""
+    """down(silu(gate(x)) * up(x)). Keeps gate(x) and up(x) without their adapters' part, and computes their product
+    again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: Group, last: Group, *factors: Any) -> torch.Tensor:
         a, b = factors[::2], factors[1::2]
-        (gate, up), inner = first.forward(_rows(x), a[:2], b[:2])
-        (y,), last_inner = last.forward(silu_and_multiply(gate, up), a[2:], b[2:])
+        (gate, up), inner = first.products(_rows(x), a[:2])
+        h = silu_and_multiply(gate, up, *first.terms(inner, a[:2], b[:2]))
+        (y,), last_inner = last.forward(h, a[2:], b[2:])
         ctx.groups = first, last
         ctx.save_for_backward(x, gate, up, inner, last_inner, *factors)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -139,13 +158,13 @@ class _Mlp(torch.autograd.Function):
         first, last = ctx.groups
         dy = _rows(gradients[0])
         dh = _add_input_gradient(None, last.bases[0], dy)
-        own_b = b[2]
-        if own_b is not None:
-            dinner = dy @ (own_b * last.scalings[0])
-            dh.addmm_(dinner, a[2])
-        h, dgate, dup = silu_and_multiply_backward(gate, up, dh)
+        own_a, own_b = a[2], b[2]
+        dinner = None if own_b is None else dy @ (own_b * last.scalings[0])
+        dh_term = None if dinner is None else Term(dinner, own_a)
+        gate_term, up_term = first.terms(inner, a[:2], b[:2])
+        h, dgate, dup = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
         last_da = last_db = None
-        if own_b is not None:
+        if dinner is not None:
             last_da, last_db = dinner.t() @ h, (dy.t() @ last_inner).mul_(last.scalings[0])
         del h, dh
         dx, da, db = first.backward((dgate, dup), _rows(x), inner, a[:2], b[:2], wants_x=ctx.needs_input_grad[0])
@@ -161,21 +180,32 @@ def _alternating(a: Tensors, b: Tensors) -> list[torch.Tensor | None]:
     return [one for pair in zip(a, b, strict=True) for one in pair]
 
 
-def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, in one kernel on a GPU."""
+def silu_and_multiply(
+    gate: torch.Tensor, up: torch.Tensor, gate_term: Term | None = None, up_term: Term | None = None
+) -> torch.Tensor:
+    """silu(gate) * up, with a term added to each before; in one kernel on a GPU."""
     if gate.is_cuda:
         from finetune.engine import kernels
 
-        return kernels.silu_and_multiply(gate, up)
-    return functional.silu(gate) * up
+        return kernels.silu_and_multiply(gate, up, gate_term, up_term)
+    return functional.silu(plus(gate, gate_term)) * plus(up, up_term)
 
 
-def silu_and_multiply_backward(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """h = silu(gate) * up again, and the gradients of gate and up, in one kernel on a GPU."""
+def silu_and_multiply_backward(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dh: torch.Tensor,
+    gate_term: Term | None = None,
+    up_term: Term | None = None,
+    dh_term: Term | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """h = silu(gate) * up again, and the gradients of gate and up, with a term added to each of the three tensors
+    before; in one kernel on a GPU."""
     if gate.is_cuda:
         from finetune.engine import kernels
 
-        return kernels.silu_and_multiply_backward(gate, up, dh)
+        return kernels.silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
+    gate, up, dh = plus(gate, gate_term), plus(up, up_term), plus(dh, dh_term)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     return silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu

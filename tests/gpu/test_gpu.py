@@ -183,6 +183,37 @@ def test_packed_documents_are_as_if_alone(folder: Path, backend: str, full: bool
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (8, 40, None), (None, 16, 100), (None, None, None)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, ...]) -> None:
+    """Against float64 and autograd; sizes that no tile divides. One GPU."""
+    import torch
+
+    from finetune.engine import adapted
+    from finetune.engine.low_rank import Term
+
+    torch.manual_seed(0)
+    dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2}[kind]
+    sizes = {"device": "cuda", "dtype": dtype}
+    gate, up, dh = (torch.randn(333, 1000, **sizes) for _ in range(3))
+    terms, exact = [], []
+    for y, rank in zip((gate, up, dh), ranks, strict=True):
+        left, right = (
+            torch.randn(333, 2 * (rank or 1), **sizes)[:, 1 : 1 + (rank or 1)],
+            torch.randn(1000, rank or 1, **sizes),
+        )
+        terms.append(None if rank is None else Term(left, right.t(), 0.3))
+        exact.append(y.double() + (0 if rank is None else 0.3 * left.double() @ right.double().t()))
+    g, u = (one.requires_grad_() for one in exact[:2])
+    h = torch.nn.functional.silu(g) * u
+    expected = [h, h, *torch.autograd.grad(h, (g, u), exact[2])]
+    found = [adapted.silu_and_multiply(gate, up, *terms[:2]), *adapted.silu_and_multiply_backward(gate, up, dh, *terms)]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        assert float(((one - other).norm() / other.norm()).detach()) < tolerance
+
+
+@pytest.mark.gpu
 def test_the_demo_learns_on_a_gpu(tmp_path: Path) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU."""
     run = launch.train("accelerate", [], out=tmp_path / "out", cache=tmp_path)

@@ -65,6 +65,23 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model: Path, lora: dict[str, 
     assert check_equal(model_with(tiny_model, **lora)) == changed
 
 
+def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
+    from finetune.engine.low_rank import Term
+
+    torch.manual_seed(0)
+    gate, up, dh = (torch.randn(5, 12, dtype=torch.float64) for _ in range(3))
+    terms = [Term(torch.randn(5, 3).double(), torch.randn(3, 12).double(), scaling) for scaling in (0.5, 2.0, -1.0)]
+    g, u, d = (y + t.scaling * t.left @ t.right for y, t in zip((gate, up, dh), terms, strict=True))
+    g, u = g.requires_grad_(), u.requires_grad_()
+    h = nn.functional.silu(g) * u
+    expected = [h, h, *torch.autograd.grad(h, (g, u), d)]
+    kept = gate.clone()
+    found = [adapted.silu_and_multiply(gate, up, *terms[:2]), *adapted.silu_and_multiply_backward(gate, up, dh, *terms)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(gate, kept)  # it is computed with again
+
+
 def test_with_biases_and_checkpointing() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
