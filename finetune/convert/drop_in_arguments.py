@@ -224,6 +224,8 @@ class Arguments:
 
     def _config(self, place: int, call: ast.Call, *, needs_length: bool) -> None:
         of_transformers = self.program.dotted(call.func).endswith("TrainingArguments")
+        ratio = any(item.arg == "warmup_ratio" for item in call.keywords)
+        steps = any(_given_more(item, "warmup_steps") for item in call.keywords)
         keywords = []
         for item in call.keywords:
             name = str(item.arg)
@@ -232,8 +234,10 @@ class Arguments:
             if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not _is_no(item.value):
                 self._say(place, f"`{name}` is left out: the trainer has no eval_dataset")
                 continue
-            if name == "warmup_ratio" and any(one.arg == "warmup_steps" for one in call.keywords):
+            if name == "warmup_ratio" and steps:
                 continue
+            if name == "warmup_steps" and not steps and ratio:
+                continue  # 0, so the share counts
             item.arg = self._renamed(place, name)
             if item.arg not in sft_fields() and item.arg != "output_dir":
                 raise self._refuse(place, f"SFTConfig has no argument `{name}` in TRL 1.15; remove it")
@@ -329,6 +333,11 @@ def _item(name: str, key: str) -> ast.expr:
 def _given(call: ast.Call, name: str) -> bool:
     return any(item.arg == name and not (isinstance(item.value, ast.Constant) and item.value.value is None)
                for item in call.keywords)  # fmt: skip
+
+
+def _given_more(item: ast.keyword, name: str) -> bool:
+    """Whether it gives this argument a value other than 0."""
+    return item.arg == name and not (isinstance(item.value, ast.Constant) and not item.value.value)
 
 
 def _is_no(value: ast.expr) -> bool:

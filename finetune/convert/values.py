@@ -180,10 +180,12 @@ def _arguments(given: Any, api: str) -> tuple[dict[str, Any], str]:
 
 
 def _with_todays_names(owner: str, given: dict[Any, Any]) -> dict[str, Any]:
-    """The arguments under the names they have now. If the notebook gives both names, today's wins."""
+    """The arguments under the names they have now. If the notebook gives both names, today's wins, unless it is unset:
+    `warmup_steps=0` beside a `warmup_ratio`."""
     new = renamed(owner)
     former = {new[str(key)]: value for key, value in given.items() if str(key) in new}
-    return former | {str(key): value for key, value in given.items() if str(key) not in new}
+    today = {str(key): value for key, value in given.items() if str(key) not in new}
+    return former | {key: value for key, value in today.items() if key not in former or value not in (None, 0)}
 
 
 def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str, Any] | None, str]:
