@@ -142,6 +142,15 @@ def _is_save(node: ast.Call) -> bool:
 _LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", *code.FORMER})
 
 
+def _loaded_with(pairs: list[Any]) -> list[Any]:
+    """What a loader is given besides `_LOADER`, with `load_in_4bit=True` alone as the configuration it became."""
+    kept = [pair for pair in pairs if pair[0] not in _LOADER]
+    bits = [list(pair) for pair in pairs if pair[0] in code.FORMER and pair[1] is True]
+    if len(bits) == 1 and not any(pair[0] == "quantization_config" for pair in pairs):
+        kept.append(["quantization_config", {"dict": bits}])
+    return kept
+
+
 def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     """V5: under the recording stubs, script and notebook load, adapt and train the same.
 
@@ -269,7 +278,7 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
         kind, detail = item["kind"], item["detail"]
         if kind == "load":
             owner, args, kwargs = item["detail"]
-            pairs = sorted((pair for pair in kwargs.get("dict", []) if pair[0] not in _LOADER), key=str)
+            pairs = sorted(_loaded_with(kwargs.get("dict", [])), key=str)
             detail = [owner, args, pairs]
         if kind == "adapt":
             detail = _without_order(detail)

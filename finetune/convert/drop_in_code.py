@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from finetune.convert.drop_in_arguments import CONFIGS
@@ -228,6 +228,9 @@ class Rewriter(ast.NodeTransformer):
                 item.arg = "token"
             elif item.arg == "resume_download" or item.arg in FORMER and (off or "quantization_config" in names):
                 node.keywords.remove(item)
+            elif quantizes_by(item, names):
+                item.value = ast.Dict([ast.Constant(item.arg)], [item.value])
+                item.arg = "quantization_config"
             else:
                 continue
             self.reasons.append("the loader has other arguments now")
@@ -260,6 +263,12 @@ class Rewriter(ast.NodeTransformer):
 
 
 FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesConfig
+
+
+def quantizes_by(item: ast.keyword, names: Set[str | None]) -> bool:
+    """Whether it is `load_in_4bit=True` of a loader that is given nothing else about the quantization."""
+    alone = not any(str(name).startswith(("bnb_", "quantization_config", "llm_int8")) for name in names)
+    return alone and item.arg in FORMER and isinstance(item.value, ast.Constant) and item.value.value is True
 
 
 def _is_none(node: ast.expr) -> bool:

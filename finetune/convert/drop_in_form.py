@@ -260,6 +260,8 @@ def _refuse_former(form: Form, node: ast.AST, cell: int) -> None:
     given = {item.arg: item.value for item in node.keywords}  # type: ignore[attr-defined]
     for old, new in _FORMER.items():
         off = old not in given or (isinstance(given[old], ast.Constant) and not given[old].value)  # type: ignore[attr-defined]
+        if old in given and code.quantizes_by(ast.keyword(old, given[old]), given.keys()):  # type: ignore[attr-defined]
+            continue
         if not off and "quantization_config" not in given:
             raise Refusal("R4", f"transformers 5 has no `{old}`; pass {new}", cell)
 

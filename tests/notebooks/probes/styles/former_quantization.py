@@ -1,6 +1,6 @@
-# expect: refused R4
+# expect: converted
+# drop-in has: quantization_config={"load_in_4bit": True}
 # cause: 4 bits by the loader alone, in a notebook that only the drop-in form takes
-# says: BitsAndBytesConfig(load_in_4bit=True)
 # %%
 import torch
 from datasets import load_dataset
