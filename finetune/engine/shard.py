@@ -43,9 +43,6 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-_PIECE = 2**24  # numbers squared at a time: 64 MiB
-
-
 # --- sharding ---------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +166,9 @@ def would_reduce_once(config: Config) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor gathered on every rank; other tensors as they are. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+_PIECE = 2**24  # numbers squared at a time: 64 MiB
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
