@@ -25,7 +25,7 @@ from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, o
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
-from finetune.convert.names import Program, free_names, root, target_names, written_path
+from finetune.convert.names import Program, free_names, in_place, root, target_names, written_path
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import Disposition, Plan, find_scratch
 from finetune.convert.shells import refuse_shells
@@ -483,7 +483,8 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
         return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
-    if call is not None and own and code.method(call) and code.method(call) not in named("mutates"):
+    looks = call is not None and own and code.method(call) not in {"", *named("mutates")}
+    if looks and not any(map(in_place, code.calls(node))):
         return False  # a display of an object's, which stays as it is
     return bool((bound | e.changes) & live)
 

@@ -83,30 +83,29 @@ CALLS = (
     # Methods and functions, by the last part of their name.
     Call(
         "absolute add_column agg apply as_default astype basicConfig capitalize cast_column collect concat"
-        " convert_ids_to_tokens copy count current_device device_count dim drop dropna empty_cache encode_plus"
-        " endswith expanduser features fillna filterwarnings findall flatten format from_dict from_list"
-        " from_pandas getLogger get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin"
-        " isnull isoformat item iterrows itertuples join joinpath json loc lower map match max mean merge min mkdir"
-        " most_common named_children notnull now numel nunique perf_counter raise_for_status read readlines"
-        " removeprefix removesuffix rename replace reset_index resolve sample search"
-        " setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
-        " sort_values split splitlines squeeze stack startswith std str strftime strip sub sum tail text"
-        " text_generation time title to_list tolist total_seconds train_on_responses_only"
-        " unique unsqueeze upper value_counts zfill casefold center expandtabs find format_map isalnum isalpha isascii"
-        " isdecimal isidentifier islower isnumeric isprintable isspace istitle isupper ljust lstrip maketrans partition"
-        " rfind rindex rjust rpartition rsplit rstrip swapcase translate",
+        " convert_ids_to_tokens copy current_device device_count dim drop dropna empty_cache encode_plus endswith"
+        " expanduser features fillna filterwarnings findall flatten format from_dict from_list from_pandas getLogger"
+        " get_added_vocab get_secret group groupby idxmax iloc index ipc_collect isdigit isin isoformat item iterrows"
+        " itertuples join joinpath json loc lower map match merge mkdir most_common named_children now numel"
+        " perf_counter raise_for_status read readlines removeprefix removesuffix rename replace reset_index resolve"
+        " search setLevel set_verbosity set_verbosity_error set_verbosity_info shape shuffle simplefilter size skip"
+        " sort_values split splitlines squeeze stack startswith str strftime strip sub text text_generation time title"
+        " to_list tolist total_seconds train_on_responses_only unsqueeze upper zfill casefold center expandtabs find"
+        " format_map isalnum isalpha isascii isdecimal isidentifier islower isnumeric isprintable isspace istitle"
+        " isupper ljust lstrip maketrans partition rfind rindex rjust rpartition rsplit rstrip swapcase translate",
         "looks",
     ),
     Call(
-        "apply_chat_template batch_decode convert_tokens_to_ids cpu decode describe encode filter get"
+        "apply_chat_template batch_decode convert_tokens_to_ids count cpu decode describe encode filter get"
         " get_input_embeddings get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head"
-        " items keys modules named_modules named_parameters num_parameters parameters parse_response remove_columns"
-        " rename_column select show state_dict take to_dict to_pandas tokenize train_test_split values",
+        " isnull items keys max mean min modules named_modules named_parameters notnull num_parameters nunique"
+        " parameters parse_response remove_columns rename_column sample select show state_dict std sum tail take"
+        " to_dict to_pandas tokenize train_test_split unique value_counts values",
         "looks, keeps",
     ),
     Call("get_chat_template to_diff_dict to_json_string", "keeps"),
-    Call("generate info", "looks, keeps, prints"),
-    Call("hist len plot", "looks, prints"),
+    Call("generate hist info plot", "looks, keeps, prints"),
+    Call("len", "looks, prints"),
     Call("debug warning", "prints"),
     Call("Audio HTML Image Markdown clear_output show_state", "displays"),
     Call("print pprint", "displays, prints"),

@@ -42,6 +42,12 @@ def root(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def in_place(call: ast.Call) -> bool:
+    """`df.dropna(inplace=True)`: a method of pandas that changes its frame. The value may also be unknown."""
+    given = [item.value for item in call.keywords if item.arg == "inplace"]
+    return any(not isinstance(value, ast.Constant) or bool(value.value) for value in given)
+
+
 def changed_in_loop(node: ast.stmt) -> set[str]:
     """Names whose elements a loop changes: `for p in model.parameters(): p.requires_grad = False`."""
     if not isinstance(node, ast.For):
@@ -167,7 +173,7 @@ class _Visitor:
             if isinstance(inner, ast.NamedExpr) and isinstance(inner.target, ast.Name):
                 self._bind(inner.target.id, False)
             if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-                if inner.func.attr in named("mutates") and (name := root(inner.func)) in names:
+                if (inner.func.attr in named("mutates") or in_place(inner)) and (name := root(inner.func)) in names:
                     self.effects.changes.add(str(name))
 
     def _files(self, node: ast.expr) -> None:
