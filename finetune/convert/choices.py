@@ -18,7 +18,10 @@ from finetune.convert.values import Settings, described
 
 ALL = 6  # conditions of which every combination runs; of more, each alone and each pair
 RUNS = 200
-OF_DEVICE = ("model.attn_implementation",)  # may follow the device: the result is the same, and a note says so
+FREE = (
+    "model.attn_implementation",  # may follow the device: the result is the same, and a note says so
+    "training.output_dir",  # the folder of a save after training, which may fail; the result is saved in any case
+)
 
 
 def refuse_choices(plan: Plan, settings: Settings, traces: list[Trace], settings_of: Callable[..., Settings]) -> None:
@@ -86,7 +89,7 @@ def _compare(
     for section, values in settings.sections.items():
         for name in values.keys() | other.sections[section].keys():
             one, two = values.get(name), other.sections[section].get(name)
-            if one != two and f"{section}.{name}" not in OF_DEVICE:
+            if one != two and f"{section}.{name}" not in FREE:
                 raise _refusal(plan, traces, trace, choices, f"{section}.{name}", one, two)
 
 

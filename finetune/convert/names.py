@@ -6,7 +6,7 @@ import ast
 import builtins
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.read import Statement
@@ -117,7 +117,9 @@ class _Visitor:
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, ast.stmt):
                     self.visit_statement(item, certain=isinstance(node, ast.With))
-                elif isinstance(item, ast.ExceptHandler | ast.match_case):
+                elif isinstance(item, ast.ExceptHandler):
+                    self._handler(item)
+                elif isinstance(item, ast.match_case):
                     for inner in item.body:
                         self.visit_statement(inner, certain=False)
                 elif isinstance(item, ast.withitem):
@@ -129,6 +131,15 @@ class _Visitor:
                         self._target(item, False, False)
                     else:
                         self.expression(item)
+
+    def _handler(self, handler: ast.ExceptHandler) -> None:
+        """`except Exception as error:` binds the name for its own body only."""
+        body = _Visitor()
+        for inner in handler.body:
+            body.visit_statement(inner, certain=False)
+        for one in fields(Effects):
+            names: set[str] = getattr(self.effects, one.name)
+            names |= getattr(body.effects, one.name) - {handler.name}
 
     def _bind(self, name: str, certain: bool) -> None:
         (self.effects.binds if certain else self.effects.may_bind).add(name)
