@@ -212,9 +212,9 @@ def _statements(script: str, selects: bool) -> list[Statement]:
 
 
 class _Formatted(ast.NodeTransformer):
-    """The script without the conditions that the notebook does not have. `rows if "input_ids" in rows.column_names
-    else rows.map(...)`: the stubs know no columns, and apply the notebook's formatting_func always. `if PartialState()
-    .is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the trainer, which
+    """The script without the conditions that the notebook does not have. `rows if "text" in rows.column_names
+    else rows.map(...)` in the trainer: the stubs know no columns, and apply the notebook's formatting_func always. `if
+    PartialState().is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the trainer, which
     stands for its former argument `dataset_text_field`."""
 
     def __init__(self, selects: bool) -> None:
@@ -227,15 +227,18 @@ class _Formatted(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        for item in node.keywords if ast.unparse(node.func) == "SFTTrainer" else ():
+            if item.arg in ("train_dataset", "eval_dataset", "formatting_func"):
+                while isinstance(item.value, ast.IfExp) and _ASKS_FOR_COLUMN.fullmatch(ast.unparse(item.value.test)):
+                    item.value = item.value.orelse
         for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
             selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
             if selects and item.arg in ("train_dataset", "eval_dataset"):
                 item.value = item.value.func.value  # type: ignore[attr-defined]
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        test = ast.unparse(node.test)
-        return node.orelse if re.fullmatch(r"'input_ids' in .*\.column_names", test) else self.generic_visit(node)
+
+_ASKS_FOR_COLUMN = re.compile(r"'[^']+' in .*\.column_names")
 
 
 def _compare(mine: Trace, theirs: Trace) -> None:

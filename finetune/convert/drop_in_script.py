@@ -22,6 +22,7 @@ from finetune.convert.names import Program, target_names
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.convert.roles import refuse_list_of_one
 from finetune.convert.secrets import scrub
+from finetune.convert.settings_rows import formatting_is_ignored
 from finetune.errors import RunError
 
 
@@ -37,8 +38,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     """
     form = decide(notebook, program)
     arguments = Arguments(program, unsloth=form.unsloth)
-    _format_rows(form)
-    _select_text(form, arguments)
+    _select_text(form, arguments, _format_rows(form, arguments))
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -58,38 +58,66 @@ def _name(form: Form) -> str:
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
 
 
-def _format_rows(form: Form) -> None:
-    """`formatting_func` that takes a batch and returns a list becomes a `map`: the trainer's takes one row."""
+def _format_rows(form: Form, arguments: Arguments) -> dict[ast.Call, str]:
+    """`formatting_func` that takes a batch and returns a list becomes a `map`: the trainer's takes one row. Unsloth's
+    trainer ignores it if the rows have the text field. Returns trainers with the fields that are read first."""
+    read_first: dict[ast.Call, str] = {}
     for statement in form.program.statements:
         for call in code.calls(statement.node):
             if not form.program.dotted(call.func).endswith("SFTTrainer"):
                 continue
             given = {item.arg: item for item in call.keywords}
             function = given.get("formatting_func")
-            if function is None or not _returns_list(form, function.value):
+            if function is None:
+                continue
+            called, field = ast.unparse(function.value), _read_first(form, arguments, call)
+            if field is not None:
+                read_first[call] = field
+                form.notes.append(formatting_is_ignored(field))
+            if not _returns_list(form, function.value):
+                if field is not None and "train_dataset" in given:
+                    has = _has_column(ast.unparse(given["train_dataset"].value), field)
+                    function.value = ast.parse(f"None if {has} else {called}", mode="eval").body
                 continue
             if not _tokenizes(form):
                 refuse_list_of_one(form.program, function.value)
-            called = ast.unparse(function.value)
             for name in ("train_dataset", "eval_dataset"):
                 if name in given and not isinstance(given[name].value, ast.Constant):
-                    given[name].value = _mapped(form, ast.unparse(given[name].value), called)
+                    given[name].value = _mapped(form, ast.unparse(given[name].value), called, field)
             call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
             form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
+    return read_first
 
 
-def _mapped(form: Form, rows: str, called: str) -> ast.expr:
-    """The rows with the function's texts. TRL ignores the function if the rows are token ids already."""
+def _has_column(rows: str, *columns: str) -> str:
+    """A condition that `drop_in_checks` knows."""
+    return " or ".join(f"{column!r} in ({rows}).column_names" for column in columns)
+
+
+def _read_first(form: Form, arguments: Arguments, trainer: ast.Call) -> str | None:
+    """The column that Unsloth's trainer reads in place of the texts of `formatting_func`, if the rows have it."""
+    if not form.unsloth:
+        return None
+    calls = [call for statement in form.program.statements for call in code.calls(statement.node)]
+    fields = [item.value for call in calls for item in call.keywords if item.arg == "dataset_text_field"]
+    field = arguments.text_fields.get(trainer, fields[-1] if fields else ast.Constant("text"))
+    return field.value if isinstance(field, ast.Constant) and isinstance(field.value, str) else None
+
+
+def _mapped(form: Form, rows: str, called: str, field: str | None) -> ast.expr:
+    """The rows with the function's texts. TRL ignores the function if the rows are token ids already, Unsloth if they
+    have the text field."""
     text = f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True'
     text += f", remove_columns=({rows}).column_names)"
-    if _tokenizes(form):
-        text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
+    columns = ["input_ids"] * _tokenizes(form) + [field] * (field is not None)
+    if columns:
+        text = f"{rows} if {_has_column(rows, *columns)} else {text}"
     return ast.parse(text, mode="eval").body
 
 
-def _select_text(form: Form, arguments: Arguments) -> None:
+def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
     """The text field as the trainer's own argument: TRL before 0.13 took this column and no other. Today it comes after
-    messages and prompts."""
+    messages and prompts. `read_first`: of trainers with a formatting_func, which rows without this field need."""
     for statement in form.program.statements:
         for call in code.calls(statement.node):
             field = arguments.text_fields.get(call)
@@ -97,10 +125,14 @@ def _select_text(form: Form, arguments: Arguments) -> None:
                 if item.arg in ("train_dataset", "eval_dataset") and not isinstance(
                     item.value, ast.Constant | ast.Dict
                 ):
-                    rows = ast.unparse(item.value)
+                    mapped = isinstance(item.value, ast.IfExp) and call in read_first
+                    rows = ast.unparse(item.value.body if mapped else item.value)  # type: ignore[attr-defined]
                     text = f"({rows}).select_columns([{ast.unparse(field)}])"  # type: ignore[arg-type]
+                    if call in read_first:
+                        others = ast.unparse(item.value.orelse) if mapped else rows  # type: ignore[attr-defined]
+                        text = f"{text} if {_has_column(rows, read_first[call])} else {others}"
                     if _tokenizes(form):
-                        text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
+                        text = f"{rows} if {_has_column(rows, 'input_ids')} else {text}"
                     item.value = ast.parse(text, mode="eval").body
 
 

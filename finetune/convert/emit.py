@@ -342,12 +342,19 @@ def _ending(plan: Plan, hook: str) -> list[str]:
         convert = f'lambda {row}: {{"text": {called}}}'
         # A batched function may return a different number of rows, which the other columns would not match.
         more = ", batched=True, remove_columns={0}.column_names" if many else ""
-        return [
-            "return " + ", ".join(f"{item}.map({convert}{more.format(item)})" for item in (train, held_out) if item)
-        ]
+        given = [(item, f"{item}.map({convert}{more.format(item)})") for item in (train, held_out) if item]
+        if plan.read_first is not None:
+            given = [(item, _unless_read(item, plan.read_first, made)) for item, made in given]
+        return ["return " + ", ".join(made for _, made in given)]
     if hook == "trainer":
         return _callback_lines(plan)
     return []
+
+
+def _unless_read(rows: str, field: str, made: str) -> str:
+    """Rows made by `formatting_func`, which Unsloth's trainer ignores if they have the text field."""
+    as_they_are = rows if field == "text" else f'{rows}.map(lambda row: {{"text": row[{field!r}]}})'
+    return f"{as_they_are} if {field!r} in {rows}.column_names else {made}"
 
 
 def _formats_many(plan: Plan) -> bool:

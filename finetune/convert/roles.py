@@ -44,6 +44,7 @@ class Plan:
     train_expression: ast.expr | None = None
     eval_expression: ast.expr | None = None
     formatting: ast.expr | None = None
+    read_first: str | None = None  # the column that is read in place of the texts of `formatting`, if the rows have it
     callbacks: ast.expr | None = None
     own_tokenizer: bool = False  # the tokenizer is not the model's
     scratch: set[str] = field(default_factory=set)  # names of charts, tables, metrics

@@ -76,6 +76,9 @@ def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any)
             raise Refusal("R4", "the trainer has a formatting_func, but the rows are token ids; leave one of them out")
         refuse_list_of_one(plan.program, plan.formatting)
         settings.set("data.format", "text")
+        plan.read_first = what.config.get("dataset_text_field", "text") if what.api == "unsloth" else None
+        if plan.read_first is not None:
+            settings.notes.append(formatting_is_ignored(plan.read_first))
         return
     if tokenizes:
         settings.notes.append("the notebook tokenizes its rows itself: token ids and labels are taken as they are")
@@ -104,6 +107,11 @@ def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any)
             "the columns of the data set are unknown until it is loaded; the run reads them in TRL's order, and prints"
             " how"
         )
+
+
+def formatting_is_ignored(field: str) -> str:
+    """The note on a formatting_func that is used only if the rows have no text field."""
+    return f"formatting_func is used only if the rows have no column {field!r}, as in Unsloth's trainer"
 
 
 def _has_completions(plan: Plan, columns: set[str]) -> bool:
