@@ -214,8 +214,8 @@ def _statements(script: str, selects: bool) -> list[Statement]:
 class _Formatted(ast.NodeTransformer):
     """The script without the conditions that the notebook does not have. `rows if "text" in rows.column_names
     else rows.map(...)` in the trainer: the stubs know no columns, and apply the notebook's formatting_func always. `if
-    PartialState().is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the trainer, which
-    stands for its former argument `dataset_text_field`."""
+    PartialState().is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the
+    trainer, which stands for its former argument `dataset_text_field`."""
 
     def __init__(self, selects: bool) -> None:
         self.selects = selects

@@ -58,11 +58,31 @@ def refuse_rows(what: Described, plan: Plan) -> None:
     train = what.trainer.get("train_dataset")
     if isinstance(train, Unknown) and train.name.endswith("ConstantLengthDataset"):
         raise Refusal("R4", "ConstantLengthDataset packs the rows; pass the rows to the trainer, with packing=True")
+    if what.api == "unsloth":
+        _refuse_default_of_processors(plan)
     text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
     if re.search(r"streaming\s*=\s*True", text) and not re.search(r"\.take\(|islice\(|\bDataset\.from_", text):
         raise Refusal(
             "R4", "the rows are a stream, but all rows are prepared before training; limit them with .take(n)"
         )
+
+
+def _refuse_default_of_processors(plan: Plan) -> None:
+    """Refuse (R4) rows made with `tokenizer.apply_chat_template(messages)`: of a model for images too, such as Gemma 3,
+    Unsloth loads a processor, which returns text. The script has a tokenizer, which returns token ids."""
+    for place in plan.hooks["dataset"] + plan.hooks["module"]:
+        statement = plan.program.statements[place]
+        for call in ast.walk(statement.node):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            chosen = {item.arg for item in call.keywords} & {"tokenize", "return_tensors", "return_dict", None}
+            if call.func.attr == "apply_chat_template" and root(call.func) not in plan.program.imports and not chosen:
+                raise Refusal(
+                    "R4",
+                    "apply_chat_template() without `tokenize` returns text if Unsloth loads a processor, and token ids"
+                    " if it loads a tokenizer; pass tokenize=False or tokenize=True",
+                    statement.cell,
+                )
 
 
 def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any) -> None:
