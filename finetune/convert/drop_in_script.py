@@ -38,7 +38,9 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     """
     form = decide(notebook, program)
     arguments = Arguments(program, unsloth=form.unsloth)
-    _select_text(form, arguments, _format_rows(form, arguments))
+    read_first = _format_rows(form, arguments)
+    _select_text(form, arguments, read_first)
+    _text_before_messages(form, arguments, read_first)
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -133,6 +135,28 @@ def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, st
                         text = f"{text} if {_has_column(rows, read_first[call])} else {others}"
                     if _tokenizes(form):
                         text = f"{rows} if {_has_column(rows, 'input_ids')} else {text}"
+                    item.value = ast.parse(text, mode="eval").body
+
+
+def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
+    """Unsloth's trainer reads the text field before messages, TRL's messages first."""
+    nodes = [node for statement in form.program.statements for node in ast.walk(statement.node)]
+    asks = any(isinstance(node, ast.keyword) and node.arg == "assistant_only_loss" for node in nodes)
+    if asks or not any(isinstance(node, ast.Constant) and node.value == "messages" for node in nodes):
+        return
+    for call in nodes:
+        trains = isinstance(call, ast.Call) and form.program.dotted(call.func).endswith("SFTTrainer")
+        if not trains or call in arguments.text_fields or (field := _read_first(form, arguments, call)) is None:
+            continue
+        for item in call.keywords:
+            if item.arg in ("train_dataset", "eval_dataset") and not isinstance(item.value, ast.Constant | ast.Dict):
+                made = isinstance(item.value, ast.IfExp) and call in read_first
+                rows = ast.unparse(item.value.body if made else item.value)  # type: ignore[attr-defined]
+                has = f"{_has_column(rows, field)} and {_has_column(rows, 'messages')}"
+                text = f'({rows}).remove_columns("messages") if {has} else {rows}'
+                if made:
+                    item.value.body = ast.parse(text, mode="eval").body  # type: ignore[attr-defined]
+                else:
                     item.value = ast.parse(text, mode="eval").body
 
 

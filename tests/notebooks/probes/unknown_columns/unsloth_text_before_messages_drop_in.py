@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: remove_columns("messages") if "text" in ds.column_names
+# has: remove_columns("messages")
 # cause: Unsloth reads the text before messages, TRL messages first; silently wrong today without the witness
 # %%
 import torch
