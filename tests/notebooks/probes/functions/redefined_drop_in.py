@@ -1,0 +1,25 @@
+# expect: converted
+# form: drop-in
+# has: "Answer:"
+# cause: the notebook imports a name twice and defines a function twice, as the next cell needs it
+# %%
+from tqdm.auto import tqdm
+from tqdm import tqdm
+import torch
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+# %%
+def create_prompt(text, label=None):
+    return f"Classify: {text} Answer: {label}"
+
+def create_rows(rows):
+    return [{"text": create_prompt(r["body"], r["label"])} for r in tqdm(rows)]
+train = create_rows(load_dataset("org/x", split="train"))
+# %%
+def create_prompt(text, label=None):
+    return f"Classify: {text} " + "Answer:"
+test = create_rows(load_dataset("org/x", split="test"))
+# %%
+rank = 8 if torch.cuda.mem_get_info()[0] < 2e10 else 32
+SFTTrainer("Qwen/Qwen2.5-0.5B", train_dataset=Dataset.from_list(train), eval_dataset=Dataset.from_list(test), peft_config=LoraConfig(r=rank), args=SFTConfig(output_dir="o")).train()
