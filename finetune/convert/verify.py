@@ -98,10 +98,19 @@ def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
 
 
 def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
-    """Whether the notebook's author is responsible: an unused local, a repeated key, a redefined function, or an import
-    in `try:` that only tests for a package."""
+    """Whether the notebook's author is responsible: an unused local, a repeated key, a name that is defined or imported
+    twice, or an import in `try:` that only tests for a package."""
     tests = " F401 " in line and "importlib.util.find_spec" in line
-    return tests or " F841 " in line or " F601 " in line or " F811 " in line and "def " in line
+    twice = re.search(r" F811 .*`(\w+)` redefined", line)
+    return tests or " F841 " in line or " F601 " in line or twice is not None and _bindings(notebook, twice[1]) > 1
+
+
+def _bindings(notebook: Notebook, name: str) -> int:
+    """How often the notebook imports or defines a name."""
+    nodes = [node for statement in notebook.statements for node in ast.walk(statement.node)]
+    imported = [(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)]
+    defined = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return [*imported, *defined].count(name)
 
 
 # --- V3 ---------------------------------------------------------------------------------------------------------------

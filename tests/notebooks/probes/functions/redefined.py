@@ -1,9 +1,8 @@
 # expect: converted
 # form: settings
 # has: "Answer:"
-# cause: the notebook imports a name twice and defines a function twice, as the next cell needs it
+# cause: the notebook defines a function twice, as the next cell needs it
 # %%
-from tqdm.auto import tqdm
 from tqdm import tqdm
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
