@@ -1,0 +1,25 @@
+# expect: converted
+# form: drop-in
+# hasnot: peft_config=
+# cause: inside a function, the trainer is given the LoRA configuration of a model that has its adapter already
+# %%
+import torch
+from datasets import load_dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+# %%
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+ds = load_dataset("org/tickets", split="train")
+def train_model(model, rows, lora):
+    model.enable_input_require_grads()
+    model = get_peft_model(model, lora)
+    model.print_trainable_parameters()
+    trainer = SFTTrainer(
+        model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(output_dir="o"), peft_config=lora,
+    )
+    trainer.train()
+# %%
+lora = LoraConfig(r=8 if torch.cuda.mem_get_info()[0] < 2e10 else 32)
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+train_model(model, ds, lora)
