@@ -206,15 +206,44 @@ class Arguments:
         given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
         if name != "peft_config" or not given or not isinstance(given[0], ast.Name):
             return False
-        for statement in reversed(self.program.statements[:place]):
-            node = statement.node
-            if isinstance(node, ast.Assign) and given[0].id in target_names(node.targets[0]):
-                value = node.value.func if isinstance(node.value, ast.Call) else node.value
-                if self.program.dotted(value).rsplit(".", 1)[-1] != "get_peft_model":
-                    return False
-                self._say(place, "`peft_config` is left out: the model has its adapter by get_peft_model")
-                return True
-        return False
+        made = self._made_by(place, given[0].id, call)
+        if made is None or self.program.dotted(made).rsplit(".", 1)[-1] != "get_peft_model":
+            return False
+        self._say(place, "`peft_config` is left out: the model has its adapter by get_peft_model")
+        return True
+
+    def _made_by(self, place: int, name: str, call: ast.Call) -> ast.expr | None:
+        """The function whose result a name in a call holds; None if it holds none. In a function, a parameter is what
+        its only call is given."""
+        function = self.program.statements[place].node
+        nodes: list[ast.AST] = [one.node for one in self.program.statements[:place]]
+        if isinstance(function, ast.FunctionDef):
+            inside = [one for one in ast.walk(function) if isinstance(one, ast.Assign) and one.lineno < call.lineno]
+            if any(name in target_names(one.targets[0]) and one not in function.body for one in inside):
+                return None  # in a branch
+            parameters = [item.arg for item in [*function.args.posonlyargs, *function.args.args]]
+            if name in parameters and not any(name in target_names(one.targets[0]) for one in inside):
+                sites = [
+                    (at, node)
+                    for at, one in enumerate(self.program.statements)
+                    for node in ast.walk(one.node)
+                    if isinstance(node, ast.Call) and _last(node.func) == function.name
+                ]
+                if len(sites) != 1:
+                    return None
+                at, site = sites[0]
+                passed = dict(zip(parameters, site.args, strict=False))
+                passed |= {str(item.arg): item.value for item in site.keywords}
+                if not isinstance(passed.get(name), ast.Name):
+                    return None
+                name = passed[name].id  # type: ignore[attr-defined]
+                nodes = [one.node for one in self.program.statements[:at]]
+            else:
+                nodes += inside
+        for node in reversed(nodes):
+            if isinstance(node, ast.Assign) and name in target_names(node.targets[0]):
+                return node.value.func if isinstance(node.value, ast.Call) else node.value
+        return None
 
     def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
         """Whether the values mean the same at the configuration as at the trainer."""
