@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from finetune.convert.drop_in_arguments import CONFIGS
-from finetune.convert.hooks import MODEL_FLAGS
+from finetune.convert.hooks import MODEL_FLAGS, of_launcher
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, effects, root, target_names, written_path
 from finetune.convert.read import Refusal, Statement
@@ -124,6 +124,11 @@ class Rewriter(ast.NodeTransformer):
             return True
         if isinstance(node, ast.Assign) and "CUDA_VISIBLE_DEVICES" in ast.unparse(node.targets[0]):
             self.reasons.append("each rank has its own device")
+            return True
+        if of_launcher(node) or (
+            call is not None and self.program.dotted(call.func) == "torch.distributed.destroy_process_group"
+        ):
+            self.reasons.append("the launcher starts and connects the ranks")
             return True
         if isinstance(node, ast.Assign) and (variable := _secret(self.program, node.value)) is not None:
             if ast.unparse(node.targets[0]) == ast.unparse(variable).replace(".get(", "[").replace(")", "]"):

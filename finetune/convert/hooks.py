@@ -97,6 +97,15 @@ NO_ENVIRONMENT = {
 }
 
 
+def of_launcher(node: ast.stmt) -> bool:
+    """Whether it sets or removes a variable that the launcher sets for each rank."""
+    name = environment_key(node)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+        if ast.unparse(node.value.func) in ("os.environ.pop", "environ.pop", "os.unsetenv"):
+            name = str(getattr(node.value.args[0], "value", ""))
+    return NO_ENVIRONMENT.get(name or "", "").startswith("the launcher")
+
+
 def environment_key(node: ast.stmt) -> str | None:
     """The variable that `os.environ["X"] = ...` or `os.environ.setdefault("X", ...)` sets."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):

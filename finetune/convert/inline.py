@@ -68,13 +68,15 @@ def data_in_memory(notebook: Notebook) -> list[str]:
 
 def settle_globals(notebook: Notebook) -> None:
     """Decide conditions on names in place: `if "name" not in globals():`, where the cells above always or never bind
-    the name, and `if "name" in inspect.signature(SFTTrainer).parameters:`, by the installed release."""
+    the name, and `if "name" in inspect.signature(SFTTrainer).parameters:`, by the installed release. Also write
+    `os.environ.update({...})` as one assignment per variable."""
     known: set[str] = set()
     perhaps: set[str] = set()
     statements: list[Statement] = []
     aliases = _aliases(notebook)
     for statement in notebook.statements:
         body = _settled(statement.node, known, perhaps, aliases)
+        body = _variables(statement.node) if body is None else body
         if body is None:
             statements.append(statement)
         else:
@@ -89,6 +91,24 @@ def settle_globals(notebook: Notebook) -> None:
             }
             known, perhaps = known - gone, perhaps | gone
     notebook.statements = [replace(statement, id=number) for number, statement in enumerate(statements)]
+
+
+def _variables(node: ast.stmt) -> list[ast.stmt] | None:
+    """The assignments of `os.environ.update({"A": "1"}, B="2")`; None for any other statement."""
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    if call is None or ast.unparse(call.func) not in ("os.environ.update", "environ.update"):
+        return None
+    pairs: list[tuple[ast.expr | None, ast.expr]] = []
+    for given in call.args:
+        if not isinstance(given, ast.Dict):
+            return None
+        pairs += zip(given.keys, given.values, strict=True)
+    pairs += [(ast.Constant(item.arg) if item.arg else None, item.value) for item in call.keywords]
+    if any(key is None for key, _ in pairs):
+        return None
+    owner = ast.unparse(call.func).removesuffix(".update")
+    texts = [f"{owner}[{ast.unparse(key)}] = {ast.unparse(value)}" for key, value in pairs if key is not None]
+    return [ast.parse(text).body[0] for text in texts] or None
 
 
 def _settled(node: ast.stmt, known: set[str], perhaps: set[str], aliases: dict[str, str]) -> list[ast.stmt] | None:
