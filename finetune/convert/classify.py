@@ -46,6 +46,14 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     names = {name for name, _ in trainers} | set(re.findall(r"\b(\w+Trainer)\s*\(", unparsed))
     if not names:
         _refuse_unparsed(notebook)
+        written = next((one for one in notebook.shells if one.writes and "Trainer(" in one.text), None)
+        if written is not None:
+            raise Refusal(
+                "R0",
+                f"the training is in {written.writes}, which this cell writes; save its text as that file and convert"
+                f" it: finetune convert {written.writes}",
+                written.cell,
+            )
         raise Refusal("R0", "no trainer is called: the notebook trains nothing, or uses a custom training loop")
     cells = {name: cell for name, cell in reversed(trainers)}
     for name in sorted(names & named("another trainer")):
