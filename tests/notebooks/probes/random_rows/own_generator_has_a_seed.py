@@ -1,0 +1,23 @@
+# expect: converted
+# form: settings
+# has: rng.shuffle(rows)
+# has: generator.shuffle(more)
+# hasnot: set a seed
+# cause: a generator of the notebook's own, with a seed, shuffles the rows in place
+# %%
+import json
+import random
+import numpy as np
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+# %%
+rows = [json.loads(line) for line in open("rows.jsonl")]
+rng = random.Random(42)
+rng.shuffle(rows)
+more = [{"text": f"row {n}"} for n in range(200)]
+generator = np.random.default_rng(3)
+generator.shuffle(more)
+ds = Dataset.from_list(rows[:100] + more[:50])
+rank = 8
+SFTTrainer("Qwen/Qwen2.5-0.5B", train_dataset=ds, peft_config=LoraConfig(r=rank), args=SFTConfig(output_dir="o")).train()
