@@ -483,10 +483,19 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
         return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
-    looks = call is not None and own and code.method(call) not in {"", *named("mutates")}
-    if looks and not any(map(in_place, code.calls(node))):
-        return False  # a display of an object's, which stays as it is
-    return bool((bound | e.changes) & live)
+    changes = set(e.changes)
+    looks = own and call is not None and code.method(call) not in {"", *named("mutates"), *_own_methods(form.program)}
+    if call is not None and looks and not any(map(in_place, code.calls(node))):
+        if code.method(call) in named("keeps"):
+            return False  # a display of an object's, which stays as it is
+        if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+            changes.discard(str(root(call.func)))  # `df["text"].str.strip()` displays what it makes
+    return bool((bound | changes) & live)
+
+
+def _own_methods(program: Program) -> set[str]:
+    """Names of methods of the notebook's classes, which may change their object whatever they are called."""
+    return {name.removeprefix(".") for name in _units(program) if name.startswith(".")}
 
 
 def _droppable(form: Form, place: int) -> str | None:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from finetune.convert.harmless import installs, is_pure, is_tracker, makes, only_looks
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
+    Program,
     effects,
     free_names,
     root,
+    target_names,
 )
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import (
@@ -281,8 +283,8 @@ def _note_unseeded(plan: Plan, places: set[int]) -> None:
     for place in sorted(places):
         for call in calls_in(plan.program.statements[place].node):
             name = getattr(call.func, "attr", "")
-            if root(call.func) in plan.program.imports:
-                continue  # random.shuffle, seeded by random.seed
+            if root(call.func) in plan.program.imports or root(call.func) in seeded_generators(plan.program):
+                continue  # random.shuffle, seeded by random.seed; a generator of the notebook's own
             if (
                 name in ("shuffle", "train_test_split")
                 and not {"seed", "random_state"} & {k.arg for k in call.keywords}
@@ -292,6 +294,18 @@ def _note_unseeded(plan: Plan, places: set[int]) -> None:
                 plan.notes.append(
                     f"cell {cell}: {name}() has no seed, so each machine would order the rows differently; set a seed"
                 )
+
+
+def seeded_generators(program: Program) -> set[str]:
+    """Names of generators such as `random.Random(42)`."""
+    made = r"\b(random\.Random|Random|default_rng|RandomState)\(.+\)$"
+    nodes = [statement.node for statement in program.statements]
+    return {
+        name
+        for node in nodes
+        if isinstance(node, ast.Assign) and re.search(made, ast.unparse(node.value))
+        for name in target_names(node.targets[0])
+    }
 
 
 def refuse_dependence(plan: Plan, places: set[int], what: str, left_out: Collection[ast.AST] = ()) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import MANAGED, sft_fields
+from finetune.convert.hooks import seeded_generators
 from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of, training_events
@@ -74,8 +75,9 @@ def _note_chance(settings: Settings, plan: Plan) -> None:
     kept = [plan.program.statements[place] for place in plan.hooks["dataset"] + plan.hooks["module"]]
     if any(re.search(r"\bseed\b|random_state", statement.source) for statement in kept):
         return
+    seeded = seeded_generators(plan.program)
     for statement in kept:
-        if match := draws.search(statement.source):
+        if (match := draws.search(statement.source)) and match[0].partition(".")[0] not in seeded:
             settings.notes.append(
                 f"cell {statement.cell}: `{match[0].rstrip('(')}` has no seed, as in the notebook: the rows are drawn"
                 " once and kept in the cache; a new cache draws others"

@@ -472,6 +472,11 @@ def bare(value: Any) -> None:
         owner = method[0]
         if method[1] not in KNOWLEDGE["keeps"] and role(owner.__dict__.get("_owner", owner)) != "tokenizer":
             changed(owner, how, f".{method[1]}(...)")
+        if method[1] == "shuffle" and args:  # a generator's, which shuffles its argument
+            if isinstance(args[0], list):
+                args[0][:] = [Symbol(["shuffled", how], "shuffled")]
+            elif isinstance(args[0], Symbol):
+                changed(args[0], how, " shuffled")
     elif (
         args
         and isinstance(args[0], Symbol)
