@@ -296,6 +296,57 @@ def free_names(node: ast.AST) -> set[str]:
     return found
 
 
+def functions_that_change(nodes: Sequence[ast.stmt]) -> dict[str, set[str]]:
+    """Functions that fill lists or dicts of the module, or assign its names with `global` -> these names."""
+    made = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    collections: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            called = {root(value) for value in values if isinstance(value, ast.Call)}
+            if any(isinstance(value, made) for value in values) or called & _COLLECTIONS:
+                collections |= {name for target in targets for name in target_names(target)}
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    found = {name: _changed_outside(node, collections) for name, node in functions.items()}
+    while True:
+        more = {name: found[name] | changed_by_calls(node, found, inside=True) for name, node in functions.items()}
+        if more == found:
+            return {name: names for name, names in found.items() if names}
+        found = more
+
+
+_COLLECTIONS = frozenset("list dict set defaultdict deque Counter OrderedDict".split())
+
+
+def _changed_outside(function: ast.FunctionDef, collections: set[str]) -> set[str]:
+    """Names of the module that a function assigns with `global`, and collections of it that the function changes."""
+    declared = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
+    bound = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local = ({item.arg for item in _arguments(function.args)} | bound) - declared
+    changed: set[str | None] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed.add(root(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in named("fills"):
+            changed.add(root(node.func))
+    return (declared & bound) | ({name for name in changed if name is not None} & collections - local)
+
+
+def changed_by_calls(node: ast.stmt, changing: dict[str, set[str]], *, inside: bool = False) -> set[str]:
+    """What a statement changes by calling such functions, or by passing them on, as in `rows.map(function)`.
+
+    `inside`: of a function's body, not of its definition."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not inside:
+        return set()
+    found: set[str] = set()
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            for one in [call.func, *call.args, *(item.value for item in call.keywords)]:
+                found |= changing.get(one.id, set()) if isinstance(one, ast.Name) else set()
+    return found
+
+
 # --- backward slices --------------------------------------------------------------------------------------------------
 
 
@@ -306,8 +357,9 @@ class Program:
         self.statements = list(statements)
         self.effects = [effects(statement.node) for statement in self.statements]
         self.imports = dotted_imports(statement.node for statement in self.statements)
+        changing = functions_that_change([statement.node for statement in self.statements])
         for statement, found in zip(self.statements, self.effects, strict=True):
-            found.changes |= self._written(statement.node)
+            found.changes |= self._written(statement.node) | changed_by_calls(statement.node, changing)
             if self.sets_library(statement.node):
                 found.changes.clear()  # a process-wide setting, which no value depends on
 
