@@ -58,13 +58,22 @@ def refuse_rows(what: Described, plan: Plan) -> None:
     train = what.trainer.get("train_dataset")
     if isinstance(train, Unknown) and train.name.endswith("ConstantLengthDataset"):
         raise Refusal("R4", "ConstantLengthDataset packs the rows; pass the rows to the trainer, with packing=True")
-    if what.api == "unsloth":
+    if what.api == "unsloth" and not _OF_TEXT.match(str(what.loader.get("model_name"))):
         _refuse_default_of_processors(plan)
     text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
     if re.search(r"streaming\s*=\s*True", text) and not re.search(r"\.take\(|islice\(|\bDataset\.from_", text):
         raise Refusal(
             "R4", "the rows are a stream, but all rows are prepared before training; limit them with .take(n)"
         )
+
+
+# Families of models for text only, for which Unsloth loads a tokenizer.
+_OF_TEXT = re.compile(
+    r"(?!.*(vl|vision|omni|audio|qwen3\.5|multimodal))(.*/)?(\w+-)?"
+    r"(code)?(llama-?2|llama-3|tinyllama|qwen-?[123]|tiny_?qwen|mistral-7b|mixtral|phi-?[234]|gemma-(2|7)b|gemma-2|gemma-3-(270m|1b)"
+    r"|deepseek-r1|smollm|gpt-oss|zephyr|falcon|granite|lfm2)",
+    re.IGNORECASE,
+)
 
 
 def _refuse_default_of_processors(plan: Plan) -> None:
