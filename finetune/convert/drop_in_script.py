@@ -111,7 +111,7 @@ def _mapped(form: Form, rows: str, called: str, field: str | None) -> ast.expr:
     have the text field."""
     text = f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True'
     text += f", remove_columns=({rows}).column_names)"
-    columns = ["input_ids"] * _tokenizes(form) + [field] * (field is not None)
+    columns = ["input_ids"] * _tokenizes(form) + ([] if field is None else [field])
     if columns:
         text = f"{rows} if {_has_column(rows, *columns)} else {text}"
     return ast.parse(text, mode="eval").body
@@ -145,8 +145,9 @@ def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast
     if asks or not any(isinstance(node, ast.Constant) and node.value == "messages" for node in nodes):
         return
     for call in nodes:
-        trains = isinstance(call, ast.Call) and form.program.dotted(call.func).endswith("SFTTrainer")
-        if not trains or call in arguments.text_fields or (field := _read_first(form, arguments, call)) is None:
+        if not isinstance(call, ast.Call) or not form.program.dotted(call.func).endswith("SFTTrainer"):
+            continue
+        if call in arguments.text_fields or (field := _read_first(form, arguments, call)) is None:
             continue
         for item in call.keywords:
             if item.arg in ("train_dataset", "eval_dataset") and not isinstance(item.value, ast.Constant | ast.Dict):
