@@ -96,11 +96,12 @@ CALLS = (
         "looks",
     ),
     Call(
-        "apply_chat_template batch_decode convert_tokens_to_ids count cpu decode describe encode filter get"
+        "apply_chat_template batch_decode convert_tokens_to_ids corr count cpu decode describe encode filter get"
         " get_input_embeddings get_memory_footprint get_nb_trainable_parameters get_output_embeddings get_vocab head"
-        " isnull items keys max mean min modules named_modules named_parameters notnull num_parameters nunique"
-        " parameters parse_response remove_columns rename_column sample select show state_dict std sum tail take"
-        " to_dict to_pandas tokenize train_test_split unique value_counts values",
+        " idxmin isnull items keys max mean median min mode modules named_modules named_parameters nlargest notnull"
+        " nsmallest num_parameters nunique parameters parse_response quantile remove_columns rename_column sample"
+        " select show state_dict std sum tail take to_dict to_pandas tokenize train_test_split unique value_counts"
+        " values var",
         "looks, keeps",
     ),
     Call("get_chat_template to_diff_dict to_json_string", "keeps"),
