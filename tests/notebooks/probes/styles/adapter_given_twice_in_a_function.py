@@ -15,6 +15,7 @@ def train_model(model, rows, lora):
     model.enable_input_require_grads()
     model = get_peft_model(model, lora)
     model.print_trainable_parameters()
+    model = model.to("cuda")
     trainer = SFTTrainer(
         model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(output_dir="o"), peft_config=lora,
     )
