@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.knowledge import CONFIG, TRAINER, arguments, not_in, renamed
-from finetune.convert.names import Program, free_names, target_names
+from finetune.convert.knowledge import CONFIG, TRAINER, arguments, named, not_in, renamed
+from finetune.convert.names import Program, free_names, root, target_names
 from finetune.convert.read import Refusal
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
@@ -165,11 +165,11 @@ class Arguments:
         if function is None or function.args.kwarg is None or function.args.kwarg.arg != value.id:
             return None
         uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == value.id]
-        named = [node for node in nodes if isinstance(node, ast.Call) and _last(node.func) == function.name]
-        if len(uses) != 1 or len(named) != 1 or any(item.arg is None for item in named[0].keywords):
+        sites = [node for node in nodes if isinstance(node, ast.Call) and _last(node.func) == function.name]
+        if len(uses) != 1 or len(sites) != 1 or any(item.arg is None for item in sites[0].keywords):
             return None
         own = {item.arg for item in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]}
-        return [str(item.arg) for item in named[0].keywords if item.arg not in own]
+        return [str(item.arg) for item in sites[0].keywords if item.arg not in own]
 
     def _trainer(self, place: int, call: ast.Call, configs: Sequence[tuple[int, ast.Call]]) -> None:
         keywords, moved = [], []
@@ -242,7 +242,10 @@ class Arguments:
                 nodes += inside
         for node in reversed(nodes):
             if isinstance(node, ast.Assign) and name in target_names(node.targets[0]):
-                return node.value.func if isinstance(node.value, ast.Call) else node.value
+                made = node.value.func if isinstance(node.value, ast.Call) else node.value
+                if isinstance(made, ast.Attribute) and made.attr in named("moves") and root(made) == name:
+                    continue  # `model = model.to(device)`
+                return made
         return None
 
     def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
