@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -82,7 +81,7 @@ def _run(jobs: list[dict[str, Any]]) -> list[Trace]:
     program = _PROGRAM.format(folder=str(Path(__file__).parent))
     known = {kind: sorted(named(kind)) for kind in ("keeps", "shows")}
     given = json.dumps({"jobs": jobs, "knowledge": known}).encode()
-    done = sandbox.run([sys.executable, "-I", "-S", "-c", program], given, seconds=_SECONDS, output=_OUTPUT)
+    done = sandbox.run([*sandbox.PYTHON, "-S", "-c", program], given, seconds=_SECONDS, output=_OUTPUT)
     if done.why == "seconds" or done.returncode in _OUT_OF_CPU_TIME and done.why != "output":
         raise Refusal("R4", "its code does not finish under the recording stubs, so the conversion cannot be verified")
     if done.why == "output":
