@@ -187,12 +187,14 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     from finetune.convert.modules import refuse_missing
     from finetune.convert.names import Program
     from finetune.convert.roles import live_statements
+    from finetune.convert.secrets import note_variables
 
     notebook, notes = _without_secrets(path)
     name_the_trainer(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     conversion = convert_to_drop_in(notebook, program, notes, why)
+    conversion.report["notes"] += note_variables(notebook, conversion.script)
     refuse_missing(notebook, conversion.script)
     return notebook, conversion
 
@@ -280,6 +282,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.names import Program
     from finetune.convert.plan import make_plan
     from finetune.convert.roles import live_statements
+    from finetune.convert.secrets import note_variables
     from finetune.convert.settings import make_settings
     from finetune.convert.trace import trace_notebook
 
@@ -294,6 +297,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     if first:
         refuse_choices(plan, settings, traces, make_settings)
     conversion = emit(notebook, plan, settings, notes, keep_inference=keep_inference)
+    conversion.report["notes"] += note_variables(notebook, conversion.script)
     refuse_missing(notebook, conversion.script)
     return notebook, plan, traces, conversion
 

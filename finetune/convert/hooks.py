@@ -32,6 +32,8 @@ from finetune.convert.roles import (
 
 def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
     for place in sorted(set(places) - plan.early_saves):
+        if _only_logs_in(plan, plan.program.statements[place].node):
+            continue
         if place not in plan.hooks[hook]:
             plan.hooks[hook].append(place)
         plan.dispositions[place] = Disposition(what="kept", where=hook)
@@ -649,7 +651,6 @@ def keep_exports(plan: Plan) -> None:
         ):
             continue
         kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
-    kept = {place for place in kept if not _only_logs_in(plan, program.statements[place].node)}
     _keep(plan, "save", kept - key_places(plan))
 
 
