@@ -201,7 +201,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
-    from finetune.convert.classify import unparsed_after_training
+    from finetune.convert.classify import text_cells, unparsed_after_training
     from finetune.convert.inline import settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
@@ -211,9 +211,12 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     settle_globals(notebook)
     train_by_method(notebook)
     notes = inline_modules(notebook, path.parent)
+    text = text_cells(notebook)
+    notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [
         f"cell {cell} comes after the training and cannot be parsed, so it is left out"
         for cell in unparsed_after_training(notebook)
+        if cell not in text
     ]
     return notebook, notes + remove_secrets(notebook)
 
