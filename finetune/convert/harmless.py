@@ -19,7 +19,7 @@ from finetune.convert.names import (
 )
 from finetune.convert.read import Notebook, Refusal, Statement, process_command
 from finetune.convert.roles import HOOKS, SAVES, Disposition, Plan, calls_in, last_name, method_of, only_installs
-from finetune.convert.shells import INSTALLS, NO_TRACE
+from finetune.convert.shells import INSTALLS, leaves_nothing
 
 
 def _harmless(
@@ -33,7 +33,7 @@ def _harmless(
     if last in named("in place") or (last == "apply" and root(call.func) in plan.models):
         return False
     if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
-        return bool(INSTALLS.match(command) or NO_TRACE.match(command))
+        return bool(INSTALLS.match(command)) or leaves_nothing(command)
     if matches("acts", name) or name.split(".")[0] in plan.own_modules:
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):

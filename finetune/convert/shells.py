@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 
+from finetune.convert.knowledge import matches
 from finetune.convert.read import Notebook, Refusal, Shell
 from finetune.convert.roles import HOOKS, Plan, only_installs
 
@@ -14,7 +16,8 @@ INSTALLS = re.compile(
 NO_TRACE = re.compile(
     r"^(?:sudo\s+)?(?:nvidia-smi|rocm-smi|rocminfo|amd-smi|ls|pwd|df|du|free|whoami|which|lscpu|nvcc|cat|head|tail|wc|uname|date|echo|export"
     r"|huggingface-cli|hf|wandb|kill|pkill|sleep|env|printenv|clear|mkdir|chmod|set|tree|python3?\s+--?V|git\s+(?:config|--version|lfs)"
-    r"|ldconfig|export\s|source|unset|nproc|top|ps)\b"
+    r"|ldconfig|export\s|source|unset|nproc|top|ps|accelerate\s+env|python3?\s+-m\s+(?:bitsandbytes|xformers\.info|torch\.utils\.collect_env))\b"
+    r"|^(?:\w+=[\w.,:/-]*\s*)+$"
 )
 _READS_LOCAL = re.compile(
     r"data_files|read_csv|read_json|read_parquet|read_excel|from_csv|from_json|load_from_disk|data_dir|open\(|/content/|\.jsonl|\.csv|\.parquet"
@@ -44,7 +47,7 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
             ):
                 raise Refusal("R4", f"training uses {shell.writes}, which a cell writes", shell.cell)
             continue
-        if INSTALLS.search(shell.text) or (NO_TRACE.match(shell.text) and ">" not in shell.text):
+        if INSTALLS.search(shell.text) or (leaves_nothing(shell.text) and ">" not in shell.text):
             continue
         if shell.kind == "magic" and not shell.text.startswith(
             ("%run", "%cp", "%mv", "%rm", "%cd", "%writefile", "%store", "%bash", "%sx", "%system")
@@ -72,6 +75,35 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
         if re.search(r"&\s*$|\b(serve|server|ollama|vllm|synthetic-data-kit|docker)\b", shell.text):
             reason = f"a shell command starts a service or creates data (`{shell.text[:80]}`); run it first, and load"
             raise Refusal("R4", f"{reason} what it makes from a file", shell.cell)
+
+
+def leaves_nothing(command: str) -> bool:
+    """Whether a command makes no file of rows: it shows something, sets a variable or logs in."""
+    if NO_TRACE.match(command):
+        return True
+    try:
+        words = shlex.split(command)
+        python = len(words) == 3 and re.fullmatch(r"python3? -c", " ".join(words[:2])) is not None
+        nodes = ast.parse(words[2]).body if python else []
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return bool(nodes) and all(isinstance(node, ast.Import | ast.ImportFrom) or _shows(node) for node in nodes)
+
+
+_SHOWN = re.compile(r"print|str|len|is_\w+|device_count|get_device_\w+|version|get_\w*info")
+
+
+def _shows(node: ast.stmt) -> bool:
+    """`print(torch.__version__)`, `login()`, `HfFolder.save_token("...")`"""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return False
+    name = ast.unparse(call.func)
+    if matches("account", name) or matches("account", f"huggingface_hub.{name}"):
+        return True
+    inner = [one.func for one in ast.walk(call) if isinstance(one, ast.Call)]
+    names = [one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in inner]
+    return name == "print" and all(_SHOWN.fullmatch(one) for one in names)
 
 
 def _literals(plan: Plan) -> list[str]:
