@@ -75,6 +75,7 @@ def decide(notebook: Notebook, program: Program) -> Form:
     _refuse_generated(form)
     _before(form)
     _after(form)
+    _refuse_gone(form)
     return form
 
 
@@ -240,9 +241,6 @@ def _refuse_unsupported(form: Form) -> None:
                 )
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
-            if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
-                instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
-                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
 
 
 _FORMER = {
@@ -294,12 +292,19 @@ def _trl_source() -> str:
     return Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
 
 
-def _gone(node: ast.ImportFrom) -> str | None:
-    """A name that TRL had once. `PARTS` has some of them."""
-    if (node.module or "") not in ("trl", "trl.trainer") or not _trl_source():
-        return None
-    names = [alias.name for alias in node.names if alias.name not in PARTS]
-    return next((name for name in names if not re.search(rf"\b{re.escape(name)}\b", _trl_source())), None)
+def _refuse_gone(form: Form) -> None:
+    """Refuse names that TRL had once, if a kept statement needs them. `PARTS` has some of them."""
+    kept = [form.program.statements[place].node for place, one in form.decisions.items() if one.outcome == "kept"]
+    needed = {name for node in kept for name in code.reads(node)}
+    for statement in form.program.statements:
+        for node in ast.walk(statement.node):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "") not in ("trl", "trl.trainer"):
+                continue
+            for alias in node.names:
+                gone = alias.name not in PARTS and not re.search(rf"\b{re.escape(alias.name)}\b", _trl_source())
+                if gone and _trl_source() and ((alias.asname or alias.name) in needed or node is not statement.node):
+                    instead = "; SFTConfig has packing=True" if alias.name == "ConstantLengthDataset" else ""
+                    raise Refusal("R4", f"TRL 1.15 has no `{alias.name}`; remove it{instead}", statement.cell)
 
 
 def _refuse_generated(form: Form) -> None:
