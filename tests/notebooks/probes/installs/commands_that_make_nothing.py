@@ -8,6 +8,9 @@
 !python3 -c 'from huggingface_hub import login; login()'
 !python -c "import torch, trl; print(torch.__version__, torch.cuda.is_available()); print(trl.__version__)"
 !accelerate env
+![ ! -d work/results/ ] && mkdir -p work/results/
+!test -d logs || mkdir logs
+!python -c "from huggingface_hub.hf_api import HfFolder; HfFolder.save_token('@HF@')"
 !python -m bitsandbytes
 !python -m xformers.info
 # %%
