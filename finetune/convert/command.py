@@ -202,7 +202,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.classify import text_cells, unparsed_after_training
-    from finetune.convert.inline import settle_globals, train_by_method
+    from finetune.convert.inline import prepare_by_todays_name, settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
@@ -210,7 +210,7 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
-    notes = inline_modules(notebook, path.parent)
+    notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

@@ -144,11 +144,19 @@ _LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "res
 
 def _loaded_with(pairs: list[Any]) -> list[Any]:
     """What a loader is given besides `_LOADER`, with `load_in_4bit=True` alone as the configuration it became."""
-    kept = [pair for pair in pairs if pair[0] not in _LOADER]
+    kept = [[pair[0], _made_with(pair[1])] for pair in pairs if pair[0] not in _LOADER]
     bits = [list(pair) for pair in pairs if pair[0] in code.FORMER and pair[1] is True]
     if len(bits) == 1 and not any(pair[0] == "quantization_config" for pair in pairs):
         kept.append(["quantization_config", {"dict": bits}])
     return kept
+
+
+def _made_with(value: Any) -> Any:
+    """A configuration without `_LOADER`, such as `AutoConfig.from_pretrained(name, use_auth_token=key)`."""
+    if not isinstance(value, dict) or "kwargs" not in value:
+        return value
+    given = [pair for pair in value["kwargs"].get("dict", []) if pair[0] not in _LOADER]
+    return {**value, "kwargs": given, "sym": value["sym"].endswith("(changed)")}
 
 
 def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:

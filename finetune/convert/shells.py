@@ -7,8 +7,9 @@ import re
 import shlex
 
 from finetune.convert.knowledge import matches
-from finetune.convert.read import Notebook, Refusal, Shell
+from finetune.convert.read import Notebook, Refusal
 from finetune.convert.roles import HOOKS, Plan, only_installs
+from finetune.convert.secrets import REMOVED
 
 INSTALLS = re.compile(
     r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:\S*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
@@ -47,13 +48,14 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
             ):
                 raise Refusal("R4", f"training uses {shell.writes}, which a cell writes", shell.cell)
             continue
-        if INSTALLS.search(shell.text) or (leaves_nothing(shell.text) and ">" not in shell.text):
+        text = shell.text.replace(REMOVED, "")
+        if INSTALLS.search(text) or (leaves_nothing(text) and ">" not in text):
             continue
         if shell.kind == "magic" and not shell.text.startswith(
             ("%run", "%cp", "%mv", "%rm", "%cd", "%writefile", "%store", "%bash", "%sx", "%system")
         ):
             continue
-        if (file := _made_file(shell)) is not None:
+        if (file := _made_file(text)) is not None:
             if file in text or any(file in literal for literal in literals):
                 raise Refusal(
                     "R4",
@@ -79,6 +81,7 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
 
 def leaves_nothing(command: str) -> bool:
     """Whether a command makes no file of rows: it shows something, sets a variable or logs in."""
+    command = re.sub(r"^(?:test\s.*?|\[\s.*?\])\s*(?:&&|\|\|)\s*", "", command)
     if NO_TRACE.match(command):
         return True
     try:
@@ -117,14 +120,14 @@ def _literals(plan: Plan) -> list[str]:
     ]
 
 
-def _made_file(shell: Shell) -> str | None:
+def _made_file(command: str) -> str | None:
     """The name of the file that a download creates."""
-    makes = ">" in shell.text or re.match(r"\S*(?:wget|curl|gdown|aria2c|hf|huggingface-cli)\b", shell.text)
+    makes = ">" in command or re.match(r"\S*(?:wget|curl|gdown|aria2c|hf|huggingface-cli)\b", command)
     output = r"(?:-O|-o|--output|--output-document|>)\s*=?\s*([^\s;&|>-][^\s;&|]*)"
-    if makes and (match := re.search(output, shell.text)):
+    if makes and (match := re.search(output, command)):
         name = match.group(1).strip("'\"").rsplit("/", 1)[-1]
         return None if match.group(1).startswith(("/dev/", "&")) else name or None
-    if match := re.match(r"(?:wget|curl|gdown)\b.*?(https?://\S+)", shell.text):
+    if match := re.match(r"(?:wget|curl|gdown)\b.*?(https?://\S+)", command):
         name = match.group(1).strip("'\"").split("?")[0].rstrip("/").rsplit("/", 1)[-1]
         return name if "." in name else None
     return None
