@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from itertools import pairwise
 
 from finetune.convert.knowledge import matches
 from finetune.convert.read import Notebook, Refusal
@@ -48,14 +49,14 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
             ):
                 raise Refusal("R4", f"training uses {shell.writes}, which a cell writes", shell.cell)
             continue
-        text = shell.text.replace(REMOVED, "")
-        if INSTALLS.search(text) or (leaves_nothing(text) and ">" not in text):
+        command = shell.text.replace(REMOVED, "")
+        if INSTALLS.search(command) or (leaves_nothing(command) and ">" not in command):
             continue
         if shell.kind == "magic" and not shell.text.startswith(
             ("%run", "%cp", "%mv", "%rm", "%cd", "%writefile", "%store", "%bash", "%sx", "%system")
         ):
             continue
-        if (file := _made_file(text)) is not None:
+        if (file := _made_file(command)) is not None:
             if file in text or any(file in literal for literal in literals):
                 raise Refusal(
                     "R4",
@@ -80,9 +81,23 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
 
 
 def leaves_nothing(command: str) -> bool:
-    """Whether a command makes no file of rows: it shows something, sets a variable or logs in."""
-    command = re.sub(r"^(?:test\s.*?|\[\s.*?\])\s*(?:&&|\|\|)\s*", "", command)
-    if NO_TRACE.match(command):
+    """Whether a command, and each that follows it, makes no file of rows: it shows something, sets a variable or logs
+    in."""
+    commands = _commands(command)
+    return bool(commands) and all(INSTALLS.match(one) or NO_TRACE.match(one) or _only_shows(one) for one in commands)
+
+
+def _commands(line: str) -> list[str]:
+    """The commands of a line: `a && b; c`. Separators in quotes are none."""
+    hidden = re.sub(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'", lambda quoted: "_" * len(quoted[0]), line)
+    ends = [(0, 0), *(found.span() for found in re.finditer(r"&&|\|\||;|&(?!>)", hidden)), (len(line), len(line))]
+    parts = [line[one[1] : two[0]].strip() for one, two in pairwise(ends)]
+    return [part for part in parts if part]
+
+
+def _only_shows(command: str) -> bool:
+    """`test -d x`, `[ ! -d x ]`, and Python that imports, prints and logs in: `python -c "print(1)"`."""
+    if re.match(r"(?:test|\[)\s", command):
         return True
     try:
         words = shlex.split(command)
