@@ -27,7 +27,7 @@ from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
 from finetune.convert.names import Program, free_names, root, target_names, written_path
 from finetune.convert.read import Notebook, Refusal, Statement
-from finetune.convert.roles import Disposition, Plan, find_scratch
+from finetune.convert.roles import Disposition, Plan, fetched_package, find_scratch, packages_used
 from finetune.convert.shells import refuse_shells
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
@@ -483,6 +483,8 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
         return bool((bound | code.filled(node)) & live)
     if why == "account or service":
         return bool(bound & live)
+    if why == _FETCHED:
+        return fetched_package(form.program, node) in packages_used(form.program, live)
     if why == "a branch that installs":
         imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
         return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
@@ -507,7 +509,7 @@ def _droppable(form: Form, place: int) -> str | None:
         return None
     if adds_path(form.program, node):
         return "the script imports no module of the repository"
-    for rule in (_installation, _environment, _account, _device, _saving_early, _showing):
+    for rule in (_installation, _environment, _fetching, _account, _device, _saving_early, _showing):
         if (why := rule(form, statement)) is not None:
             return why
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -561,6 +563,13 @@ def _environment(form: Form, statement: Statement) -> str | None:
         reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
         return reason if reason.startswith("the launcher") else f"account or service: {reason}"
     return None
+
+
+_FETCHED = "a download that nothing kept uses"
+
+
+def _fetching(form: Form, statement: Statement) -> str | None:
+    return _FETCHED if fetched_package(form.program, statement.node) else None
 
 
 def _account(form: Form, statement: Statement) -> str | None:

@@ -20,7 +20,7 @@ from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
-from finetune.convert.roles import refuse_list_of_one
+from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.errors import RunError
 
@@ -379,7 +379,8 @@ def _written(form: Form, place: int) -> list[str] | None:
     """A statement that writes files, on one rank per machine, which the others wait for."""
     statement = form.program.statements[place]
     node = statement.node
-    if place >= form.train or not code.writes_files(form.program, node) or sets_up(form, node):
+    writes = code.writes_files(form.program, node) or fetched_package(form.program, node) is not None
+    if place >= form.train or not writes or sets_up(form, node):
         return None
     e = form.program.effects[place]
     bound = (e.binds | e.may_bind) - code.own_targets(node)

@@ -18,7 +18,17 @@ from finetune.convert.names import (
     written_path,
 )
 from finetune.convert.read import Notebook, Refusal, Statement, process_command
-from finetune.convert.roles import HOOKS, SAVES, Disposition, Plan, calls_in, last_name, method_of, only_installs
+from finetune.convert.roles import (
+    HOOKS,
+    SAVES,
+    Disposition,
+    Plan,
+    calls_in,
+    fetched_package,
+    last_name,
+    method_of,
+    only_installs,
+)
 from finetune.convert.shells import INSTALLS, leaves_nothing
 
 
@@ -248,6 +258,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "account or service"
     if any(matches("account", plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
+    if fetched_package(plan.program, node):
+        return "a download that nothing kept uses"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
         service = plan.program.dotted(node.value.func)
         if (

@@ -23,10 +23,12 @@ from finetune.convert.roles import (
     calls_in,
     cell_of,
     event_of,
+    fetched_package,
     is_alias,
     key_places,
     last_name,
     method_of,
+    packages_used,
 )
 
 
@@ -218,6 +220,8 @@ def keep_dataset(plan: Plan) -> None:
     if given & plan.trainers:
         raise Refusal("R4", "the data depends on the trainer", program.statements[before].cell)
     refuse_dependence(plan, places, "the rows")
+    used = packages_used(program, (name for place in places for name in program.effects[place].all_reads))
+    places |= {place for place in range(before) if fetched_package(program, program.statements[place].node) in used}
     for place in sorted(places):
         if any(
             matches("sets template", program.dotted(call.func)) for call in calls_in(program.statements[place].node)
