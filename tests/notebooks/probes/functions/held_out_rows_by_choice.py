@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: is None else
+# has: if held_out is None
 # cause: held-out rows that a condition chooses, with a tokenizer that is called elsewhere
 # %%
 from datasets import load_dataset
