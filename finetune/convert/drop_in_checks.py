@@ -234,16 +234,26 @@ class _Formatted(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        given = node.keywords if ast.unparse(node.func) == "SFTTrainer" else []
+        perhaps = {item: item.value for item in given if _IS_NONE.fullmatch(ast.unparse(item.value))}
+        for item, value in perhaps.items():
+            item.value = value.orelse  # type: ignore[attr-defined]
         self.generic_visit(node)
         for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
             selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
             if selects and item.arg in ("train_dataset", "eval_dataset"):
                 item.value = item.value.func.value  # type: ignore[attr-defined]
+        for item, value in perhaps.items():
+            value.orelse = item.value  # type: ignore[attr-defined]
+            item.value = value
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         test = ast.unparse(node.test)
         return node.orelse if re.fullmatch(r"'input_ids' in .*\.column_names", test) else self.generic_visit(node)
+
+
+_IS_NONE = re.compile(r"None if .* is None else .*", re.DOTALL)
 
 
 def _compare(mine: Trace, theirs: Trace) -> None:

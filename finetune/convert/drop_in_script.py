@@ -39,6 +39,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     arguments = Arguments(program, unsloth=form.unsloth)
     _format_rows(form)
     _select_text(form, arguments)
+    _none_stays_none(form)
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -102,6 +103,52 @@ def _select_text(form: Form, arguments: Arguments) -> None:
                     if _tokenizes(form):
                         text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
                     item.value = ast.parse(text, mode="eval").body
+
+
+def _none_stays_none(form: Form) -> None:
+    """Held-out rows that may be None have no columns."""
+    for statement in form.program.statements:
+        for call in code.calls(statement.node):
+            if not form.program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            for item in call.keywords:
+                rows = _rows_of(item.value) if item.arg == "eval_dataset" else item.value
+                if rows is not item.value and _may_be_none(form, rows):
+                    text = f"None if ({ast.unparse(rows)}) is None else ({ast.unparse(item.value)})"
+                    item.value = ast.parse(text, mode="eval").body
+
+
+def _rows_of(value: ast.expr) -> ast.expr:
+    """The notebook's rows in what `_mapped` and `_select_text` made of them."""
+    if isinstance(value, ast.IfExp) and ".column_names" in ast.unparse(value.test):
+        return _rows_of(value.body)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        removed = f"remove_columns={ast.unparse(value.func.value)}.column_names"
+        if value.func.attr == "select_columns" or value.func.attr == "map" and removed in ast.unparse(value):
+            return _rows_of(value.func.value)
+    return value
+
+
+def _may_be_none(form: Form, rows: ast.expr) -> bool:
+    """Whether it may be None: it has None in it, or is a name that is given None somewhere."""
+
+    def has_none(value: ast.expr | None) -> bool:
+        return value is not None and any(isinstance(one, ast.Constant) and one.value is None for one in ast.walk(value))
+
+    if has_none(rows):
+        return True
+    name = rows.id if isinstance(rows, ast.Name) else ""
+    for node in (node for statement in form.program.statements for node in ast.walk(statement.node)):
+        if isinstance(node, ast.keyword) and node.arg == name and has_none(node.value):
+            return True
+        if isinstance(node, ast.Assign) and name in target_names(node.targets[0]) and has_none(node.value):
+            return True
+        if isinstance(node, ast.arguments):
+            last = [*node.posonlyargs, *node.args][-len(node.defaults) :] if node.defaults else []
+            pairs = [*zip(last, node.defaults, strict=True), *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+            if any(one.arg == name and has_none(default) for one, default in pairs):
+                return True
+    return False
 
 
 def _tokenizes(form: Form) -> bool:
