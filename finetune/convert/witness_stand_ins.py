@@ -559,7 +559,8 @@ def _replace_adapters() -> None:
         return model
 
     peft.get_peft_model = peft.mapping_func.get_peft_model = sft.get_peft_model = get_peft_model
-    peft.prepare_model_for_kbit_training = peft.prepare_model_for_int8_training = unchanged
+    peft.prepare_model_for_kbit_training = unchanged
+    vars(peft)["prepare_model_for_int8_training"] = unchanged  # its former name
 
 
 def record_adapter(config: Any, model: Any) -> None:
