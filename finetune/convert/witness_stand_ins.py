@@ -560,7 +560,7 @@ def _replace_adapters() -> None:
 
     peft.get_peft_model = peft.mapping_func.get_peft_model = sft.get_peft_model = get_peft_model
     peft.prepare_model_for_kbit_training = unchanged
-    vars(peft)["prepare_model_for_int8_training"] = unchanged  # its former name
+    peft.prepare_model_for_int8_training = unchanged  # pyright: ignore[reportAttributeAccessIssue]  (its former name)
 
 
 def record_adapter(config: Any, model: Any) -> None:
