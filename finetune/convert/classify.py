@@ -274,11 +274,23 @@ def unparsed_after_training(notebook: Notebook) -> list[int]:
     ]
 
 
+_CODE = re.compile(
+    r"^\s*(?:print|exec|del|return|import|from|for|if|while|with|def|class|else|elif|try|except|finally|raise|pass|global"
+    r"|nonlocal|assert|yield|lambda|async|await|break|continue)\b|[=@{}\[\]\\]|\w\(|[A-Za-z_]\w*\.[A-Za-z_]",
+    re.MULTILINE,
+)
+
+
+def text_cells(notebook: Notebook) -> list[int]:
+    """Cells of sentences or addresses, which Jupyter cannot run: they hold nothing that could be code."""
+    return [cell for cell, _, text in notebook.unparsed if not _CODE.search(re.sub(r"https?://\S+", "", text))]
+
+
 def _refuse_unparsed(notebook: Notebook) -> None:
     version = ".".join(map(str, sys.version_info[:2]))
-    after = unparsed_after_training(notebook)
+    left_out = {*unparsed_after_training(notebook), *text_cells(notebook)}
     for cell, error, text in notebook.unparsed:
-        if cell in after:
+        if cell in left_out:
             continue
         newer = ""
         if re.search(r"\bf['\"]", text) and sys.version_info < (3, 12):

@@ -187,20 +187,22 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     from finetune.convert.modules import refuse_missing
     from finetune.convert.names import Program
     from finetune.convert.roles import live_statements
+    from finetune.convert.secrets import note_variables
 
     notebook, notes = _without_secrets(path)
     name_the_trainer(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     conversion = convert_to_drop_in(notebook, program, notes, why)
+    conversion.report["notes"] += note_variables(notebook, conversion.script)
     refuse_missing(notebook, conversion.script)
     return notebook, conversion
 
 
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
-    from finetune.convert.classify import unparsed_after_training
-    from finetune.convert.inline import settle_globals, train_by_method
+    from finetune.convert.classify import text_cells, unparsed_after_training
+    from finetune.convert.inline import prepare_by_todays_name, settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
     from finetune.convert.secrets import remove_secrets
@@ -208,10 +210,13 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
-    notes = inline_modules(notebook, path.parent)
+    notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
+    text = text_cells(notebook)
+    notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [
         f"cell {cell} comes after the training and cannot be parsed, so it is left out"
         for cell in unparsed_after_training(notebook)
+        if cell not in text
     ]
     return notebook, notes + remove_secrets(notebook)
 
@@ -280,6 +285,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.names import Program
     from finetune.convert.plan import make_plan
     from finetune.convert.roles import live_statements
+    from finetune.convert.secrets import note_variables
     from finetune.convert.settings import make_settings
     from finetune.convert.trace import trace_notebook
 
@@ -294,6 +300,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     if first:
         refuse_choices(plan, settings, traces, make_settings)
     conversion = emit(notebook, plan, settings, notes, keep_inference=keep_inference)
+    conversion.report["notes"] += note_variables(notebook, conversion.script)
     refuse_missing(notebook, conversion.script)
     return notebook, plan, traces, conversion
 

@@ -144,11 +144,19 @@ _LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "res
 
 def _loaded_with(pairs: list[Any]) -> list[Any]:
     """What a loader is given besides `_LOADER`, with `load_in_4bit=True` alone as the configuration it became."""
-    kept = [pair for pair in pairs if pair[0] not in _LOADER]
+    kept = [[pair[0], _made_with(pair[1])] for pair in pairs if pair[0] not in _LOADER]
     bits = [list(pair) for pair in pairs if pair[0] in code.FORMER and pair[1] is True]
     if len(bits) == 1 and not any(pair[0] == "quantization_config" for pair in pairs):
         kept.append(["quantization_config", {"dict": bits}])
     return kept
+
+
+def _made_with(value: Any) -> Any:
+    """A configuration without `_LOADER`, such as `AutoConfig.from_pretrained(name, use_auth_token=key)`."""
+    if not isinstance(value, dict) or "kwargs" not in value:
+        return value
+    given = [pair for pair in value["kwargs"].get("dict", []) if pair[0] not in _LOADER]
+    return {**value, "kwargs": given, "sym": value["sym"].endswith("(changed)")}
 
 
 def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
@@ -226,6 +234,10 @@ class _Formatted(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        given = node.keywords if ast.unparse(node.func) == "SFTTrainer" else []
+        perhaps = {item: item.value for item in given if _IS_NONE.fullmatch(ast.unparse(item.value))}
+        for item, value in perhaps.items():
+            item.value = value.orelse  # type: ignore[attr-defined]
         self.generic_visit(node)
         for item in node.keywords if ast.unparse(node.func) == "SFTTrainer" else ():
             if item.arg in ("train_dataset", "eval_dataset", "formatting_func"):
@@ -235,10 +247,16 @@ class _Formatted(ast.NodeTransformer):
             selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
             if selects and item.arg in ("train_dataset", "eval_dataset"):
                 item.value = item.value.func.value  # type: ignore[attr-defined]
+        for item, value in perhaps.items():
+            value.orelse = item.value  # type: ignore[attr-defined]
+            item.value = value
         return node
 
 
 _ASKS_FOR_COLUMN = re.compile(r"'[^']+' in .*\.column_names")
+
+
+_IS_NONE = re.compile(r"None if .* is None else .*", re.DOTALL)
 
 
 def _compare(mine: Trace, theirs: Trace) -> None:

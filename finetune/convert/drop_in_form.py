@@ -27,7 +27,7 @@ from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.modules import own_packages
 from finetune.convert.names import Program, free_names, in_place, root, target_names, written_path
 from finetune.convert.read import Notebook, Refusal, Statement
-from finetune.convert.roles import Disposition, Plan, find_scratch
+from finetune.convert.roles import Disposition, Plan, fetched_package, find_scratch, packages_used
 from finetune.convert.shells import refuse_shells
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
@@ -75,6 +75,7 @@ def decide(notebook: Notebook, program: Program) -> Form:
     _refuse_generated(form)
     _before(form)
     _after(form)
+    _refuse_gone(form)
     return form
 
 
@@ -240,9 +241,6 @@ def _refuse_unsupported(form: Form) -> None:
                 )
             if isinstance(node, ast.ImportFrom) and node.level:
                 raise Refusal("R4", f"`{statement.head[:60]}` imports a module of a package; copy it", statement.cell)
-            if isinstance(node, ast.ImportFrom) and (name := _gone(node)) is not None:
-                instead = "; SFTConfig has packing=True" if name == "ConstantLengthDataset" else ""
-                raise Refusal("R4", f"TRL 1.15 has no `{name}`; remove it{instead}", statement.cell)
 
 
 _FORMER = {
@@ -294,12 +292,19 @@ def _trl_source() -> str:
     return Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
 
 
-def _gone(node: ast.ImportFrom) -> str | None:
-    """A name that TRL had once. `PARTS` has some of them."""
-    if (node.module or "") not in ("trl", "trl.trainer") or not _trl_source():
-        return None
-    names = [alias.name for alias in node.names if alias.name not in PARTS]
-    return next((name for name in names if not re.search(rf"\b{re.escape(name)}\b", _trl_source())), None)
+def _refuse_gone(form: Form) -> None:
+    """Refuse names that TRL had once, if a kept statement needs them. `PARTS` has some of them."""
+    kept = [form.program.statements[place].node for place, one in form.decisions.items() if one.outcome == "kept"]
+    needed = {name for node in kept for name in code.reads(node)}
+    for statement in form.program.statements:
+        for node in ast.walk(statement.node):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "") not in ("trl", "trl.trainer"):
+                continue
+            for alias in node.names:
+                gone = alias.name not in PARTS and not re.search(rf"\b{re.escape(alias.name)}\b", _trl_source())
+                if gone and _trl_source() and ((alias.asname or alias.name) in needed or node is not statement.node):
+                    instead = "; SFTConfig has packing=True" if alias.name == "ConstantLengthDataset" else ""
+                    raise Refusal("R4", f"TRL 1.15 has no `{alias.name}`; remove it{instead}", statement.cell)
 
 
 def _refuse_generated(form: Form) -> None:
@@ -478,6 +483,8 @@ def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
         return bool((bound | code.filled(node)) & live)
     if why == "account or service":
         return bool(bound & live)
+    if why == _FETCHED:
+        return fetched_package(form.program, node) in packages_used(form.program, live)
     if why == "a branch that installs":
         imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
         return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
@@ -512,7 +519,7 @@ def _droppable(form: Form, place: int) -> str | None:
         return None
     if adds_path(form.program, node):
         return "the script imports no module of the repository"
-    for rule in (_installation, _environment, _account, _device, _saving_early, _showing):
+    for rule in (_installation, _environment, _fetching, _account, _device, _saving_early, _showing):
         if (why := rule(form, statement)) is not None:
             return why
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -566,6 +573,13 @@ def _environment(form: Form, statement: Statement) -> str | None:
         reason = NO_ENVIRONMENT.get(name, "metrics go to TensorBoard; accounts do not belong in a script")
         return reason if reason.startswith("the launcher") else f"account or service: {reason}"
     return None
+
+
+_FETCHED = "a download that nothing kept uses"
+
+
+def _fetching(form: Form, statement: Statement) -> str | None:
+    return _FETCHED if fetched_package(form.program, statement.node) else None
 
 
 def _account(form: Form, statement: Statement) -> str | None:

@@ -20,7 +20,7 @@ from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
 from finetune.convert.read import Notebook, Refusal, Statement, is_dead
-from finetune.convert.roles import refuse_list_of_one
+from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.convert.settings_rows import formatting_is_ignored
 from finetune.errors import RunError
@@ -41,6 +41,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     read_first = _format_rows(form, arguments)
     _select_text(form, arguments, read_first)
     _text_before_messages(form, arguments, read_first)
+    _none_stays_none(form)
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -159,6 +160,53 @@ def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast
                     item.value.body = ast.parse(text, mode="eval").body  # type: ignore[attr-defined]
                 else:
                     item.value = ast.parse(text, mode="eval").body
+
+
+def _none_stays_none(form: Form) -> None:
+    """Held-out rows that may be None have no columns."""
+    for statement in form.program.statements:
+        for call in code.calls(statement.node):
+            if not form.program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            for item in call.keywords:
+                rows = _rows_of(item.value) if item.arg == "eval_dataset" else item.value
+                if rows is not item.value and _may_be_none(form, rows):
+                    text = f"None if ({ast.unparse(rows)}) is None else ({ast.unparse(item.value)})"
+                    item.value = ast.parse(text, mode="eval").body
+
+
+def _rows_of(value: ast.expr) -> ast.expr:
+    """The notebook's rows in what `_mapped`, `_select_text` and `_text_before_messages` made of them."""
+    if isinstance(value, ast.IfExp) and ".column_names" in ast.unparse(value.test):
+        return _rows_of(value.body)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        removed = f"remove_columns={ast.unparse(value.func.value)}.column_names"
+        mapped = value.func.attr == "map" and removed in ast.unparse(value)
+        if mapped or value.func.attr in ("select_columns", "remove_columns"):
+            return _rows_of(value.func.value)
+    return value
+
+
+def _may_be_none(form: Form, rows: ast.expr) -> bool:
+    """Whether it may be None: it has None in it, or is a name that is given None somewhere."""
+
+    def has_none(value: ast.expr | None) -> bool:
+        return value is not None and any(isinstance(one, ast.Constant) and one.value is None for one in ast.walk(value))
+
+    if has_none(rows):
+        return True
+    name = rows.id if isinstance(rows, ast.Name) else ""
+    for node in (node for statement in form.program.statements for node in ast.walk(statement.node)):
+        if isinstance(node, ast.keyword) and node.arg == name and has_none(node.value):
+            return True
+        if isinstance(node, ast.Assign) and name in target_names(node.targets[0]) and has_none(node.value):
+            return True
+        if isinstance(node, ast.arguments):
+            last = [*node.posonlyargs, *node.args][-len(node.defaults) :] if node.defaults else []
+            pairs = [*zip(last, node.defaults, strict=True), *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+            if any(one.arg == name and has_none(default) for one, default in pairs):
+                return True
+    return False
 
 
 def _tokenizes(form: Form) -> bool:
@@ -436,7 +484,8 @@ def _written(form: Form, place: int) -> list[str] | None:
     """A statement that writes files, on one rank per machine, which the others wait for."""
     statement = form.program.statements[place]
     node = statement.node
-    if place >= form.train or not code.writes_files(form.program, node) or sets_up(form, node):
+    writes = code.writes_files(form.program, node) or fetched_package(form.program, node) is not None
+    if place >= form.train or not writes or sets_up(form, node):
         return None
     e = form.program.effects[place]
     bound = (e.binds | e.may_bind) - code.own_targets(node)

@@ -18,8 +18,18 @@ from finetune.convert.names import (
     written_path,
 )
 from finetune.convert.read import Notebook, Refusal, Statement, process_command
-from finetune.convert.roles import HOOKS, SAVES, Disposition, Plan, calls_in, last_name, method_of, only_installs
-from finetune.convert.shells import INSTALLS, NO_TRACE
+from finetune.convert.roles import (
+    HOOKS,
+    SAVES,
+    Disposition,
+    Plan,
+    calls_in,
+    fetched_package,
+    last_name,
+    method_of,
+    only_installs,
+)
+from finetune.convert.shells import INSTALLS, leaves_nothing
 
 
 def _harmless(
@@ -33,7 +43,7 @@ def _harmless(
     if last in named("in place") or (last == "apply" and root(call.func) in plan.models):
         return False
     if name.startswith(("subprocess.", "os.")) and (command := process_command(call)):
-        return bool(INSTALLS.match(command) or NO_TRACE.match(command))
+        return bool(INSTALLS.match(command)) or leaves_nothing(command)
     if matches("acts", name) or name.split(".")[0] in plan.own_modules:
         return False
     if last == "open" or last in ("write", "dump", "write_text", "save"):
@@ -248,6 +258,8 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "account or service"
     if any(matches("account", plan.program.dotted(call.func)) for call in calls):
         return "account or service: a script does not log in (set HF_TOKEN, or run `hf auth login`)"
+    if fetched_package(plan.program, node):
+        return "a download that nothing kept uses"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
         service = plan.program.dotted(node.value.func)
         if (

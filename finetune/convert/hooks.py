@@ -25,15 +25,19 @@ from finetune.convert.roles import (
     calls_in,
     cell_of,
     event_of,
+    fetched_package,
     is_alias,
     key_places,
     last_name,
     method_of,
+    packages_used,
 )
 
 
 def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
     for place in sorted(set(places) - plan.early_saves):
+        if _only_logs_in(plan, plan.program.statements[place].node):
+            continue
         if place not in plan.hooks[hook]:
             plan.hooks[hook].append(place)
         plan.dispositions[place] = Disposition(what="kept", where=hook)
@@ -227,6 +231,8 @@ def keep_dataset(plan: Plan) -> None:
     if given & plan.trainers:
         raise Refusal("R4", "the data depends on the trainer", program.statements[before].cell)
     refuse_dependence(plan, places, "the rows")
+    used = packages_used(program, (name for place in places for name in program.effects[place].all_reads))
+    places |= {place for place in range(before) if fetched_package(program, program.statements[place].node) in used}
     for place in sorted(places):
         if any(
             matches("sets template", program.dotted(call.func)) for call in calls_in(program.statements[place].node)
@@ -672,7 +678,6 @@ def keep_exports(plan: Plan) -> None:
         ):
             continue
         kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
-    kept = {place for place in kept if not _only_logs_in(plan, program.statements[place].node)}
     _keep(plan, "save", kept - key_places(plan))
 
 

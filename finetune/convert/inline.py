@@ -173,6 +173,32 @@ def train_by_method(notebook: Notebook) -> None:
             notebook.statements[place] = replace(statement, node=ast.parse(text).body[0], source=text)
 
 
+_INT8, _KBIT = "prepare_model_for_int8_training", "prepare_model_for_kbit_training"
+
+
+def prepare_by_todays_name(notebook: Notebook) -> list[str]:
+    """Write PEFT's `prepare_model_for_int8_training(model)` by its name today, in place, unless another argument than
+    `use_gradient_checkpointing` is given. Returns notes for the report."""
+    used = [one for one in notebook.statements if re.search(rf"\b{_INT8}\b", one.source)]
+    calls = [
+        node
+        for one in used
+        for node in ast.walk(one.node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".", 1)[-1] == _INT8
+    ]
+    if any(len(call.args) > 1 or {k.arg for k in call.keywords} - {"use_gradient_checkpointing"} for call in calls):
+        return []
+    for one in used:
+        source = re.sub(rf"\b{_INT8}\b", _KBIT, one.source)
+        node = ast.parse(source).body[0]
+        if isinstance(node, ast.ImportFrom):
+            names = {ast.unparse(alias): alias for alias in node.names}
+            node.names = list(names.values())
+            source = ast.unparse(node)
+        notebook.statements[notebook.statements.index(one)] = replace(one, source=source, node=node)
+    return [f"cell {used[-1].cell}: {_INT8} is {_KBIT} today"] if calls else []
+
+
 def _loaded_folder(node: ast.stmt) -> str | None:
     call = node.value if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
     named = isinstance(call, ast.Call) and re.search(r"\bload_from_disk$", ast.unparse(call.func))

@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "installed": ("package", "a run may import it, so no script may have its name"),
     "acts": ("name", "changes something outside the notebook, or the state of the process"),
     "account": ("name", "an account or tracker: left out"),
+    "fetches": ("name", "downloads data of its package: kept, once per machine, if the script uses the package"),
     "secret": ("name", "reads a secret: `os.environ.get`"),
     "service": ("name", "a service or server: refused if the rows depend on it"),
     "other model": ("name", "loads or runs a model: refused if the rows depend on it"),
@@ -193,9 +194,10 @@ CALLS = (
         "wandb.login wandb.init wandb.finish wandb.log wandb.config* wandb.Settings huggingface_hub.login"
         " huggingface_hub.notebook_login huggingface_hub.interpreter_login huggingface_hub.HfFolder*"
         " huggingface_hub.get_token huggingface_hub.whoami google.colab.?* kaggle_secrets.?* dotenv.load_dotenv"
-        " mlflow.?* comet_ml.?* trackio.?* login notebook_login getpass.getpass neptune.?* nltk.download",
+        " mlflow.?* comet_ml.?* trackio.?* login notebook_login getpass.getpass neptune.?*",
         "account",
     ),
+    Call("nltk.download nltk.downloader.download stanza.download spacy.cli.download", "fetches"),
     Call("google.colab.userdata.get kaggle_secrets.*get_secret *.get_secret", "secret"),
     Call(
         "openai.* anthropic.* groq.* cohere.* mistralai.* litellm.* ollama.* together.* google.generativeai.*"
@@ -295,11 +297,19 @@ def matches(kind: str, dotted: str) -> bool:
     return _pattern(kind).fullmatch(dotted) is not None
 
 
+def pattern(kind: str) -> str:
+    """The regular expression that `matches` compares with."""
+    return _pattern(kind).pattern
+
+
 @cache
 def known_packages() -> frozenset[str]:
     """Top-level names of packages that a notebook may import."""
     dotted = {
-        name.split(".")[0] for kind in ("service", "account", "other model") for name, _ in _rows(kind) if "." in name
+        name.split(".")[0]
+        for kind in ("service", "account", "fetches", "other model")
+        for name, _ in _rows(kind)
+        if "." in name
     }
     names = named("computes") | named("makes") | named("shows") | named("configured") | named("installed") | dotted
     return frozenset(name for name in names if name.isidentifier()) - {"config"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.convert.knowledge import named
+from finetune.convert.knowledge import matches, named
 from finetune.convert.names import (
     Program,
     root,
@@ -382,6 +382,20 @@ def method_of(call: ast.Call) -> str:
 
 def calls_in(node: ast.AST) -> list[ast.Call]:
     return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+
+
+def fetched_package(program: Program, node: ast.stmt) -> str | None:
+    """The package whose data a statement only downloads: `nltk.download("punkt")`, also where it is not there yet."""
+    if not isinstance(node, ast.Expr | ast.Try | ast.If | ast.For):
+        return None
+    names = {program.dotted(call.func) for call in calls_in(node)} - {"", "print"}
+    packages = {name.split(".")[0] for name in names}
+    return packages.pop() if len(packages) == 1 and any(matches("fetches", name) for name in names) else None
+
+
+def packages_used(program: Program, names: Iterable[str]) -> set[str]:
+    """The packages that names come from."""
+    return {program.imports[name].split(".")[0] for name in names if name in program.imports}
 
 
 def only_installs(plan: Plan, notebook: Notebook, cell: int) -> bool:

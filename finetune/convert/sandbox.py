@@ -3,7 +3,7 @@
 `confine(profile)` is called in the process itself, after its imports and before any untrusted code. From then on,
 seccomp allows a list of system calls, Landlock a list of files, and resource limits bound time, memory and files; none
 of it can be undone. `run` starts such a process and limits it from outside: wall time, bytes of output, environment.
-Uses the standard library only, because it also runs under `python -I -S`.
+Uses the standard library only, because it also runs under `python -S`.
 
 Both profiles refuse programs, processes, sockets, signals to other processes, tracing, new mounts and namespaces,
 links, file attributes and every system call that is not listed. A confined process ends with the one that started it.
@@ -372,6 +372,9 @@ class Finished:
     why: str = ""
 
 
+PYTHON = (sys.executable, "-s", "-P")  # isolated, as by -I, which would also ignore the seed in the environment
+
+
 def run(
     command: Sequence[str],
     given: bytes = b"",
@@ -445,8 +448,9 @@ def _wait(process: Any, seconds: float, exceeds: Callable[[int], str]) -> str:
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
-    """Inherit only SYSTEMROOT, which Windows needs to start any process."""
-    return {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ} | given
+    """Only SYSTEMROOT is inherited, which Windows needs to start a process. The seed: sets have one order in all."""
+    inherited = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+    return inherited | {"PYTHONHASHSEED": "0"} | given
 
 
 def _end(process: Any) -> None:
@@ -469,7 +473,7 @@ def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int 
 
     environment = {name: folder for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     environment |= {"HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-I", os.path.abspath(__file__), folder, os.path.abspath(path)]
+    command = [*PYTHON, os.path.abspath(__file__), folder, os.path.abspath(path)]
     try:
         return run(
             command, given, seconds=seconds, output=output, environment=environment, folder=folder, exceeds=exceeds
@@ -531,7 +535,7 @@ def remove(folder: str) -> None:
 
 
 def main() -> None:
-    """`python -I sandbox.py FOLDER FILE`: run a Python file under LIBRARIES."""
+    """`python -s -P sandbox.py FOLDER FILE`: run a Python file under LIBRARIES."""
     folder, path = sys.argv[1:]
     with open(path, "rb") as stream:
         code = compile(stream.read(), path, "exec")

@@ -67,6 +67,30 @@ def remove_secrets(notebook: Notebook) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def note_variables(notebook: Notebook, script: str) -> list[str]:
+    """A note on the variables that the script reads, if the notebook loads them from a file, as the script does not."""
+    cells = [one.cell for one in notebook.statements if re.search(r"\bload_dotenv\(", ast.unparse(one.node))]
+    names = sorted({name for node in ast.walk(ast.parse(script)) if (name := _variable_read(node))})
+    if not cells or not names or "load_dotenv(" in script:
+        return []
+    them = "it" if len(names) == 1 else "them"
+    return [
+        f"cell {cells[0]}: load_dotenv() is left out; the script reads {', '.join(names)}: set {them} in your shell"
+    ]
+
+
+def _variable_read(node: ast.AST) -> str | None:
+    """`X` of `os.getenv("X")`, `os.environ.get("X")` and `os.environ["X"]`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        place, name = node.value, node.slice
+    elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(("getenv", "environ.get")):
+        place, name = node.func, node.args[0]
+    else:
+        return None
+    known = re.search(r"\b(getenv|environ|environ\.get)$", ast.unparse(place))
+    return name.value if known and isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+
+
 def scrub(text: str) -> str:
     """The text without anything that looks like a secret."""
     return redact(text, REMOVED)

@@ -123,6 +123,8 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
     if matches("images", str(what.owner)) and what.owner not in _TEXT_LOADERS and not unsloth:
         raise Refusal("R4", f"{what.owner} loads another class of model; the settings form loads AutoModelForCausalLM")
     settings.set("model.dtype", dtype_setting(traces))
+    if what.owner == "SFTTrainer" and not {"dtype", "torch_dtype"} & given.keys():
+        settings.notes.append("TRL loads a model by its name in float32; model.dtype sets the dtype here")
     _refuse_casts(settings, traces)
     for key in ("dtype", "torch_dtype"):
         given.pop(key, None)

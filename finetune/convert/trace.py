@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
-from finetune.convert.knowledge import named
+from finetune.convert.knowledge import named, pattern
 from finetune.convert.read import Refusal, Statement
 
 # The folder is on the path only during this import, because other modules in it shadow the standard library.
@@ -80,9 +79,9 @@ def _yaml(sources: Iterable[str]) -> dict[str, Any]:
 def _run(jobs: list[dict[str, Any]]) -> list[Trace]:
     """Raises Refusal (R4) if the process exits early, does not finish, or returns anything but traces."""
     program = _PROGRAM.format(folder=str(Path(__file__).parent))
-    known = {kind: sorted(named(kind)) for kind in ("keeps", "shows")}
+    known = {kind: sorted(named(kind)) for kind in ("keeps", "shows")} | {"account": [pattern("account")]}
     given = json.dumps({"jobs": jobs, "knowledge": known}).encode()
-    done = sandbox.run([sys.executable, "-I", "-S", "-c", program], given, seconds=_SECONDS, output=_OUTPUT)
+    done = sandbox.run([*sandbox.PYTHON, "-S", "-c", program], given, seconds=_SECONDS, output=_OUTPUT)
     if done.why == "seconds" or done.returncode in _OUT_OF_CPU_TIME and done.why != "output":
         raise Refusal("R4", "its code does not finish under the recording stubs, so the conversion cannot be verified")
     if done.why == "output":

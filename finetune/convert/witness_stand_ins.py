@@ -560,6 +560,7 @@ def _replace_adapters() -> None:
 
     peft.get_peft_model = peft.mapping_func.get_peft_model = sft.get_peft_model = get_peft_model
     peft.prepare_model_for_kbit_training = unchanged
+    peft.prepare_model_for_int8_training = unchanged  # pyright: ignore[reportAttributeAccessIssue]  (its former name)
 
 
 def record_adapter(config: Any, model: Any) -> None:

@@ -466,6 +466,8 @@ def bare(value: Any) -> None:
     if not isinstance(value, Symbol) or "_made_by" not in value.__dict__:
         return
     function, args, kwargs = value.__dict__["_made_by"]
+    if re.fullmatch(KNOWLEDGE["account"][0], function._name or ""):
+        return  # it logs in or logs out, and the token stays as it is
     method = function.__dict__.get("_method")
     how = ["called", function._name or (method[1] if method else "?"), form(args), form(kwargs)]
     if method is not None:

@@ -69,7 +69,7 @@ def decide(condition: Any, text: str, default: bool | None = None) -> bool:
 
 
 ENVIRONMENT: dict[str, Any] = {}
-KNOWLEDGE: dict[str, list[str]] = {}  # kind of call -> names, from knowledge.py
+KNOWLEDGE: dict[str, list[str]] = {}  # kind of call -> names, or one pattern, from knowledge.py
 
 
 def event(kind: str, detail: Any, text: str, **more: Any) -> None:
