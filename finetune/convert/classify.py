@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, root
+from finetune.convert.own_train import own_train_calls, plain_classes
 from finetune.convert.read import Notebook, Refusal, is_dead
 from finetune.redact import redact
 
@@ -127,10 +128,13 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
         for _, node in nodes
         if isinstance(node, ast.ClassDef) and any(program.dotted(base).endswith("Trainer") for base in node.bases)
     }
+    plain = plain_classes(node for _, node in nodes)
     found = []
     for cell, node in nodes:
         if isinstance(node, ast.Call):
             name = program.dotted(node.func).rsplit(".", 1)[-1]
+            if name in plain:
+                continue
             if name in subclasses:
                 found.append((f"{name} (defined in the notebook)", cell))
             elif name.endswith("Trainer") and name[:1].isupper():
@@ -138,12 +142,17 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def trainings(node: ast.AST, others: Set[str] = frozenset()) -> int:
-    """How many `X.train()` calls of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
-    those with the most. `others`: names of objects that are no trainers."""
+def trainings(node: ast.AST, others: Others = frozenset()) -> int:
+    """How many `X.train()` calls of a statement can run. `others`: what is not a trainer, from `not_trainers`."""
+    return most(node, lambda one: bool(_train_calls([(0, one)], others)))
+
+
+def most(node: ast.AST, counts: Callable[[ast.AST], bool]) -> int:
+    """How many of these nodes of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
+    those with the most."""
 
     def every(*nodes: ast.AST) -> int:
-        return sum(trainings(one, others) for one in nodes)
+        return sum(most(one, counts) for one in nodes)
 
     if isinstance(node, ast.stmt) and is_dead(node):
         return 0
@@ -152,16 +161,16 @@ def trainings(node: ast.AST, others: Set[str] = frozenset()) -> int:
     if isinstance(node, ast.Try):
         branches = [every(*node.body, *node.orelse), *(every(*handler.body) for handler in node.handlers)]
         return max(branches) + every(*node.finalbody)
-    return (1 if _train_calls([(0, node)], others) else 0) + every(*ast.iter_child_nodes(node))
+    return (1 if counts(node) else 0) + every(*ast.iter_child_nodes(node))
 
 
-def _train_calls(nodes: list[tuple[int, ast.AST]], others: Set[str]) -> list[tuple[int, ast.Call]]:
+def _train_calls(nodes: list[tuple[int, ast.AST]], others: Others) -> list[tuple[int, ast.Call]]:
     """Live `X.train()` calls with their cells, except on a model and on `others`."""
     found = []
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
             receiver = node.func.value
-            if not is_model_name(receiver) and root(receiver) not in others:
+            if not is_model_name(receiver) and root(receiver) not in others and node not in others:
                 found.append((cell, node))
     return found
 
@@ -176,9 +185,14 @@ def is_model_name(receiver: ast.expr) -> bool:
 _LIBRARIES_THAT_TRAIN = frozenset({"trl", "unsloth", "transformers", "finetune"})
 
 
-def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str]:
+Others = Set[str | ast.AST]
+
+
+def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str | ast.AST]:
     """Names whose `train()` is no training of ours: modules and classes of other packages, and names that are only
-    assigned objects of such classes: `own = ByteLevelBPETokenizer()`."""
+    assigned objects of such classes: `own = ByteLevelBPETokenizer()`. Also calls of a method `train()` of the
+    notebook's own. `nodes`: a node before those inside it."""
+    nodes = list(nodes)
     imported: set[str] = set()
     assigned: dict[str, list[ast.expr | None]] = {}
     stores: dict[str, int] = {}
@@ -199,7 +213,7 @@ def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str]:
         for name, values in assigned.items()
         if len(values) == stores.get(name) and all(_makes_other(value, imported) for value in values)
     }
-    return (imported - stores.keys()) | made
+    return {*(imported - stores.keys()), *made, *own_train_calls([node for _, node in nodes])}
 
 
 def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:
