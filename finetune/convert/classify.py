@@ -36,7 +36,8 @@ def live(notebook: Notebook) -> Iterator[tuple[int, ast.AST]]:
             yield from walk(cell, inner)
 
     for statement in notebook.statements:
-        yield from walk(statement.cell, statement.node)
+        if not statement.is_dead:
+            yield from walk(statement.cell, statement.node)
 
 
 def refuse_by_kind(notebook: Notebook, program: Program) -> None:
@@ -67,7 +68,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         raise Refusal("R1", reason, cells.get(others[0]))
     others = not_trainers(nodes)
     trains = _train_calls(nodes, others)
-    if sum(trainings(statement.node, others) for statement in notebook.statements) > 1:
+    if sum(trainings(statement.node, others) for statement in notebook.statements if not statement.is_dead) > 1:
         listed = "; ".join(f"cell {cell}: `{ast.unparse(call)[:60]}`" for cell, call in trains[:6])
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(

@@ -203,12 +203,13 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     from finetune.convert.inline import settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
+    from finetune.convert.resumed import leave_out_resumed
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
-    notes = inline_modules(notebook, path.parent)
+    notes = inline_modules(notebook, path.parent) + leave_out_resumed(notebook)
     notes += [
         f"cell {cell} comes after the training and cannot be parsed, so it is left out"
         for cell in unparsed_after_training(notebook)

@@ -19,7 +19,7 @@ from finetune.convert.emit import Conversion, formatted, indented, is_import, re
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.errors import RunError
@@ -438,7 +438,7 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
     live = {statement.id: place for place, statement in enumerate(form.program.statements)}
     statements = []
     for statement in form.notebook.statements:
-        entry: dict[str, str] = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+        entry: dict[str, str] = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
         if statement.id in live:
             one = form.decisions[live[statement.id]]
             entry = {"outcome": one.outcome}
@@ -447,7 +447,7 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
             if one.outcome == "rewritten":
                 entry["becomes"] = scrub("\n".join(map(ast.unparse, form.rewritten[live[statement.id]].nodes)))
         else:
-            assert is_dead(statement.node)
+            assert statement.is_dead
         head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
         statements.append(head | entry)
     shells = [

@@ -13,7 +13,7 @@ from finetune.convert.names import (
     root,
     target_names,
 )
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace
 
 BY_NAME = "SFTTrainer"  # the loader, if the notebook gives the trainer a model name
@@ -68,7 +68,7 @@ def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
 
 
 def live_statements(notebook: Notebook) -> list[Statement]:
-    return [statement for statement in notebook.statements if not is_dead(statement.node)]
+    return [statement for statement in notebook.statements if not statement.is_dead]
 
 
 def _once(plan: Plan, trace: Trace) -> None:
