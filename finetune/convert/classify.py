@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, root
+from finetune.convert.names import Program, free_names, root
 from finetune.convert.own_train import own_train_calls, plain_classes
 from finetune.convert.read import Notebook, Refusal, is_dead
 from finetune.redact import redact
@@ -98,9 +98,34 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
                 " write `model = get_peft_model(model, lora_config)` (from peft) instead",
                 cell,
             )
+    _refuse_torch_rows(program)
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])
+
+
+def _refuse_torch_rows(program: Program) -> None:
+    """Refuse a trainer whose rows are a torch Dataset, a class of the notebook."""
+    kinds = {
+        node.name
+        for one in program.statements
+        if isinstance(node := one.node, ast.ClassDef)
+        and any(re.fullmatch(r"torch\.utils\.data\.(\w+\.)?\w*Dataset", program.dotted(base)) for base in node.bases)
+    }
+    for place, statement in enumerate(program.statements):
+        for call in ast.walk(statement.node) if kinds else ():
+            if not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            rows = [item.value for item in call.keywords if item.arg in ("train_dataset", "eval_dataset", None)]
+            names = {name for value in rows for name in free_names(value)}
+            made, _ = program.slice(names, place)
+            used = {name for one in made for name in program.effects[one].all_reads} | names
+            if found := sorted(kinds & used):
+                reason = (
+                    f"`{found[0]}` is a torch.utils.data.Dataset, which TRL 1.15 does not take; give the trainer"
+                    " `Dataset.from_list([rows[n] for n in range(len(rows))])` (Dataset from datasets, `rows` yours)"
+                )
+                raise Refusal("R4", reason, statement.cell)
 
 
 def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:

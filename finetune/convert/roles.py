@@ -128,14 +128,16 @@ def find_key_statements(plan: Plan, trace: Trace) -> None:
         ("train", "train() is never reached"),
     ):
         if name not in plan.key:
-            why = next(
-                (
-                    f" (its {_ordinal(program, key)} fails under the recording stubs: {text})"
-                    for key, text in failed.items()
-                ),
-                "",
+            if not failed:
+                raise Refusal("R0", what)
+            key, text = next(iter(failed.items()))
+            stopped = program.statements[program.position(int(key))]
+            raise Refusal(
+                "R4",
+                f"{what}, because `{stopped.head[:80]}` (line {stopped.line} of the cell) fails where no library and no"
+                f" data is real: {text}; simplify it, or save what it makes to a file and load that with load_dataset",
+                stopped.cell,
             )
-            raise Refusal("R4" if failed else "R0", what + why)
 
 
 def _same_tokenizer(plan: Plan, trace: Trace) -> None:
@@ -163,11 +165,6 @@ NO_ROW = frozenset(
     " local_files_only force_download device_map torch_dtype dtype low_cpu_mem_usage padding truncation max_length"
     " clean_up_tokenization_spaces".split()
 )
-
-
-def _ordinal(program: Program, key: str) -> str:
-    statement = program.statements[program.position(int(key))]
-    return f"cell {statement.cell}, line {statement.line}"
 
 
 def _inside_function(plan: Plan, place: int, name: str) -> bool:

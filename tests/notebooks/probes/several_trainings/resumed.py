@@ -1,5 +1,4 @@
 # expect: converted
-# fast
 # form: settings
 # setting: training.max_steps = 10
 # setting: training.resume_from_checkpoint = absent
