@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.changes import refuse_patches
+from finetune.convert.changes import gives_own_tokenizer, refuse_patches
 from finetune.convert.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
@@ -485,6 +485,7 @@ _NEVER = (
     "each rank has its own device",
     "the launcher",
     "the trainer sets",
+    "the trainer has",
     "saved before",
 )
 
@@ -521,6 +522,8 @@ def _droppable(form: Form, place: int) -> str | None:
         return "another model"
     if place == form.train or sets_up(form, node):
         return None
+    if gives_own_tokenizer(form.program, place):
+        return "the trainer has this tokenizer already"
     if adds_path(form.program, node):
         return "the script imports no module of the repository"
     for rule in (_installation, _environment, _account, _device, _saving_early, _showing):

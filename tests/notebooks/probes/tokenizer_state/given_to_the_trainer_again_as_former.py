@@ -1,5 +1,4 @@
 # expect: converted
-# form: drop-in
 # hasnot: trainer.tokenizer
 # cause: the trainer is given the tokenizer that it has, in a notebook that trains under a condition
 # %%
