@@ -101,6 +101,10 @@ def _select_text(form: Form, arguments: Arguments) -> None:
                     text = f"({rows}).select_columns([{ast.unparse(field)}])"  # type: ignore[arg-type]
                     if _tokenizes(form):
                         text = f'{rows} if "input_ids" in ({rows}).column_names else {text}'
+                        form.notes.append(
+                            f"cell {statement.cell}: rows with token ids (input_ids) are trained on as they are, as in"
+                            f" TRL; dataset_text_field={ast.unparse(field)} counts if they have none"  # type: ignore[arg-type]
+                        )
                     item.value = ast.parse(text, mode="eval").body
 
 
