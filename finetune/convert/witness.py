@@ -158,7 +158,7 @@ def _unreadable(side: str, why: str) -> CouldNotRun:
 
 # --- what a report must have ------------------------------------------------------------------------------------------
 
-_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice"}
+_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice", "object"}
 _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 
@@ -267,6 +267,9 @@ def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: i
     end with two end tokens, by a text that ends with one and a tokenizer that adds one: the package has one."""
     if one and two and eos is not None and one[0][-2:] == [eos, eos] and two[0][-1] == eos:
         one = [part[:-1] for part in one] if len(one[0]) == len(two[0]) + 1 else one
+    if one and two and eos is not None and one[0][-1] == eos and one[1][-1] == -100:  # an end that no loss depends on
+        if one != two and [part[:-1] for part in one] == two:
+            return True
     if one == two or added is None or one is None or two is None or two[0][-1] != added:
         return one == two
     return one == [two[0][:-1], two[1][:-1]]
