@@ -1,4 +1,5 @@
 # expect: refused R2
+# says: more num_train_epochs
 # cause: train() without a checkpoint trains once more, from the trained weights
 # %%
 from datasets import load_dataset
