@@ -73,7 +73,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(
             "R2",
-            f"the notebook trains several times ({listed}{more}); split it into one notebook each",
+            f"the notebook trains several times ({listed}{more}); {_how_to_split(program, trains)}",
             trains[-1][0],
         )
     if "UnslothTrainer" in names:
@@ -166,6 +166,33 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
             elif name.endswith("Trainer") and name[:1].isupper():
                 found.append((name, cell))
     return found
+
+
+def _how_to_split(program: Program, trains: list[tuple[int, ast.Call]]) -> str:
+    """What to do with several trainings: it depends on what the last one starts from."""
+    split = "split it into one notebook each, with the cells that each one needs"
+    places = {id(call): n for n, one in enumerate(program.statements) for call in ast.walk(one.node)}
+    first, last = (places.get(id(call)) for _, call in (trains[0], trains[-1]))
+    trainer = root(trains[-1][1].func)
+    if first is None or last is None or trainer is None:
+        return split
+    made = max((n for n in range(last) if trainer in program.effects[n].binds), default=None)
+    if made is not None and made < first and root(trains[0][1].func) == trainer:
+        return "the same trainer trains again, from the trained weights: keep one call, with more num_train_epochs"
+    call = getattr(program.statements[made].node, "value", None) if made is not None else None
+    if made is None or not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
+        return split
+    given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+    names = {one.id for one in given if isinstance(one, ast.Name)}
+    needed, _ = program.slice(names, made)
+    loaded = any(n > first and "from_pretrained(" in program.statements[n].source for n in needed)
+    if not names or loaded:
+        return split
+    return (
+        f"{split}. The last one starts from the model that was trained before: there, save it merged (with Unsloth"
+        ' `save_pretrained_merged("first", tokenizer)`, else `model.merge_and_unload().save_pretrained("first")`), and'
+        ' load "first" in the other notebook\'s from_pretrained'
+    )
 
 
 def trainings(node: ast.AST, others: Others = frozenset()) -> int:
