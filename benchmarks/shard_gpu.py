@@ -418,7 +418,7 @@ def peer(given: argparse.Namespace, stack: str) -> dict[str, Any]:
     request = {
         "stack": stack, "model": str(model), "rows": str(data), "cache": str(given.work / "datasets"),
         "work": str(given.work / f"peer-{stack}"), "method": "full", "packing": False, "learning_rate": 2e-5,
-        "settings": [setting | ({"batch": 4} if stack == "ours" else {})],  # ours counts the rows of all GPUs
+        "settings": [setting],
         "steps": 4 if given.cpu else 16, "skipped": 2 if given.cpu else 6, "trial_steps": 0, "started": time.time(),
         "options": {"words": words},
     }  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
-from benchmarks.peers import cells, report, rows
+from benchmarks.peers import cells, rank, report, rows
 from benchmarks.processes import end_with_this_one, run, say
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,7 +104,13 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
             best = entry["settings"].get(name)
             settings = [best] if best else [asdict(setting) for setting in variant.settings]
             kind = "2048" if variant.fixed else cell.lengths
+            trials = own_trials(cell, variant, settings, model, files[kind], given)
+            settings = [fastest["setting"]] if (fastest := _fastest(trials)) else settings
             found = one_run(cell, variant, settings, model, files[kind], given)
+            if trials:
+                found["trials"] = trials
+            if trials and "first_step_seconds" in found:  # the first start is the cold one
+                found["first_step_seconds"] = trials[0]["first_step_seconds"] or found["first_step_seconds"]
             failed |= "error" in found
             if "setting" in found:
                 entry["settings"][name] = found["setting"]
@@ -116,6 +122,36 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
     for name, ratio in record.get("ratios", {}).get(cell.size, {}).items():
         say(f"{cell.size} {name}: {ratio if ratio is None else round(ratio, 3)}")
     return not failed
+
+
+def own_trials(
+    cell: cells.Cell,
+    variant: cells.Variant,
+    settings: list[dict[str, Any]],
+    model: Path,
+    rows_of: tuple[Path, dict[str, float]],
+    given: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """This package's settings in turn, each in a process of its own; a peer tries its own in one process (`rank`)."""
+    trials: list[dict[str, Any]] = []
+    if variant.stack != "ours" or len(settings) == 1:
+        return trials
+    short = argparse.Namespace(**vars(given) | {"steps": rank.WARM_UP + given.trial_steps, "skip": rank.WARM_UP})
+    for setting in settings:
+        found = one_run(cell, variant, [setting], model, rows_of, short)
+        before = (_fastest(trials) or {}).get("tokens_per_second", 0)
+        kept = {name: found.get(name) for name in ("tokens_per_second", "first_step_seconds")}
+        trials.append({"setting": setting} | kept)
+        if "error" in found:
+            trials[-1] |= {"error": found["error"], "output": found["output"][-3:]}
+            break
+        if found["tokens_per_second"] < rank.SLOWER * before:
+            break
+    return trials
+
+
+def _fastest(trials: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return max((one for one in trials if "error" not in one), key=lambda one: one["tokens_per_second"], default=None)
 
 
 def one_run(

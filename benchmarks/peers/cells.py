@@ -73,15 +73,15 @@ def variants(cell: Cell, *, before: bool = False) -> dict[str, Variant]:
     pack = 128 if short else 8192 if cell.size == "8b" and longest <= 8192 else 16384
     rows = max(1, pack // longest)
     same = [Setting(batch, longest) for batch in sorted({max(1, rows // 2), rows, rows * 2})]
-    packs = Setting(2 if cell.size == "1.2b" else 1, pack)
+    packs = [Setting(1, pack), Setting(2, pack)]
     found = {
-        "ours": Variant(stack="ours", settings=[packs], packing=True),
+        "ours": Variant(stack="ours", settings=packs, packing=True),
         "unsloth_fixed": Variant(stack="unsloth", settings=same, fixed=cell.lengths == "real"),
         "trl_liger": Variant(stack="trl", settings=same, options={"liger": True}),
     }
-    found["ours_flash_2"] = Variant(stack="ours", settings=[packs], packing=True, options={"flash_2": True})
+    found["ours_flash_2"] = Variant(stack="ours", settings=packs, packing=True, options={"flash_2": True})
     if cell.method == "lora":
-        found["ours_fp8"] = Variant(stack="ours", settings=[packs], packing=True, options={"fp8": True})
+        found["ours_fp8"] = Variant(stack="ours", settings=packs, packing=True, options={"fp8": True})
     if cell.lengths in ("real", "short"):
         padded = [Setting(batch, longest) for batch in ((2, 4) if short else (16, 32, 64))]
         same_packs = [Setting(rows, longest), Setting(1, pack), Setting(2, pack)]
