@@ -127,14 +127,15 @@ def _units(program: Program) -> dict[str, ast.AST]:
                 if isinstance(one, ast.FunctionDef):
                     name = node.name if one.name == "__init__" else f".{one.name}"
                     same = [found[name]] if name in found else []  # of another class
-                    found[name] = ast.Module(body=[*same, one], type_ignores=[]) if same else one
+                    both: list[ast.stmt] = [*same, one]  # type: ignore[list-item]
+                    found[name] = ast.Module(body=both, type_ignores=[]) if same else one
     return found
 
 
 def _called(node: ast.AST, program: Program, others: Others, *, inside: bool = True) -> set[str]:
     """Names of the functions and, after a dot, of the methods that it calls; a trainer's `train` is judged by
     `_trains`. `inside`: also what is called inside of a call."""
-    calls = code.calls(node) if inside else [node]
+    calls = code.calls(node) if inside else [node] if isinstance(node, ast.Call) else []
     calls = [call for call in calls if root(call.func) not in program.imports]
     names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
     methods = {call: code.method(call) for call in calls}
