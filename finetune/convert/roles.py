@@ -132,10 +132,13 @@ def find_key_statements(plan: Plan, trace: Trace) -> None:
                 raise Refusal("R0", what)
             key, text = next(iter(failed.items()))
             stopped = program.statements[program.position(int(key))]
+            remedy = "simplify it, or save what it makes to a file and load that with load_dataset"
+            if text.startswith("NameError"):
+                remedy = "define or import it in a cell above"
             raise Refusal(
                 "R4",
                 f"{what}, because `{stopped.head[:80]}` (line {stopped.line} of the cell) fails where no library and no"
-                f" data is real: {text}; simplify it, or save what it makes to a file and load that with load_dataset",
+                f" data is real: {text}; {remedy}",
                 stopped.cell,
             )
 

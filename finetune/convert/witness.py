@@ -235,6 +235,8 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             or _of_adapters(one["lora"], two["lora"])
             or _of_rows(one["rows"], two["rows"], about, added, one.get("eos"))
         )
+        if "token ids differ" in difference:
+            difference += _on_length(one["rows"], two["rows"], two["settings"]["max_length"])
         if difference:
             return printable(difference, 2000)
     return ""
@@ -273,6 +275,16 @@ def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: i
     if one == two or added is None or one is None or two is None or two[0][-1] != added:
         return one == two
     return one == [two[0][:-1], two[1][:-1]]
+
+
+def _on_length(one: list[Any], two: list[Any], limit: Any) -> str:
+    """What to do if the script alone cuts rows at its `max_length`, as Unsloth does not with rows of token ids."""
+    if not any(len(mine[0]) > limit == len(theirs[0]) for mine, theirs in zip(one, two, strict=False) if limit):
+        return ""
+    return (
+        f"; only the script cuts rows at max_length={limit}: cut them where the notebook tokenizes them"
+        f" (truncation=True, max_length={limit}), or give SFTConfig a max_length that holds them"
+    )
 
 
 def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None, eos: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,3 +218,15 @@ def test_rows_that_a_filter_a_table_and_an_object_need_are_compared(tmp_path: Pa
         wrong = files["mine.py"].replace(old, new).replace(old.replace('"', "'"), new)
         assert wrong != files["mine.py"], old
         assert witness.check(path, {"mine.py": wrong}, "drop-in").status == "differs", old
+
+
+def test_rows_that_only_the_script_cuts_are_explained() -> None:
+    def run(length: int) -> dict[str, Any]:
+        row = [list(range(length)), [-100, *range(1, length)]]
+        settings = {"max_length": 8}
+        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "rows": [row], "eos": 99}
+
+    found = witness.first_difference([run(12)], [run(8)])
+    assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
+    assert "max_length" not in witness.first_difference([run(6)], [run(5)])
+    assert witness.first_difference([run(8)], [run(8)]) == ""
