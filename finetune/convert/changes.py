@@ -99,7 +99,10 @@ def refuse_late_changes(program: Program, trace: Trace, *, rows: bool = False) -
             continue
         if rows and name in ("train_dataset", "eval_dataset"):
             continue
-        statement = program.statements[program.position(item["statement"])]
+        place = program.position(item["statement"])
+        if name in _TOKENIZER and gives_own_tokenizer(program, place):
+            continue
+        statement = program.statements[place]
         what = "called" if item["kind"] == "call" else "changed"
         remedy = "leave it out" if what == "called" else "set it before, in SFTConfig or SFTTrainer"
         raise Refusal(
@@ -107,6 +110,47 @@ def refuse_late_changes(program: Program, trace: Trace, *, rows: bool = False) -
             f"{name} is {what} after the trainer is created (`{statement.head[:80]}`); {remedy}",
             statement.cell,
         )
+
+
+def gives_own_tokenizer(program: Program, place: int) -> bool:
+    """`trainer.tokenizer = tokenizer`, of a trainer that was created with the same object; or with none, if tokenizer
+    and model come from the same place."""
+    node = program.statements[place].node
+    target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+    if not (isinstance(target, ast.Attribute) and target.attr in _TOKENIZER and isinstance(target.value, ast.Name)):
+        return False
+    trainer, value = target.value.id, node.value  # type: ignore[attr-defined]
+    for earlier in range(place - 1, -1, -1):
+        e, made = program.effects[earlier], getattr(program.statements[earlier].node, "value", None)
+        if trainer in e.binds | e.may_bind:
+            call = made if trainer in e.binds and isinstance(made, ast.Call) else None
+            if call is None or not program.dotted(call.func).endswith("SFTTrainer"):
+                return False
+            given = [ast.unparse(item.value) for item in call.keywords if item.arg in _TOKENIZER]
+            models = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+            if not given and target.attr == "tokenizer" and all(item.arg for item in call.keywords):
+                return len(_origins(program, value)) == 1 and _origins(program, value) == _origins(program, *models)
+            return isinstance(value, ast.Name) and given == [value.id]
+        if isinstance(value, ast.Name) and value.id in e.binds | e.may_bind:
+            return False
+    return False
+
+
+def _origins(program: Program, *names: ast.expr) -> set[str]:
+    """What a tokenizer or model is loaded from."""
+    wanted = {one.id for one in names if isinstance(one, ast.Name)}
+    calls = [
+        one.node.value
+        for one, e in zip(program.statements, program.effects, strict=True)
+        if (e.binds | e.may_bind) & wanted and isinstance(one.node, ast.Assign) and isinstance(one.node.value, ast.Call)
+    ]
+    loads = [call for call in calls if ast.unparse(call.func).endswith(".from_pretrained")]
+    given = [[*call.args[:1], *(item.value for item in call.keywords if item.arg in _NAME)] for call in loads]
+    return {ast.unparse(one) for values in given for one in values[:1]}
+
+
+_NAME = ("pretrained_model_name_or_path", "model_name")
+_TOKENIZER = ("processing_class", "tokenizer")
 
 
 def _late(item: dict[str, Any], args: str | None) -> str | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, root
+from finetune.convert.names import Program, free_names, root
+from finetune.convert.own_train import own_train_calls, plain_classes
 from finetune.convert.read import Notebook, Refusal, is_dead
 from finetune.redact import redact
 
@@ -35,7 +36,8 @@ def live(notebook: Notebook) -> Iterator[tuple[int, ast.AST]]:
             yield from walk(cell, inner)
 
     for statement in notebook.statements:
-        yield from walk(statement.cell, statement.node)
+        if not statement.is_dead:
+            yield from walk(statement.cell, statement.node)
 
 
 def refuse_by_kind(notebook: Notebook, program: Program) -> None:
@@ -74,12 +76,12 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         raise Refusal("R1", reason, cells.get(others[0]))
     others = not_trainers(nodes)
     trains = _train_calls(nodes, others)
-    if sum(trainings(statement.node, others) for statement in notebook.statements) > 1:
+    if sum(trainings(statement.node, others) for statement in notebook.statements if not statement.is_dead) > 1:
         listed = "; ".join(f"cell {cell}: `{ast.unparse(call)[:60]}`" for cell, call in trains[:6])
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(
             "R2",
-            f"the notebook trains several times ({listed}{more}); split it into one notebook each",
+            f"the notebook trains several times ({listed}{more}); {_how_to_split(program, trains)}",
             trains[-1][0],
         )
     if "UnslothTrainer" in names:
@@ -104,9 +106,34 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
                 " write `model = get_peft_model(model, lora_config)` (from peft) instead",
                 cell,
             )
+    _refuse_torch_rows(program)
     _refuse_unparsed(notebook)
     if not trains:
         raise Refusal("R0", "a trainer is created, but its train() is never called", trainers[0][1])
+
+
+def _refuse_torch_rows(program: Program) -> None:
+    """Refuse a trainer whose rows are a torch Dataset, a class of the notebook."""
+    kinds = {
+        node.name
+        for one in program.statements
+        if isinstance(node := one.node, ast.ClassDef)
+        and any(re.fullmatch(r"torch\.utils\.data\.(\w+\.)?\w*Dataset", program.dotted(base)) for base in node.bases)
+    }
+    for place, statement in enumerate(program.statements):
+        for call in ast.walk(statement.node) if kinds else ():
+            if not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
+                continue
+            rows = [item.value for item in call.keywords if item.arg in ("train_dataset", "eval_dataset", None)]
+            names = {name for value in rows for name in free_names(value)}
+            made, _ = program.slice(names, place)
+            used = {name for one in made for name in program.effects[one].all_reads} | names
+            if found := sorted(kinds & used):
+                reason = (
+                    f"`{found[0]}` is a torch.utils.data.Dataset, which TRL 1.15 does not take; give the trainer"
+                    " `Dataset.from_list([rows[n] for n in range(len(rows))])` (Dataset from datasets, `rows` yours)"
+                )
+                raise Refusal("R4", reason, statement.cell)
 
 
 def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
@@ -135,10 +162,13 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
         for _, node in nodes
         if isinstance(node, ast.ClassDef) and any(program.dotted(base).endswith("Trainer") for base in node.bases)
     }
+    plain = plain_classes(node for _, node in nodes)
     found = []
     for cell, node in nodes:
         if isinstance(node, ast.Call):
             name = program.dotted(node.func).rsplit(".", 1)[-1]
+            if name in plain:
+                continue
             if name in subclasses:
                 found.append((f"{name} (defined in the notebook)", cell))
             elif name.endswith("Trainer") and name[:1].isupper():
@@ -146,12 +176,44 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def trainings(node: ast.AST, others: Set[str] = frozenset()) -> int:
-    """How many `X.train()` calls of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
-    those with the most. `others`: names of objects that are no trainers."""
+def _how_to_split(program: Program, trains: list[tuple[int, ast.Call]]) -> str:
+    """What to do with several trainings: it depends on what the last one starts from."""
+    split = "split it into one notebook each, with the cells that each one needs"
+    places = {id(call): n for n, one in enumerate(program.statements) for call in ast.walk(one.node)}
+    first, last = (places.get(id(call)) for _, call in (trains[0], trains[-1]))
+    trainer = root(trains[-1][1].func)
+    if first is None or last is None or trainer is None:
+        return split
+    made = max((n for n in range(last) if trainer in program.effects[n].binds), default=None)
+    if made is not None and made < first and root(trains[0][1].func) == trainer:
+        return "the same trainer trains again, from the trained weights: keep one call, with more num_train_epochs"
+    call = getattr(program.statements[made].node, "value", None) if made is not None else None
+    if made is None or not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
+        return split
+    given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
+    names = {one.id for one in given if isinstance(one, ast.Name)}
+    needed, _ = program.slice(names, made)
+    loaded = any(n > first and "from_pretrained(" in program.statements[n].source for n in needed)
+    if not names or loaded:
+        return split
+    return (
+        f"{split}. The last one starts from the model that was trained before: there, save it merged (with Unsloth"
+        ' `save_pretrained_merged("first", tokenizer)`, else `model.merge_and_unload().save_pretrained("first")`), and'
+        ' load "first" in the other notebook\'s from_pretrained'
+    )
+
+
+def trainings(node: ast.AST, others: Others = frozenset()) -> int:
+    """How many `X.train()` calls of a statement can run. `others`: what is not a trainer, from `not_trainers`."""
+    return most(node, lambda one: bool(_train_calls([(0, one)], others)))
+
+
+def most(node: ast.AST, counts: Callable[[ast.AST], bool]) -> int:
+    """How many of these nodes of a statement can run: of the branches of an `if`, and of a `try` and its handlers,
+    those with the most."""
 
     def every(*nodes: ast.AST) -> int:
-        return sum(trainings(one, others) for one in nodes)
+        return sum(most(one, counts) for one in nodes)
 
     if isinstance(node, ast.stmt) and is_dead(node):
         return 0
@@ -160,16 +222,16 @@ def trainings(node: ast.AST, others: Set[str] = frozenset()) -> int:
     if isinstance(node, ast.Try):
         branches = [every(*node.body, *node.orelse), *(every(*handler.body) for handler in node.handlers)]
         return max(branches) + every(*node.finalbody)
-    return (1 if _train_calls([(0, node)], others) else 0) + every(*ast.iter_child_nodes(node))
+    return (1 if counts(node) else 0) + every(*ast.iter_child_nodes(node))
 
 
-def _train_calls(nodes: list[tuple[int, ast.AST]], others: Set[str]) -> list[tuple[int, ast.Call]]:
+def _train_calls(nodes: list[tuple[int, ast.AST]], others: Others) -> list[tuple[int, ast.Call]]:
     """Live `X.train()` calls with their cells, except on a model and on `others`."""
     found = []
     for cell, node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
             receiver = node.func.value
-            if not is_model_name(receiver) and root(receiver) not in others:
+            if not is_model_name(receiver) and root(receiver) not in others and node not in others:
                 found.append((cell, node))
     return found
 
@@ -184,9 +246,14 @@ def is_model_name(receiver: ast.expr) -> bool:
 _LIBRARIES_THAT_TRAIN = frozenset({"trl", "unsloth", "transformers", "finetune"})
 
 
-def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str]:
+Others = Set[str | ast.AST]
+
+
+def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str | ast.AST]:
     """Names whose `train()` is no training of ours: modules and classes of other packages, and names that are only
-    assigned objects of such classes: `own = ByteLevelBPETokenizer()`."""
+    assigned objects of such classes: `own = ByteLevelBPETokenizer()`. Also calls of a method `train()` of the
+    notebook's own. `nodes`: a node before those inside it."""
+    nodes = list(nodes)
     imported: set[str] = set()
     assigned: dict[str, list[ast.expr | None]] = {}
     stores: dict[str, int] = {}
@@ -207,7 +274,7 @@ def not_trainers(nodes: Iterable[tuple[int, ast.AST]]) -> set[str]:
         for name, values in assigned.items()
         if len(values) == stores.get(name) and all(_makes_other(value, imported) for value in values)
     }
-    return (imported - stores.keys()) | made
+    return {*(imported - stores.keys()), *made, *own_train_calls([node for _, node in nodes])}
 
 
 def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:

@@ -205,12 +205,14 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     from finetune.convert.inline import prepare_by_todays_name, settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
+    from finetune.convert.resumed import leave_out_resumed
     from finetune.convert.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
     train_by_method(notebook)
     notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
+    notes += leave_out_resumed(notebook)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

@@ -17,7 +17,7 @@ from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.values import described, max_length
 from finetune.convert.verify import NotVerified, names_are_defined, parses
@@ -170,7 +170,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
         Refusal: R4, the notebook changes the trainer in a way that the script does not keep.
     """
     try:
-        traces = trace_notebook(code.without_secret_services([s for s in original.statements if not is_dead(s.node)]))
+        traces = trace_notebook(code.without_secret_services([s for s in original.statements if not s.is_dead]))
     except Refusal as refusal:
         return f"not comparable: {refusal.reason}", []
     half = len(traces)

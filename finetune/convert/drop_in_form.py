@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.convert import drop_in_code as code
-from finetune.convert.changes import refuse_patches
-from finetune.convert.classify import is_model_name, not_trainers
+from finetune.convert.changes import gives_own_tokenizer, refuse_patches
+from finetune.convert.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
@@ -87,7 +87,7 @@ def _train(program: Program) -> int:
     units = _units(program)
     others = not_trainers((0, node) for one in program.statements for node in ast.walk(one.node))
     training = {name for name, node in units.items() if _trains(node, others)}
-    while more := {n for n, node in units.items() if n not in training and _called(node, program) & training}:
+    while more := {n for n, node in units.items() if n not in training and _called(node, program, others) & training}:
         training |= more
     definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
     outside = [one for one in program.statements if not isinstance(one.node, definitions)]
@@ -95,12 +95,22 @@ def _train(program: Program) -> int:
     for node in sites:
         _refuse_loops(node, training, program, others)
     for name in sorted(training):
-        if sum(name in _called(node, program) for node in sites) > 1:
+
+        def calls_it(node: ast.AST, name: str = name) -> bool:
+            return isinstance(node, ast.Call) and name in _called(node, program, others, inside=False)
+
+        if sum(most(node, calls_it) for node in sites) > 1:
+            found = [ast.unparse(call)[:60] for node in sites for call in code.calls(node) if calls_it(call)]
+            listed = "; ".join(f"`{text}`" for text in found[:6])
             what = name.removeprefix(".")
-            raise Refusal("R2", f"{what}() trains and is called more than once; start the script once per call instead")
+            raise Refusal(
+                "R2",
+                f"{what}() trains and is called more than once ({listed}); start the script once per call instead",
+            )
     for place, statement in enumerate(program.statements):
-        if statement in outside and (_trains(statement.node, others) or _called(statement.node, program) & training):
-            _refuse_generating(place, program, units)
+        trains = _trains(statement.node, others) or _called(statement.node, program, others) & training
+        if statement in outside and trains:
+            _refuse_generating(place, program, units, others)
             return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
 
@@ -116,23 +126,29 @@ def _units(program: Program) -> dict[str, ast.AST]:
         elif isinstance(node, ast.ClassDef) and not any("Callback" in ast.unparse(base) for base in node.bases):
             for one in node.body:
                 if isinstance(one, ast.FunctionDef):
-                    found[node.name if one.name == "__init__" else f".{one.name}"] = one
+                    name = node.name if one.name == "__init__" else f".{one.name}"
+                    same = [found[name]] if name in found else []  # of another class
+                    both: list[ast.stmt] = [*same, one]  # type: ignore[list-item]
+                    found[name] = ast.Module(body=both, type_ignores=[]) if same else one
     return found
 
 
-def _called(node: ast.AST, program: Program) -> set[str]:
-    """Names of the functions and, after a dot, of the methods that it calls; `.train` is judged by `_trains`."""
-    calls = [call for call in code.calls(node) if root(call.func) not in program.imports]
+def _called(node: ast.AST, program: Program, others: Others, *, inside: bool = True) -> set[str]:
+    """Names of the functions and, after a dot, of the methods that it calls; a trainer's `train` is judged by
+    `_trains`. `inside`: also what is called inside of a call."""
+    calls = code.calls(node) if inside else [node] if isinstance(node, ast.Call) else []
+    calls = [call for call in calls if root(call.func) not in program.imports]
     names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-    return names | {f".{code.method(call)}" for call in calls if code.method(call) not in ("", "train")}
+    methods = {call: code.method(call) for call in calls}
+    return names | {f".{name}" for call, name in methods.items() if name and (name != "train" or call in others)}
 
 
 _LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-def _refuse_loops(node: ast.AST, training: set[str], program: Program, others: set[str]) -> None:
+def _refuse_loops(node: ast.AST, training: set[str], program: Program, others: Others) -> None:
     for loop in ast.walk(node):
-        if not isinstance(loop, _LOOPS) or not (_trains(loop, others) or _called(loop, program) & training):
+        if not isinstance(loop, _LOOPS) or not (_trains(loop, others) or _called(loop, program, others) & training):
             continue
         handlers = [one.type for one in ast.walk(loop) if isinstance(one, ast.ExceptHandler) and one.type is not None]
         if any(re.search(r"OutOfMemory|RuntimeError|\bException", ast.unparse(one)) for one in handlers):
@@ -144,22 +160,23 @@ def _refuse_loops(node: ast.AST, training: set[str], program: Program, others: s
         raise Refusal("R2", "the notebook trains in a loop; start the script once per value instead")
 
 
-def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST]) -> None:
+def _refuse_generating(place: int, program: Program, units: dict[str, ast.AST], others: Others) -> None:
     """Refuse a class whose methods generate text before they train: the rows may depend on it."""
     reached: set[str] = set()
     before = [one.node for one in program.statements[: place + 1] if not isinstance(one.node, ast.ClassDef)]
-    more = {name for node in before for name in _called(node, program)} & units.keys()
+    more = {name for node in before for name in _called(node, program, others)} & units.keys()
     while more - reached:
         reached |= more
-        more = {name for one in reached for name in _called(units[one], program)} & units.keys()
+        more = {name for one in reached for name in _called(units[one], program, others)} & units.keys()
     for name in sorted(reached):
         if name.startswith(".") and re.search(r"\.generate\(|\bpipeline\(", ast.unparse(units[name])):
             reason = f"{name[1:]}() generates text before the training; do it once and load the rows from a file"
             raise Refusal("R4", reason, program.statements[place].cell)
 
 
-def _trains(node: ast.AST, others: Set[str] = frozenset()) -> bool:
-    receivers = [call.func.value for call in code.calls(node) if code.method(call) == "train"]  # type: ignore[attr-defined]
+def _trains(node: ast.AST, others: Others = frozenset()) -> bool:
+    calls = [call for call in code.calls(node) if code.method(call) == "train" and call not in others]
+    receivers = [call.func.value for call in calls]  # type: ignore[attr-defined]
     return any(not _is_model(one) and root(one) not in others for one in receivers)
 
 
@@ -382,7 +399,12 @@ def _loaders(form: Form) -> set[int]:
     nodes = [statement.node for statement in form.program.statements]
     found = {n for n, node in enumerate(nodes) if n == form.train or code.binds(node) & form.trained}
     called = {one.func.id for n in found for one in code.calls(nodes[n]) if isinstance(one.func, ast.Name)}
+    found |= {n for n, node in enumerate(nodes) if isinstance(node, ast.ClassDef) and _makes_trainer(form, node)}
     return found | {n for n, node in enumerate(nodes) if getattr(node, "name", None) in called}
+
+
+def _makes_trainer(form: Form, node: ast.AST) -> bool:
+    return any(form.program.dotted(call.func).endswith("SFTTrainer") for call in code.calls(node))
 
 
 # --- decisions before training ----------------------------------------------------------------------------------------
@@ -469,6 +491,7 @@ _NEVER = (
     "each rank has its own device",
     "the launcher",
     "the trainer sets",
+    "the trainer has",
     "saved before",
 )
 
@@ -517,6 +540,8 @@ def _droppable(form: Form, place: int) -> str | None:
         return "another model"
     if place == form.train or sets_up(form, node):
         return None
+    if gives_own_tokenizer(form.program, place):
+        return "the trainer has this tokenizer already"
     if adds_path(form.program, node):
         return "the script imports no module of the repository"
     for rule in (_installation, _environment, _fetching, _account, _device, _saving_early, _showing):

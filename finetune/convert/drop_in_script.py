@@ -19,7 +19,7 @@ from finetune.convert.emit import Conversion, formatted, indented, is_import, re
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.convert.settings_rows import formatting_is_ignored
@@ -136,6 +136,10 @@ def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, st
                         text = f"{text} if {_has_column(rows, read_first[call])} else {others}"
                     if _tokenizes(form):
                         text = f"{rows} if {_has_column(rows, 'input_ids')} else {text}"
+                        form.notes.append(
+                            f"cell {statement.cell}: rows with token ids (input_ids) are trained on as they are, as in"
+                            f" TRL; dataset_text_field={ast.unparse(field)} counts if they have none"  # type: ignore[arg-type]
+                        )
                     item.value = ast.parse(text, mode="eval").body
 
 
@@ -544,7 +548,7 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
     live = {statement.id: place for place, statement in enumerate(form.program.statements)}
     statements = []
     for statement in form.notebook.statements:
-        entry: dict[str, str] = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+        entry: dict[str, str] = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
         if statement.id in live:
             one = form.decisions[live[statement.id]]
             entry = {"outcome": one.outcome}
@@ -553,7 +557,7 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
             if one.outcome == "rewritten":
                 entry["becomes"] = scrub("\n".join(map(ast.unparse, form.rewritten[live[statement.id]].nodes)))
         else:
-            assert is_dead(statement.node)
+            assert statement.is_dead
         head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
         statements.append(head | entry)
     shells = [

@@ -18,7 +18,7 @@ import yaml
 from finetune import __version__
 from finetune.convert.knowledge import named
 from finetune.convert.names import effects, free_names
-from finetune.convert.read import Notebook, is_dead
+from finetune.convert.read import Notebook
 from finetune.convert.roles import Plan
 from finetune.convert.secrets import scrub
 from finetune.convert.values import Settings
@@ -441,8 +441,8 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
     for statement in notebook.statements:
         disposition = plan.dispositions[live[statement.id]] if statement.id in live else None
         if disposition is None:
-            assert is_dead(statement.node)
-            entry = {"outcome": "dropped", "reason": "dead code: `if False:`"}
+            assert statement.is_dead
+            entry = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
         elif disposition.what == "kept":
             entry = {"outcome": "kept", "in": FUNCTIONS.get(disposition.where, "top of the script")}
             if live[statement.id] in plan.replaced:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
+from finetune.convert.changes import gives_own_tokenizer
 from finetune.convert.harmless import installs, is_pure, is_tracker, makes, only_looks
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
@@ -553,6 +554,9 @@ def keep_trainer(plan: Plan) -> None:
                 " instead, so that it becomes a setting",
                 statement.cell,
             )
+        if gives_own_tokenizer(program, place):
+            plan.dispositions[place] = Disposition(what="dropped", why="the trainer has this tokenizer already")
+            continue
         if is_tracker(program, node):
             plan.dispositions[place] = Disposition(what="dropped", why="account or service")
             plan.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: account or service")

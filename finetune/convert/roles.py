@@ -13,7 +13,7 @@ from finetune.convert.names import (
     root,
     target_names,
 )
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace
 
 BY_NAME = "SFTTrainer"  # the loader, if the notebook gives the trainer a model name
@@ -69,7 +69,7 @@ def event_of(trace: Trace, kind: str) -> dict[str, Any] | None:
 
 
 def live_statements(notebook: Notebook) -> list[Statement]:
-    return [statement for statement in notebook.statements if not is_dead(statement.node)]
+    return [statement for statement in notebook.statements if not statement.is_dead]
 
 
 def _once(plan: Plan, trace: Trace) -> None:
@@ -129,14 +129,19 @@ def find_key_statements(plan: Plan, trace: Trace) -> None:
         ("train", "train() is never reached"),
     ):
         if name not in plan.key:
-            why = next(
-                (
-                    f" (its {_ordinal(program, key)} fails under the recording stubs: {text})"
-                    for key, text in failed.items()
-                ),
-                "",
+            if not failed:
+                raise Refusal("R0", what)
+            key, text = next(iter(failed.items()))
+            stopped = program.statements[program.position(int(key))]
+            remedy = "simplify it, or save what it makes to a file and load that with load_dataset"
+            if text.startswith("NameError"):
+                remedy = "define or import it in a cell above"
+            raise Refusal(
+                "R4",
+                f"{what}, because `{stopped.head[:80]}` (line {stopped.line} of the cell) fails where no library and no"
+                f" data is real: {text}; {remedy}",
+                stopped.cell,
             )
-            raise Refusal("R4" if failed else "R0", what + why)
 
 
 def _same_tokenizer(plan: Plan, trace: Trace) -> None:
@@ -164,11 +169,6 @@ NO_ROW = frozenset(
     " local_files_only force_download device_map torch_dtype dtype low_cpu_mem_usage padding truncation max_length"
     " clean_up_tokenization_spaces".split()
 )
-
-
-def _ordinal(program: Program, key: str) -> str:
-    statement = program.statements[program.position(int(key))]
-    return f"cell {statement.cell}, line {statement.line}"
 
 
 def _inside_function(plan: Plan, place: int, name: str) -> bool:

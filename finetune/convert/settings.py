@@ -120,7 +120,8 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
         )
     unsloth = what.api == "unsloth"
     settings.set("model.backend", "auto" if unsloth else "transformers")
-    if matches("images", str(what.owner)) and what.owner not in _TEXT_LOADERS and not unsloth:
+    other = not str(what.owner).startswith(("AutoModel", "SFTTrainer"))
+    if (other or matches("images", str(what.owner))) and what.owner not in _TEXT_LOADERS and not unsloth:
         raise Refusal("R4", f"{what.owner} loads another class of model; the settings form loads AutoModelForCausalLM")
     settings.set("model.dtype", dtype_setting(traces))
     if what.owner == "SFTTrainer" and not {"dtype", "torch_dtype"} & given.keys():

@@ -78,7 +78,8 @@ def names_are_defined(notebook: Notebook, plan: Plan, conversion: Conversion, tr
         check=False,
     )
     if done.returncode:
-        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, plan)]
+        own = _own_imports(notebook, conversion.script)
+        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, own)]
         found = [line for line in found if line.startswith("script.py")]
         _refuse_undefined(notebook, found)
         if found or done.returncode > 1:
@@ -97,12 +98,16 @@ def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
         raise Refusal("R4", f"no cell defines {names}; define or import what is missing", users[0])
 
 
-def _was_there(line: str, notebook: Notebook, plan: Plan) -> bool:
+def _was_there(line: str, notebook: Notebook, own_imports: set[int]) -> bool:
     """Whether the notebook's author is responsible: an unused local, a repeated key, a name that is defined or imported
-    twice, or an import in `try:` that only tests for a package."""
-    tests = " F401 " in line and "importlib.util.find_spec" in line
+    twice, an import in `try:` that only tests for a package, or an unused import in a function."""
+    number = re.match(r"script\.py:(\d+)", line)
+    unused = " F401 " in line
+    tests = unused and "importlib.util.find_spec" in line
+    own = unused and number is not None and int(number[1]) in own_imports
     twice = re.search(r" F811 .*`(\w+)` redefined", line)
-    return tests or " F841 " in line or " F601 " in line or twice is not None and _bindings(notebook, twice[1]) > 1
+    again = twice is not None and _bindings(notebook, twice[1]) > 1
+    return tests or own or again or " F841 " in line or " F601 " in line
 
 
 def _bindings(notebook: Notebook, name: str) -> int:
@@ -111,6 +116,24 @@ def _bindings(notebook: Notebook, name: str) -> int:
     imported = [(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)]
     defined = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     return [*imported, *defined].count(name)
+
+
+def _own_imports(notebook: Notebook, script: str) -> set[int]:
+    """Lines of the script with an import that is inside a function or class of the notebook."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own = {
+        ast.unparse(inner)
+        for statement in notebook.statements
+        if isinstance(statement.node, kinds)
+        for inner in ast.walk(statement.node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+    tree = ast.parse(script)
+    top = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in top]
+    return {
+        line for node in imports if ast.unparse(node) in own for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
 
 
 # --- V3 ---------------------------------------------------------------------------------------------------------------

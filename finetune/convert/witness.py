@@ -158,7 +158,7 @@ def _unreadable(side: str, why: str) -> CouldNotRun:
 
 # --- what a report must have ------------------------------------------------------------------------------------------
 
-_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice"}
+_KINDS = {"text", "number", "messages", "sharegpt", "json", "choice", "object"}
 _NAMES = {*SETTINGS, "global batch", "max_length", "packing"}
 
 
@@ -235,6 +235,8 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             or _of_adapters(one["lora"], two["lora"])
             or _of_rows(one["rows"], two["rows"], about, added, one.get("eos"))
         )
+        if "token ids differ" in difference:
+            difference += _on_length(one["rows"], two["rows"], two["settings"]["max_length"])
         if difference:
             return printable(difference, 2000)
     return ""
@@ -267,9 +269,22 @@ def _same_row(one: list[list[int]] | None, two: list[list[int]] | None, added: i
     end with two end tokens, by a text that ends with one and a tokenizer that adds one: the package has one."""
     if one and two and eos is not None and one[0][-2:] == [eos, eos] and two[0][-1] == eos:
         one = [part[:-1] for part in one] if len(one[0]) == len(two[0]) + 1 else one
+    if one and two and eos is not None and one[0][-1] == eos and one[1][-1] == -100:  # an end that no loss depends on
+        if one != two and [part[:-1] for part in one] == two:
+            return True
     if one == two or added is None or one is None or two is None or two[0][-1] != added:
         return one == two
     return one == [two[0][:-1], two[1][:-1]]
+
+
+def _on_length(one: list[Any], two: list[Any], limit: Any) -> str:
+    """What to do if the script alone cuts rows at its `max_length`, as Unsloth does not with rows of token ids."""
+    if not any(len(mine[0]) > limit == len(theirs[0]) for mine, theirs in zip(one, two, strict=False) if limit):
+        return ""
+    return (
+        f"; only the script cuts rows at max_length={limit}: cut them where the notebook tokenizes them"
+        f" (truncation=True, max_length={limit}), or give SFTConfig a max_length that holds them"
+    )
 
 
 def _of_rows(one: list[Any], two: list[Any], about: str, added: int | None, eos: int | None) -> str:

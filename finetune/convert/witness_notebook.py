@@ -103,6 +103,9 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
     library: Any = trl
     library.DataCollatorForCompletionOnlyLM = CompletionOnly
     library.setup_chat_format = setup_chat_format
+    transformers.Trainer.tokenizer = property(  # type: ignore[attr-defined]
+        lambda self: self.processing_class, lambda self, value: setattr(self, "processing_class", value)
+    )  # its name in transformers 4
     if unsloth:  # imported by others, it would change what plain TRL trains with
         package: Any = sys.modules["unsloth"]
         package.unsloth_train = lambda trainer, *_, **__: trainer.train()
@@ -202,6 +205,8 @@ def normalized(given: dict[str, Any], unsloth: bool, stand_ins: Any) -> dict[str
     args.dataset_num_proc = None
     if given.get("formatting_func") is not None and args.completion_only_loss is None:
         format_prompts(given)
+    if given.get("formatting_func") is not None and not unsloth:
+        format_batches(given, args)
     loaded = getattr(given.get("model"), "max_seq_length", None) if unsloth else None
     if loaded:
         # Unsloth's generated constructor: the loader's length, unless the arguments have a smaller one. It takes
@@ -222,6 +227,23 @@ def format_prompts(given: dict[str, Any]) -> None:
         given["formatting_func"] = None
 
 
+def format_batches(given: dict[str, Any], args: Any) -> None:
+    """Format rows with a function that takes a batch and returns a list, as TRL did before 0.13."""
+    rows, function = given.get("train_dataset"), given["formatting_func"]
+    columns = getattr(rows, "column_names", None)
+    if not isinstance(columns, list) or "input_ids" in columns or not len(rows):  # type: ignore[arg-type]
+        return
+    try:
+        if not isinstance(function(rows[0]), list):  # type: ignore[index]
+            return
+    except (IndexError, TypeError, AttributeError):
+        pass
+    given["train_dataset"] = rows.map(  # type: ignore[union-attr]
+        lambda batch: {"text": function(batch)}, batched=True, remove_columns=columns
+    )
+    given["formatting_func"], args.dataset_text_field = None, "text"
+
+
 def demand_columns(given: dict[str, Any]) -> None:
     """Ask for a column that TRL reads, if the rows have none."""
     columns = set(getattr(given.get("train_dataset"), "column_names", None) or ())
@@ -233,14 +255,16 @@ def demand_columns(given: dict[str, Any]) -> None:
 
 
 class CompletionOnly:
-    """TRL's former DataCollatorForCompletionOnlyLM, by its documentation: trains what follows the response template,
-    up to the next instruction template if there is one."""
+    """TRL's former DataCollatorForCompletionOnlyLM: trains what follows the last response template, or with an
+    instruction template what follows each, up to the next instruction."""
 
     def __init__(
         self, response_template: Any, instruction_template: Any = None, *_: Any, tokenizer: Any = None, **__: Any
     ) -> None:
         ids = lambda text: text if not isinstance(text, str) else tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
         self.response, self.tokenizer = list(ids(response_template)), tokenizer
+        given = [text for text in (instruction_template, response_template) if isinstance(text, str)]
+        sys.modules["stand_ins"].record["templates"] = given  # type: ignore[attr-defined]
         self.instruction = None if instruction_template is None else list(ids(instruction_template))
 
     def __call__(self, rows: Any, return_tensors: Any = None) -> dict[str, Any]:
@@ -253,7 +277,7 @@ class CompletionOnly:
 
         labels, answers = [-100] * len(ids), places(self.response)
         if self.instruction is None:
-            answers = answers[:1]
+            answers = answers[-1:]
         questions = [] if self.instruction is None else places(self.instruction)
         for start in answers:
             start += len(self.response)
@@ -314,6 +338,14 @@ def execute(cells: list[str], stand_ins: Any) -> Any:
     raise Failed("; ".join(failures[:3]) or "no train() is reached")
 
 
+def is_of_missing(node: ast.stmt, space: dict[str, Any]) -> bool:
+    """An assertion about a package that is not installed here."""
+    names = (
+        {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} if isinstance(node, ast.Assert) else set()
+    )
+    return any(isinstance(space.get(name), sys.modules["stand_ins"].Missing) for name in names)  # type: ignore[attr-defined]
+
+
 def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], cell: int) -> None:
     try:
         exec(compile(ast.Module([node], []), f"<cell {cell}>", "exec"), space)
@@ -321,6 +353,8 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
         if (variable := sys.modules["stand_ins"].missing_variable(error)) is not None:  # type: ignore[attr-defined]
             os.environ[variable] = "none"
             run_statement(node, space, failures, cell)
+            return
+        if isinstance(error, AssertionError) and is_of_missing(node, space):
             return
         if isinstance(node, ast.Import) and len(node.names) > 1:
             for alias in node.names:  # `import torch, wandb`, of which one is not installed
@@ -334,6 +368,10 @@ def run_statement(node: ast.stmt, space: dict[str, Any], failures: list[str], ce
             raise KeyError(wanted) from error
         if wants_messages(error):
             raise TypeError("messages") from error
+        if wants_object(error) and "messages" in sys.modules["stand_ins"].columns.values():  # type: ignore[attr-defined]
+            raise TypeError("object") from error
+        if (count := unknown_number(error)) and "number" in sys.modules["stand_ins"].columns.values():  # type: ignore[attr-defined]
+            raise TypeError(f"number:{count}") from error
         if "JSON object must be str" in str(error) and "list" in str(error):
             raise TypeError("json") from error
         failures.append(f"cell {cell}, line {node.lineno}: {type(error).__name__}: {str(error)[:200]}")
@@ -385,6 +423,20 @@ def wants_messages(error: BaseException) -> bool:
     return isinstance(error, TypeError) and "string indices must be integers" in str(error)
 
 
+def wants_object(error: BaseException) -> bool:
+    return "list indices must be integers or slices, not str" in str(error) or "only integers, slices" in str(error)
+
+
+def unknown_number(error: BaseException) -> int:
+    """The first number that a table has no key for, if it has one for 0."""
+    found: BaseException | None = error
+    while found is not None:
+        if type(found) is KeyError and len(found.args) == 1 and isinstance(found.args[0], int):
+            return found.args[0]
+        found = found.__cause__ or found.__context__
+    return 0
+
+
 def forget(node: ast.stmt, space: dict[str, Any]) -> None:
     """Remove what a failed statement may have left half done, so that nothing is trained with it."""
     for part in ast.walk(node):
@@ -394,7 +446,8 @@ def forget(node: ast.stmt, space: dict[str, Any]) -> None:
         elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
             if isinstance(part.func.value, ast.Name) and not _looks(part, node):
                 name = part.func.value.id
-        if name in space and not isinstance(space[name], types.ModuleType):
+        kept = (types.ModuleType, sys.modules["stand_ins"].Missing)  # type: ignore[attr-defined]
+        if name in space and not isinstance(space[name], kept):
             del space[name]
 
 
@@ -417,14 +470,19 @@ def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tup
     stand_ins.by_line = "json.load(" not in source
     stand_ins.columns.clear()
     stand_ins.columns.update(start)
-    seen = set()
+    seen, tried = set(), [""]
     for _ in range(TRIES):
         try:
             trainer = execute(cells, stand_ins)
+            state["rows"] = rows_of(trainer, stand_ins)
             if stand_ins.columns or not stand_ins.asked or not (optional := optional_columns(source)):
                 return trainer, ""
             for name in optional:
                 change(name, source, stand_ins)
+            continue
+        except Failed:
+            if not adapt(cells, stand_ins, tried):
+                raise
             continue
         except KeyError as error:
             name, by_trainer = str(error.args[0]), state.get("by_trainer")
@@ -432,21 +490,89 @@ def find_columns(cells: list[str], stand_ins: Any, start: dict[str, str]) -> tup
                 return None, by_trainer
         except TypeError as error:
             name, wanted = "role", str(error)
-            if wanted not in ("messages", "json"):
+            former = FORMER.get(wanted.partition(":")[0])
+            if former is None:
                 raise Failed(f"{type(error).__name__}: {error}") from None
-            former = "text" if wanted == "messages" else "messages"
             last = [column for column, kind in stand_ins.columns.items() if kind == former]
             if not last:
                 raise Failed("its rows are not text or messages") from None
-            stand_ins.columns[last[-1]] = wanted
-            if wanted == "json":
+            stand_ins.columns[last[-1]] = f"object:{'|'.join(keys(source))}" if wanted == "object" else wanted
+            if wanted != "messages":
                 continue
-        change(name, source, stand_ins)
+        try:
+            change(name, source, stand_ins)
+        except Failed:
+            if not adapt(cells, stand_ins, tried):
+                raise
         chosen = json.dumps(stand_ins.columns, sort_keys=True)
         if chosen in seen:
             raise Failed(f"no column found for {name!r}")
         seen.add(chosen)
     raise Failed("its rows need more columns than can be found")
+
+
+# What a column was taken for before it turned out to be another kind.
+FORMER = {"messages": "text", "json": "messages", "object": "messages", "number": "number"}
+
+
+def keys(source: str) -> list[str]:
+    """Texts that the code looks up in rows and objects."""
+    found = re.findall(r"\[\s*[\"']([\w .\-]{1,40})[\"']\s*\]", source)
+    found = [name for name in dict.fromkeys(found) if name not in sys.modules["stand_ins"].columns]  # type: ignore[attr-defined]
+    return found[:40] or ["text"]
+
+
+# Columns by which rows are grouped.
+GROUPS = frozenset(
+    "intent category class sentiment type topic domain language lang source difficulty level task".split()
+)
+
+
+def adapt(cells: list[str], stand_ins: Any, tried: list[str]) -> bool:
+    """Give the rows what the code looks for in them, once in each way: groups, then words that its filters or its
+    response template look for. Returns whether anything changed. `tried` holds what did not help."""
+    columns, before = stand_ins.columns, dict(stand_ins.columns)
+    if "groups" not in tried:
+        tried.append("groups")
+        few = {name: f"choice:{name} a|{name} b|{name} c" for name in columns if name.lower() in GROUPS}
+        columns.update({name: kind for name, kind in few.items() if columns[name] == "text"})
+    if columns == before and "words" not in tried and (words := words_looked_for(cells, stand_ins)):
+        tried.append("words")
+        columns.update({name: f"text:{'|'.join(words)}" for name, kind in columns.items() if kind == "text"})
+    return columns != before
+
+
+def words_looked_for(cells: list[str], stand_ins: Any) -> list[str]:
+    """Texts that functions of `filter`, or a template of responses, look for in the rows."""
+    found = list(stand_ins.record.get("templates", []))
+    for cell in cells:
+        try:
+            nodes = list(ast.walk(ast.parse(cell)))
+        except SyntaxError:
+            continue
+        calls = [one for one in nodes if isinstance(one, ast.Call) and getattr(one.func, "attr", "") == "filter"]
+        names = {argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)}
+        functions = [one for one in nodes if isinstance(one, ast.FunctionDef) and one.name in names]
+        for one in (part for outer in [*calls, *functions] for part in ast.walk(outer)):
+            lists = [one] if isinstance(one, ast.List | ast.Tuple | ast.Set) else []
+            compared = [one.left] if isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.In | ast.NotIn) else []
+            texts = compared + [item for each in lists for item in each.elts]
+            found += [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    return [word for word in dict.fromkeys(found) if word.strip() and "|" not in word and len(word) < 80][:6]
+
+
+def rows_of(trainer: Any, stand_ins: Any) -> list[Any]:
+    """The rows as the trainer's collator gives them. Raises Failed if no token of them is trained on."""
+    found = []
+    trainer._set_signature_columns_if_needed()
+    for index in range(len(trainer.train_dataset)):
+        row = trainer.train_dataset[index]
+        batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
+        found.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
+    found = [row for row in found if row]
+    if not found:
+        raise Failed("the notebook trains on no token of the generated rows")
+    return found
 
 
 def optional_columns(source: str) -> list[str]:
@@ -484,22 +610,13 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
     """What the trainer would train with."""
     now = stand_ins.settings(trainer.args)
     chosen = {key: now[key] if now[key] != trainer._after[key] else before for key, before in trainer._before.items()}
-    rows = []
-    trainer._set_signature_columns_if_needed()
-    for index in range(len(trainer.train_dataset)):
-        row = trainer.train_dataset[index]
-        batch = trainer.data_collator([{key: row[key] for key in row if key in trainer._signature_columns}])
-        rows.append(stand_ins.row(list(batch["input_ids"][0]), list(batch["labels"][0])))
-    rows = [row for row in rows if row]
-    if not rows:
-        raise Failed("the notebook trains on no token of the generated rows")
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,
         "model": stand_ins.model_settings(trainer.model, trainer.processing_class, unsloth),
         "lora": stand_ins.record.get("lora"),
-        "rows": rows,
+        "rows": state["rows"],
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
         "failures": list(dict.fromkeys(failed)),
     }
@@ -521,7 +638,12 @@ def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
     found = []
     for start in [dict(stand_ins.columns)] if trainer is not None else variants(field):
         if trainer is None or found:
-            trainer, _ = find_columns(cells, stand_ins, dict(start))
+            try:
+                trainer, _ = find_columns(cells, stand_ins, dict(start))
+            except Failed:
+                if not found:
+                    raise
+                continue  # the notebook trains on the first of these guesses, and on no token of this one
         found.append(result(trainer, stand_ins, unsloth))
         trainer = None
     return found

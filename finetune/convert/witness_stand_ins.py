@@ -85,6 +85,8 @@ class From(importlib.abc.MetaPathFinder):
 class Missing(MagicMock):
     """Anything of a package that is not installed here. As text it is the same on both sides."""
 
+    __version__ = "0"
+
     def __repr__(self) -> str:
         return "<not installed>"
 
@@ -94,6 +96,8 @@ def missing_package(name: str) -> Any:
     found = Missing()
     if name.partition(".")[0] == "sklearn":
         found.train_test_split = found.model_selection.train_test_split = divided
+    # Secrets of Colab and Kaggle, which become environment variables.
+    found.get = found.userdata.get = found.UserSecretsClient.return_value.get_secret = lambda *_, **__: "none"
     return found
 
 
@@ -164,6 +168,7 @@ def prepare(unsloth: bool, *, template: bool = True) -> None:
         _replace_unsloth()
     _replace_adapters()
     _replace_data()
+    _replace_trackers()
     seed()
     datasets.disable_progress_bars()
 
@@ -338,6 +343,22 @@ def _no_accounts() -> None:
     for name in ("login", "notebook_login", "interpreter_login", "whoami", "create_repo"):
         setattr(library, name, lambda *_, **__: {"name": "none"})
     library.HfApi = lambda *_, **__: account()
+    # A path in no folder, for which rows are generated when it is read.
+    library.hf_hub_download = lambda repo_id="", filename="", *_, **__: f"{repo_id}/{filename}"
+    library.snapshot_download = lambda repo_id="", *_, **__: str(repo_id)
+
+
+def _replace_trackers() -> None:
+    """Callbacks that report to a tracker can be created without its package."""
+    from transformers.integrations import integration_utils
+
+    for kind in vars(integration_utils).values():
+        if (
+            isinstance(kind, type)
+            and kind.__name__.endswith("Callback")
+            and kind.__module__ == integration_utils.__name__
+        ):
+            kind.__init__ = lambda self, *_, **__: None  # type: ignore[misc]
 
 
 def account() -> Any:
@@ -602,7 +623,8 @@ def _jsonable(value: Any) -> Any:
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-# Name -> text, number, messages (role and content), sharegpt (from and value), json (messages as text), choice:a|b
+# Name -> text, number, messages (role and content), sharegpt (from and value), json (messages as text), choice:a|b,
+# text:a|b (two of three texts have these words in them), number:3 (below 3), object:a|b (texts by these keys)
 columns: dict[str, str] = {}
 
 
@@ -619,13 +641,24 @@ def _text(column: str, row: int, source: str, part: int = 0) -> str:
     return f"{column} {row}{source} " + " ".join(WORDS[(start + i * (1 + row % 3)) % len(WORDS)] for i in range(count))
 
 
+def _with_words(text: str, words: list[str]) -> str:
+    """The text with these in it, each followed by some of its words."""
+    parts = text.split(" ")
+    for place, word in zip(range(2, 2 + 2 * len(words), 2), words, strict=True):
+        parts.insert(place, f"\n{word}")  # on a line of its own, where its tokens are those of the word alone
+    return " ".join(parts) if text else text
+
+
 def _value(column: str, kind: str, row: int, source: str) -> Any:
+    kind, _, more = kind.partition(":")
     if kind == "number":
-        return row
+        return row % int(more or ROWS)
     if kind == "text":
-        return _text(column, row, source)
-    if kind.startswith("choice:"):
-        options = kind.removeprefix("choice:").split("|")
+        return _with_words(_text(column, row, source), more.split("|") if row % 3 < 2 else [])
+    if kind == "object":
+        return {key: _text(f"{column} {key}", row, source) for key in more.split("|")}
+    if kind == "choice":
+        options = more.split("|")
         return options[row % len(options)]
     if kind == "json":
         return json.dumps(_value(column, "messages", row, source))

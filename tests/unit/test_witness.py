@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,3 +182,51 @@ def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_pa
     wrong = planted(conversion.script, '.select_columns(["text"])', "")
     found = witness.check(path, {name: wrong}, "drop-in")
     assert found.status == "differs" and "token ids differ" in found.reason
+
+
+FILTERED = """from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("acme/tiny")
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny")
+names = {0: "no", 1: "yes"}
+rows = load_dataset("acme/rows", split = "train").filter(lambda row: "python" in row["text"])
+def prompts(rows):
+    texts = []
+    for i in range(len(rows["text"])):
+        answer = names[rows["label"][i]] + rows["pair"][i]["en"]
+        texts.append(f"### Question:\\n{rows['text'][i]}\\n### Answer:\\n{answer}")
+    return texts
+trainer = SFTTrainer(
+    model, train_dataset = rows, peft_config = LoraConfig(r = 8), formatting_func = prompts,
+    data_collator = DataCollatorForCompletionOnlyLM("### Answer:\\n", tokenizer = tokenizer),
+    tokenizer = tokenizer, args = SFTConfig(output_dir = "o", max_steps = 5),
+)"""
+
+
+@pytest.mark.campaign
+def test_rows_that_a_filter_a_table_and_an_object_need_are_compared(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", FILTERED, TRAIN)
+    outcome = convert(path, form="drop-in")
+    files = {"mine.py": outcome.conversion.script}
+    found = witness.check(path, files, "drop-in")
+    assert (found.status, found.reason) == ("passed", "")
+    kinds = {name: kind.partition(":")[0] for name, kind in found.generated_columns[0].items()}
+    assert kinds == {"text": "text", "label": "number", "pair": "object"}
+    for old, new in (('"python" in', '"python" not in'), ('0: "no"', '0: "yes"'), ('["en"]', '["fr"]')):
+        wrong = files["mine.py"].replace(old, new).replace(old.replace('"', "'"), new)
+        assert wrong != files["mine.py"], old
+        assert witness.check(path, {"mine.py": wrong}, "drop-in").status == "differs", old
+
+
+def test_rows_that_only_the_script_cuts_are_explained() -> None:
+    def run(length: int) -> dict[str, Any]:
+        row = [list(range(length)), [-100, *range(1, length)]]
+        settings = {"max_length": 8}
+        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "rows": [row], "eos": 99}
+
+    found = witness.first_difference([run(12)], [run(8)])
+    assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
+    assert "max_length" not in witness.first_difference([run(6)], [run(5)])
+    assert witness.first_difference([run(8)], [run(8)]) == ""

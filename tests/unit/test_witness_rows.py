@@ -129,3 +129,48 @@ def test_what_is_not_installed_reads_the_same_on_both_sides() -> None:
     package = witness_stand_ins.missing_package("sklearn")
     assert package.model_selection.train_test_split is divided
     assert all(a != b for a, b in pairwise(divided([1, 2, 3, 4])))
+
+
+def test_kinds_that_the_code_asks_for() -> None:
+    kinds = {"label": "number:3", "text": "text:Price is $", "pair": "object:en|fr"}
+    witness_stand_ins.columns.clear()
+    witness_stand_ins.columns.update(kinds)
+    found = rows()
+    assert {row["label"] for row in found} == {0, 1, 2}
+    with_words = [number % 3 for number, row in enumerate(found) if "\nPrice is $ " in row["text"]]
+    assert set(with_words) == {0, 1} and len(with_words) == 2 * ROWS // 3
+    assert all(set(row["pair"]) == {"en", "fr"} and row["pair"]["en"] != row["pair"]["fr"] for row in found)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("rows = rows.filter(lambda row: 'python' in row['text'])", ["python"]),
+        ("rows = rows.filter(lambda row: any(w in row['text'] for w in ['java', 'perl']))", ["java", "perl"]),
+        ("def keep(row):\n    return '### Answer' in row['text']\nrows = rows.filter(keep)", ["### Answer"]),
+        ("print('python' in text)", []),
+    ],
+)
+def test_words_that_a_filter_looks_for(cell: str, words: list[str]) -> None:
+    witness_stand_ins.record.clear()
+    assert witness_notebook.words_looked_for([cell], witness_stand_ins) == words
+
+
+def test_rows_are_adapted_in_each_way_once() -> None:
+    witness_stand_ins.columns.update(question="text", intent="text")
+    cells, tried = ["rows = rows.filter(lambda row: 'python' in row['question'])"], [""]
+    assert witness_notebook.adapt(cells, witness_stand_ins, tried)
+    assert witness_stand_ins.columns["intent"].startswith("choice:") and witness_stand_ins.columns["question"] == "text"
+    assert witness_notebook.adapt(cells, witness_stand_ins, tried)
+    assert witness_stand_ins.columns["question"] == "text:python"
+    assert not witness_notebook.adapt(cells, witness_stand_ins, tried)
+
+
+def test_the_number_that_a_table_lacks() -> None:
+    def failure(table: dict[Any, str], key: Any) -> int:
+        with pytest.raises(KeyError) as error:
+            table[key]
+        return witness_notebook.unknown_number(error.value)
+
+    assert failure({0: "no", 1: "yes"}, 2) == 2
+    assert failure({"a": "b"}, "c") == 0

@@ -216,10 +216,21 @@ def _type(value: Any, *more: Any) -> Any:
     return Symbol(["type", form(value)], "type") if isinstance(value, Symbol) else type(value)
 
 
+# Their classes may hold plain values, or the stubs have plain values in their place.
+_ABSTRACT = frozenset(
+    "abc box collections easydict ml_collections munch numbers omegaconf os six types typing typing_extensions".split()
+)
+
+
 def _isinstance(value: Any, kinds: Any) -> bool:
+    if type(value) in (str, int, float, bool, list, tuple, dict, set, type(None)):
+        if isinstance(kinds, tuple):
+            return any(_isinstance(value, kind) for kind in kinds)
+        if isinstance(kinds, Symbol) and (kinds._name or "").partition(".")[0] not in ("", *_ABSTRACT):
+            return False  # a class of a library, such as io.IOBase or torch.Tensor
     if isinstance(value, Symbol) or holds_symbol(kinds) or isinstance(value, Base):
         return decide(["isinstance", form(value), form(kinds)], f"isinstance({words(value)}, {words(kinds)})")
-    return isinstance(value, kinds)
+    return isinstance(value, kinds)  # type: ignore[arg-type]
 
 
 def _issubclass(one: Any, kinds: Any) -> bool:

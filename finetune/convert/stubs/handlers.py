@@ -10,6 +10,9 @@ from typing import Any
 from .state import ENVIRONMENT, RUN, Leave, event
 from .symbols import Path, Symbol, attribute, call, form, holds_symbol, is_placeholder, plain, words
 
+# `AutoModelForCausalLM`, or the class of an architecture.
+_MODELS = re.compile(r"AutoModel|\w+(ForCausalLM|LMHeadModel)$")
+
 
 def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`X.from_pretrained`: the first model and its tokenizer get their roles; all others are ordinary symbols."""
@@ -20,7 +23,7 @@ def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         RUN.model, RUN.tokenizer = Symbol(["model"], "model"), Symbol(["tokenizer"], "tokenizer")
         event("load", [owner, values(args), values(kwargs)], f"{owner}.from_pretrained", api="unsloth")
         return RUN.model, RUN.tokenizer
-    if root == "transformers" and owner.startswith("AutoModel") and again:
+    if root == "transformers" and _MODELS.match(owner) and again:
         RUN.model = Symbol(["model"], "model")
         event("load", [owner, values(args), values(kwargs)], f"{owner}.from_pretrained", api="transformers")
         return RUN.model

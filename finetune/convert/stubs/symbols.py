@@ -377,6 +377,8 @@ def _argument(symbol: Symbol, key: str) -> Any:
 
 
 def set_attribute(symbol: Symbol, key: str, value: Any) -> None:
+    if symbol is RUN.trainer and key in ("tokenizer", "processing_class") and symbol._known.get(key) is value:
+        return  # it has this tokenizer already
     changed(symbol, ["setattr", key, form(value)], f".{key} = {words(value)}")
     symbol.__dict__.setdefault("_set", {})[key] = value
     if not holds_symbol(value):

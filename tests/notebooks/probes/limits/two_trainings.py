@@ -1,6 +1,5 @@
 # expect: refused R2
 # cause: two trainers, each trained
-# fast
 # %%
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer

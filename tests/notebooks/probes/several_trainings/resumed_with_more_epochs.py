@@ -1,0 +1,16 @@
+# expect: refused R2
+# cause: the training continues with a new trainer and more steps
+# %%
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+ds = load_dataset("acme/t", split="train").map(lambda r: {"text": r["a"]})
+config = SFTConfig(output_dir="o", dataset_text_field="text", max_steps=10)
+trainer = SFTTrainer("Qwen/Qwen2.5-0.5B", train_dataset=ds, peft_config=LoraConfig(r=8), args=config)
+# %%
+trainer.train()
+# %%
+config = SFTConfig(output_dir="o", dataset_text_field="text", max_steps=20)
+trainer = SFTTrainer("Qwen/Qwen2.5-0.5B", train_dataset=ds, peft_config=LoraConfig(r=8), args=config)
+# %%
+trainer.train(resume_from_checkpoint=True)

@@ -1,0 +1,25 @@
+# expect: converted
+# hasnot: trainer.tokenizer
+# cause: the trainer is given the tokenizer that it has, in a notebook that trains under a condition
+# %%
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")
+tok = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+other = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B", eos_token="<end>")
+ds = load_dataset("acme/t", split="train").map(lambda r: {"text": r["q"]})
+def text(row):
+    return {"input_ids": tok(row["q"])["input_ids"]}
+# %%
+import sys
+if len(sys.argv) > 5:
+    ds = ds.select(range(10))
+trainer = SFTTrainer(model, tokenizer=tok, train_dataset=ds.map(text), peft_config=LoraConfig(r=8), args=SFTConfig(output_dir="o", max_steps=5))
+trainer.tokenizer = tok
+# %%
+try:
+    result = trainer.train()
+except KeyboardInterrupt:
+    print("stopped")
