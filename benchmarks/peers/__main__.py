@@ -10,12 +10,13 @@ finished run, so a command that was cut short goes on where it stopped. Without 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
             best = entry["settings"].get(name)
             settings = [best] if best else [asdict(setting) for setting in variant.settings]
             kind = "2048" if variant.fixed else cell.lengths
-            trials = own_trials(cell, variant, settings, model, files[kind], given)
+            attempt = functools.partial(one_run, cell, variant, model, files[kind])
+            trials = own_trials(attempt, settings, given) if variant.stack == "ours" and len(settings) > 1 else []
             settings = [fastest["setting"]] if (fastest := _fastest(trials)) else settings
-            found = one_run(cell, variant, settings, model, files[kind], given)
+            found = attempt(settings, given)
             if trials:
                 found["trials"] = trials
             if trials and "first_step_seconds" in found:  # the first start is the cold one
@@ -125,20 +127,13 @@ def measure(cell: cells.Cell, given: argparse.Namespace, record: dict[str, Any],
 
 
 def own_trials(
-    cell: cells.Cell,
-    variant: cells.Variant,
-    settings: list[dict[str, Any]],
-    model: Path,
-    rows_of: tuple[Path, dict[str, float]],
-    given: argparse.Namespace,
+    attempt: Callable[..., dict[str, Any]], settings: list[dict[str, Any]], given: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """This package's settings in turn, each in a process of its own; a peer tries its own in one process (`rank`)."""
     trials: list[dict[str, Any]] = []
-    if variant.stack != "ours" or len(settings) == 1:
-        return trials
     short = argparse.Namespace(**vars(given) | {"steps": rank.WARM_UP + given.trial_steps, "skip": rank.WARM_UP})
     for setting in settings:
-        found = one_run(cell, variant, [setting], model, rows_of, short)
+        found = attempt([setting], short)
         before = (_fastest(trials) or {}).get("tokens_per_second", 0)
         kept = {name: found.get(name) for name in ("tokens_per_second", "first_step_seconds")}
         trials.append({"setting": setting} | kept)
@@ -157,9 +152,9 @@ def _fastest(trials: list[dict[str, Any]]) -> dict[str, Any] | None:
 def one_run(
     cell: cells.Cell,
     variant: cells.Variant,
-    settings: list[dict[str, Any]],
     model: Path,
     rows_of: tuple[Path, dict[str, float]],
+    settings: list[dict[str, Any]],
     given: argparse.Namespace,
 ) -> dict[str, Any]:
     """One process; what it measured, or its error."""

@@ -254,8 +254,6 @@ class _Formatted(ast.NodeTransformer):
 
 
 _ASKS_FOR_COLUMN = re.compile(r"'[^']+' in .*\.column_names")
-
-
 _IS_NONE = re.compile(r"None if .* is None else .*", re.DOTALL)
 
 
