@@ -5,7 +5,9 @@
 FOLDER/runs.yaml lists them: name, script (its YAML beside it), data (a folder whose content is copied into the working
 folder, where the script's own `load_dataset("owner/name")` finds it), overrides (`section.key: value`), and
 overrides_cpu for what a CPU cannot do. All get a local model of random weights in place of the one that they name,
-`--shape` of `benchmarks.models`; nothing is downloaded. The script is not changed, and its own output_dir is used.
+`--shape` of `benchmarks.models`; nothing is downloaded. The script is not changed, and its own output_dir is used. A
+script in the drop-in form has no settings outside of itself: its `texts` (old: new) are replaced, in which {model},
+{steps} and {accumulation} stand for the model, the steps, and `accumulation` divided by the number of ranks.
 
 For each: 8 steps on 1 and on 2 ranks at the global batch of the notebook; the loss of every step is compared, and the
 two must leave one folder with a model or an adapter, of the same files. Several runs share a GPU: this is about
@@ -111,7 +113,11 @@ def train(run: dict, world: int, where: str, port: int, model: Path, options: ar
     }
     profile = ROOT / "accelerate_configs" / PROFILES[bool(where)][world]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile)]
-    command += ["--main_process_port", str(port), str((options.folder / run["script"]).resolve())]
+    script = (options.folder / run["script"]).resolve()
+    if "texts" in run:
+        overrides = {}
+        script = with_texts(script, run, world, model, folder / script.name)
+    command += ["--main_process_port", str(port), str(script)]
     for key, value in overrides.items():
         command += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     started = time.time()
@@ -119,16 +125,28 @@ def train(run: dict, world: int, where: str, port: int, model: Path, options: ar
     seconds = time.time() - started
     say(f"  {run['name']:16} {world} rank{'s' * (world > 1)} {where:4} {seconds:4.0f} s, exit {code}")
     outputs = model_folders(path for path in folder.iterdir() if path.is_dir() and path not in inputs)
-    record = folder / outputs[0]["folder"] / "run.json" if outputs else None
+    record = next(folder.rglob("run.json"), None)
     return {
         "exit": code,
         "seconds": round(seconds, 1),
         "overrides": overrides,
         "outputs": outputs,
         "adapter": folder / outputs[0]["folder"] / WEIGHTS[0] if outputs else None,
-        "record": json.loads(record.read_text(encoding="utf-8")) if record and record.is_file() else {},
+        "record": json.loads(record.read_text(encoding="utf-8")) if record else {},
         "said": "" if code == 0 else (folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:],
     }
+
+
+def with_texts(script: Path, run: dict, world: int, model: Path, out: Path) -> Path:
+    """A copy of a drop-in script with its `texts` replaced; each must be there once."""
+    values = {"model": model, "steps": STEPS, "accumulation": run.get("accumulation", 0) // world}
+    text = script.read_text(encoding="utf-8")
+    for old, new in run["texts"].items():
+        if text.count(old) != 1:
+            raise ValueError(f"{script.name} must have the text `{old}` once")
+        text = text.replace(old, new.format(**values))
+    out.write_text(text, encoding="utf-8")
+    return out
 
 
 def environment(folder: Path, where: str) -> dict[str, str]:
