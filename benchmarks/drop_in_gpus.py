@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
-from benchmarks.drop_in_rank import DUMP
+from benchmarks.processes import DUMP
 from finetune.parity.command import compare
 from finetune.runtime import bootstrap
 

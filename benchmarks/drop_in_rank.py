@@ -9,9 +9,9 @@ from typing import Any
 from finetune import SFTTrainer as Ours
 from finetune.engine.callbacks import ParityDump
 
-from transformers import SchedulerType  # isort: skip  # after the backend
+from benchmarks.processes import DUMP
 
-DUMP = "DROP_IN_DUMP"  # folder for the first gradient, every step's gradient norm, and the last weights
+from transformers import SchedulerType  # isort: skip  # after the backend
 
 
 class SFTTrainer(Ours):

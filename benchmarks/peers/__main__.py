@@ -182,11 +182,13 @@ def one_run(
     path = os.pathsep.join([*before, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # On a busy CPU, whether waiting threads spin would decide which stack is faster.
     threads = {} if given.gpus else {"OMP_NUM_THREADS": "1"}
+    # One process: TRL refuses several visible GPUs.
+    gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if given.gpus else {}
     # Unsloth writes its compiled trainers into the working folder; there they are found again.
     with log.open("w") as output:
         code = run(
             [sys.executable, "-m", "benchmarks.peers.rank", asked.resolve(), answer.resolve()],
-            env=os.environ | {"PYTHONPATH": path} | threads,
+            env=os.environ | {"PYTHONPATH": path} | threads | gpu,
             cwd=given.work,
             output=output,
             timeout=LIMIT,
