@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import DUMP
 from finetune import SFTTrainer as Ours
 from finetune.engine.callbacks import ParityDump
-
-from benchmarks.processes import DUMP
 
 from transformers import SchedulerType  # isort: skip  # after the backend
 

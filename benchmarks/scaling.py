@@ -242,7 +242,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
     figure = timeline.new_figure(8) if cells else None
     if figure is None:
         return
-    left, right = figure.subplots(1, 2)
+    strong = next((name for name in cells if " strong" in name), None)
+    left, *rest = figure.subplots(1, 1 + bool(strong), squeeze=False)[0]
     for name, cell in cells.items():
         points = [
             (one["world_size"], 100 * one["efficiency"]["mean"])
@@ -252,12 +253,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
         left.plot(*zip(*points, strict=True), marker="o", label=name)
     left.set(xlabel="GPUs", ylabel="tokens/s per GPU, % of one GPU", xticks=[1, 2, 4, 8])
     left.legend(frameon=False, fontsize=8)
-    strong = next((name for name in cells if " strong" in name), None)
-    for one in cells[strong]["runs"] if strong else []:
-        if one["round"] == 0:
-            right.plot(range(1, len(one["losses"]) + 1), one["losses"], label=f"{one['world_size']} GPUs", linewidth=1)
-    right.set(title=strong or "", xlabel="step", ylabel="loss")
-    right.legend(frameon=False, fontsize=8)
+    for right in rest:
+        for one in cells[strong]["runs"]:
+            if one["round"] == 0:
+                steps = range(1, len(one["losses"]) + 1)
+                right.plot(steps, one["losses"], label=f"{one['world_size']} GPUs", linewidth=1)
+        right.set(title=strong, xlabel="step", ylabel="loss")
+        right.legend(frameon=False, fontsize=8)
     timeline.save(figure, path)
 
 
