@@ -4,7 +4,7 @@
 `is_main_process=True` and check nothing else, on GPUs and on a CPU. transformers 5 saves the weights of a model without
 adapters on rank 0 only, but this does not cover merged weights, adapters, tokenizers and GGUF files.
 Without this: all ranks merge the whole model at the same time (memory times world size) and write the same files, which
-may be corrupted, or push them to the hub once per rank.
+may be corrupted, or push them to the Hub once per rank.
 
 With this, rank 0 exports and the other ranks return None immediately. They do not wait, because an export may outlast
 the timeout of the process group, and because in scripts that export on rank 0 only, as many do, rank 0 would wait

@@ -142,7 +142,7 @@ def _with_unsloth(found: Trained, dtype: Any, **arguments: Any) -> Any:
 
 
 def _check_base(found: Trained, name: str, named: bool) -> None:
-    """Check that the base model is here, or on a hub that answers, and that it is the one that was trained.
+    """Check that the base model is here, or on a Hub that answers, and that it is the one that was trained.
 
     Raises:
         UserError: it is not.

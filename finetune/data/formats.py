@@ -58,7 +58,7 @@ _ORDER = (
 _LIST_COLUMNS = ("messages", "conversations")
 
 # The two prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), as in the `text` column of the
-# published data set, for tokenizers without a chat template.
+# published dataset, for tokenizers without a chat template.
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"

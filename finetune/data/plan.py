@@ -11,7 +11,7 @@ import numpy as np
 from finetune.errors import UserError
 
 # With groups, rows are sorted within windows of this many steps: wide enough to find similar rows, narrow enough that a
-# row meets different rows in each epoch. For the same reason, small data sets are divided into at least four windows.
+# row meets different rows in each epoch. For the same reason, small datasets are divided into at least four windows.
 # Both values are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
 WINDOW_STEPS = 50
 MIN_WINDOWS = 4

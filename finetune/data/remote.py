@@ -125,6 +125,6 @@ def _remedy(url: str) -> str:
     if not url.startswith("hf://"):
         return "Check the URL, the network and the credentials, or download the file and give its path."
     return (
-        "Check the URL, log in with `hf auth login` if the data set is private, and unset HF_HUB_OFFLINE if it is set. "
+        "Check the URL, log in with `hf auth login` if the dataset is private, and unset HF_HUB_OFFLINE if it is set. "
         "Without network access, copy the file here and give its path."
     )

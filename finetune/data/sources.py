@@ -1,4 +1,4 @@
-"""Read rows (dicts), each with its position, from files, hub data sets and scripts. formats.py interprets them."""
+"""Read rows (dicts), each with its position, from files, Hub datasets and scripts. formats.py interprets them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def content_digest(files: Sequence[str | File]) -> str:
 def iter_hub(
     name: str, config: str | None = None, split: str = "train", revision: str | None = None
 ) -> Iterator[tuple[Row, str]]:
-    """Yields (row, where) from a data set on the hub, downloaded once by `datasets` and memory-mapped from its cache.
+    """Yields (row, where) from a dataset on the Hub, downloaded once by `datasets` and memory-mapped from its cache.
     Raises UserError if it cannot be downloaded or if the name, config or split does not exist."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
@@ -86,22 +86,22 @@ def iter_hub(
         data = datasets.load_dataset(name, config, split=split, revision=revision)
     except DatasetNotFoundError as error:
         raise UserError(
-            f"The data set {what!r} was not found on the hub: {_reason(error)}. Check the name, log in with "
+            f"The dataset {what!r} was not found on the Hub: {_reason(error)}. Check the name, log in with "
             "`hf auth login` if it is private or gated, or set data.train_file to local files."
         ) from error
     except (ConnectionError, TimeoutError) as error:
         raise UserError(
-            f"The data set {what!r} is not in the local cache and cannot be downloaded: {_reason(error)}. Unset "
+            f"The dataset {what!r} is not in the local cache and cannot be downloaded: {_reason(error)}. Unset "
             "HF_HUB_OFFLINE and HF_DATASETS_OFFLINE if they are set. Without network access, run `hf download "
             f"--repo-type dataset {name}` on another machine, copy the folder, and set data.train_file to its files."
         ) from error
     except (ValueError, RuntimeError) as error:  # for an unknown config or split, datasets lists the existing ones
         raise UserError(
-            f"The split {split!r} of the data set {what!r} cannot be loaded: {_reason(error)}. Check data.split and "
+            f"The split {split!r} of the dataset {what!r} cannot be loaded: {_reason(error)}. Check data.split and "
             "data.dataset_config."
         ) from error
     if not isinstance(data, datasets.Dataset):
-        raise UserError(f"data.split must name one split of the data set {what!r}: {split!r}. Set it to, say, train.")
+        raise UserError(f"data.split must name one split of the dataset {what!r}: {split!r}. Set it to, say, train.")
     for number, row in enumerate(data, 1):
         yield dict(row), f"{name}:{split}:row {number}"
 
@@ -170,7 +170,7 @@ def _arrow_parts(folder: Path) -> list[Path]:
         parts = [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder}/state.json was not written by datasets.save_to_disk, or is damaged. Save the data set again."
+            f"{folder}/state.json was not written by datasets.save_to_disk, or is damaged. Save the dataset again."
         ) from error
     for part in parts:
         if not part.is_file():

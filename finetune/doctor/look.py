@@ -236,7 +236,7 @@ def _folders(config: Config) -> list[dict[str, Any]]:
         "output": config.training.output_dir,
         "data cache": config.data.cache_dir or cache / "data",
         "Unsloth's classes": given("UNSLOTH_COMPILE_LOCATION", cache / "unsloth_compiled"),
-        "Hugging Face hub": constants.HF_HUB_CACHE,
+        "Hugging Face Hub": constants.HF_HUB_CACHE,
         "Hugging Face datasets": given("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"),
         "Triton cache": given("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"),
     }
@@ -261,7 +261,7 @@ def folder(path: Path) -> dict[str, Any]:
 def _size(path: Path) -> tuple[int | None, str | None]:
     """Bytes of the files below `path`, or why they are not counted.
 
-    Symbolic links, which the hub's cache uses, are not followed.
+    Symbolic links, which the Hub's cache uses, are not followed.
     """
     count = total = 0
     waiting = [path]

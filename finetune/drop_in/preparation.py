@@ -1,4 +1,4 @@
-"""Tokenizes the trainer's data sets, once per machine, by TRL's rules."""
+"""Tokenizes the trainer's datasets, once per machine, by TRL's rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.drop_in import refusals, rows, settings
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How a trainer reads rows. Call it with data sets by split: "train", "eval" or "eval_NAME".
+    """How a trainer reads rows. Call it with datasets by split: "train", "eval" or "eval_NAME".
 
     args:            the user's SFTConfig
     tokenizer:       with its final chat template and special tokens

@@ -123,11 +123,11 @@ def argument(split: str) -> str:
 
 
 def datasets(given: Mapping[str, Any], args: Any) -> None:
-    """Check the data sets of all splits, before anything is loaded.
+    """Check the datasets of all splits, before anything is loaded.
 
     Raises:
         Refused: the first that cannot be used.
-        TypeError: it is not a data set.
+        TypeError: it is not a dataset.
     """
     prepared = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
     for split, rows in given.items():
@@ -135,7 +135,7 @@ def datasets(given: Mapping[str, Any], args: Any) -> None:
 
 
 def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bool) -> None:
-    """Check one data set.
+    """Check one dataset.
 
     Raises:
         Refused: it is missing, streamed, transformed on the fly, or has images.
@@ -157,7 +157,7 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
         )
     first: Any = next(iter(rows), None)
     if first is None:
-        raise Refused(f"`{name}` is empty. Give a data set with rows.")
+        raise Refused(f"`{name}` is empty. Give a dataset with rows.")
     if assistant_only and not skips_preparation and "input_ids" not in first and not _has_turns(first):
         raise Refused(
             f"`assistant_only_loss=True`, but the rows of `{name}` are not conversational: their columns are "

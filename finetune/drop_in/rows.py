@@ -1,4 +1,4 @@
-"""The user's `datasets.Dataset` objects as sources of rows, and prepared rows as a data set again."""
+"""The user's `datasets.Dataset` objects as sources of rows, and prepared rows as a dataset again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[A
 
 
 def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, text_field: str) -> Source:
-    """The rows of a data set. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
+    """The rows of a dataset. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
     formats = formatting_func if "input_ids" not in rows.column_names else None
 
     def read() -> Iterator[Item]:
@@ -85,7 +85,7 @@ def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> st
 
 
 def content_digest(rows: Any) -> str:
-    """xxh3-128 (hex) of a data set's columns and rows, in their order, however they are stored."""
+    """xxh3-128 (hex) of a dataset's columns and rows, in their order, however they are stored."""
     import xxhash
 
     digest = xxhash.xxh3_128(repr(sorted(rows.features.items())).encode())
@@ -139,7 +139,7 @@ def labeled(rows: Any, collator: Labels, name: str, identity: Any) -> Source:
     """Tokenized rows with the labels that the collator computes for each of them.
 
     Args:
-        rows: tokenized documents, as a data set with input_ids and labels.
+        rows: tokenized documents, as a dataset with input_ids and labels.
         identity: of the rows.
 
     Raises:
@@ -233,7 +233,7 @@ def wrapped(found: Rows, length: int, name: str, identity: Any) -> Source:
     return Source(name=name, open=read, identity=[identity, "wrapped", length], format="tokenized")
 
 
-# --- prepared rows, as a data set -------------------------------------------------------------------------------------
+# --- prepared rows, as a dataset --------------------------------------------------------------------------------------
 
 
 class PackedRows:

@@ -337,7 +337,7 @@ class SFTTrainer(engine.SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics over the held-out rows or those of another data set, which is tokenized like them: the loss per
+        """Metrics over the held-out rows or those of another dataset, which is tokenized like them: the loss per
         supervised token, exact on any number of GPUs, with TRL's names for accuracy and entropy.
 
         Raises:
@@ -397,7 +397,7 @@ class TrlMetrics(transformers.TrainerCallback):
 
 
 def _by_split(eval_dataset: Any) -> dict[str, Any]:
-    """The held-out data sets by the name of their split: "eval", or "eval_NAME" for each of a mapping."""
+    """The held-out datasets by the name of their split: "eval", or "eval_NAME" for each of a mapping."""
     if eval_dataset is None:
         return {}
     if isinstance(eval_dataset, Mapping):

@@ -1,6 +1,6 @@
 """The embedded demo: what `accelerate launch -m finetune.train` trains without --config.
 
-A small Llama with random weights, its tokenizer and an instruction data set, generated from a seed without a download.
+A small Llama with random weights, its tokenizer and an instruction dataset, generated from a seed without a download.
 Once they are on disk, they take the same code path as a user's own model and data.
 
 The task is to follow eight kinds of instruction about small scenes, such as "What color is the last thing? Anna has a
@@ -262,7 +262,7 @@ afterwards; the run shows that the installation works, by the same code that fin
 To fine-tune your own model on your own data, write my.yaml, or let `finetune init` write it:
 
     model:
-      model_name_or_path: unsloth/Llama-3.2-1B-Instruct   # a hub name or a folder
+      model_name_or_path: unsloth/Llama-3.2-1B-Instruct   # a Hub name or a folder
     data:
       train_file: my_data.jsonl                           # {"messages": [{"role": "user", "content": "..."}, ...]}
     training:

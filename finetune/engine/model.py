@@ -31,7 +31,7 @@ def load_tokenizer(config: Config) -> Any:
     """The model's tokenizer, with a pad token and right padding.
 
     Raises:
-        UserError: it is found neither locally nor on the hub.
+        UserError: it is found neither locally nor on the Hub.
     """
     from transformers import AutoTokenizer
 
@@ -427,7 +427,7 @@ def _inference(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_not_found(name: str | None, what: str) -> Iterator[None]:
-    """Turn errors of the hub and of transformers into UserErrors that say what to do."""
+    """Turn errors of the Hub and of transformers into UserErrors that say what to do."""
     from huggingface_hub import constants
 
     try:
@@ -450,7 +450,7 @@ def _model_not_found(name: str | None, what: str) -> Iterator[None]:
             if constants.HF_HUB_OFFLINE
             else ""
         )
-        where = "There is no such folder, and the hub has no such model. "
+        where = "There is no such folder, and the Hub has no such model. "
         if Path(str(name)).is_dir():
             where = "The folder exists but lacks files that transformers needs. "
         elif "couldn't connect" in text.lower():

@@ -1,4 +1,4 @@
-"""Preflight checks before any heavy import: the model's files, the data set and the optimizer's package."""
+"""Preflight checks before any heavy import: the model's files, the dataset and the optimizer's package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
 
-HUB_SECONDS = 4.0  # to connect to the hub; a connection takes a few round trips, and a second try for a lost packet
+HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHAPES = ("config.json", ADAPTER)  # one of them describes the other files
@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def check(config: Config) -> None:
-    """Check that the model, the data set and the optimizer of a configuration can be used here.
+    """Check that the model, the dataset and the optimizer of a configuration can be used here.
 
     Raises:
         UserError: what is missing, and what to do.
@@ -50,8 +50,8 @@ def check(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Check that the folder or the hub's cache holds a model, and one that the configuration can train. Names that are
-    not in the cache are checked when the hub is asked.
+    """Check that the folder or the Hub's cache holds a model, and one that the configuration can train. Names that are
+    not in the cache are checked when the Hub is asked.
 
     Raises:
         UserError: there is no model, or it is an adapter but the configuration does not continue one.
@@ -61,7 +61,7 @@ def check_model(config: Config) -> None:
     if folder.is_dir() and not any((folder / file).is_file() for file in SHAPES):
         raise UserError(
             f"model.model_name_or_path is {name}, a folder with neither {SHAPES[0]} nor {ADAPTER}. Give the folder "
-            "that `save_pretrained` wrote, or the model's name on the hub."
+            "that `save_pretrained` wrote, or the model's name on the Hub."
         )
     if not folder.is_dir() and _hub_is_off() and not any(_cached(config, file) for file in SHAPES):
         raise UserError(
@@ -141,7 +141,7 @@ def check_refused(name: str, what: str, error: Exception) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Check that each data set of the hub is in the cache, or that the hub can be reached.
+    """Check that each dataset of the Hub is in the cache, or that the Hub can be reached.
 
     Raises:
         UserError: there is no connection at all.
@@ -157,11 +157,11 @@ def check_data(config: Config) -> None:
         if folder.is_dir():
             use_cache_without_network()
         else:
-            check_hub(f"{'data.dataset_name' if config.data.dataset_name == name else 'the data set'} is {name}")
+            check_hub(f"{'data.dataset_name' if config.data.dataset_name == name else 'the dataset'} is {name}")
 
 
 def use_cache_without_network() -> None:
-    """If the hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would request each file several
+    """If the Hub cannot be reached, behave as with HF_HUB_OFFLINE=1: the libraries would request each file several
     times before they use the cached one. Call it before they are imported."""
     from huggingface_hub import constants
 
@@ -172,7 +172,7 @@ def use_cache_without_network() -> None:
 
 
 def check_hub(given: str) -> None:
-    """Check that the hub can be reached: the libraries try ten times before they give up.
+    """Check that the Hub can be reached: the libraries try ten times before they give up.
 
     Args:
         given: the key and its value.
@@ -190,7 +190,7 @@ def check_hub(given: str) -> None:
 
 
 def why_unreachable(tries: int = 2) -> str | None:
-    """Why the hub cannot be reached, known within HUB_SECONDS; None if it can. A slow answer is an answer.
+    """Why the Hub cannot be reached, known within HUB_SECONDS; None if it can. A slow answer is an answer.
 
     A thread asks, because nothing else bounds the time that looking up the host's name takes.
     """
@@ -202,7 +202,7 @@ def why_unreachable(tries: int = 2) -> str | None:
 
 
 def _try_to_connect(tries: int) -> str | None:
-    """The error of connecting to the hub, 1 s apart; None once it is connected."""
+    """The error of connecting to the Hub, 1 s apart; None once it is connected."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -264,7 +264,7 @@ def why_damaged(file: Path) -> str | None:
 
 
 def adapter(config: Config) -> dict | None:
-    """The model's adapter_config.json, from the hub if necessary; None for a full model.
+    """The model's adapter_config.json, from the Hub if necessary; None for a full model.
 
     Raises:
         UserError: it is an adapter but the configuration does not continue one.
@@ -275,7 +275,7 @@ def adapter(config: Config) -> dict | None:
 
 
 def base_folder(config: Config) -> Path | None:
-    """Folder of the base model: local, or a snapshot in the hub's cache. For an adapter, the folder of its base. None
+    """Folder of the base model: local, or a snapshot in the Hub's cache. For an adapter, the folder of its base. None
     if it is not on this machine yet."""
     name, revision = str(config.model.model_name_or_path), config.model.revision
     if (adapter := _found(config)) is not None:
@@ -284,7 +284,7 @@ def base_folder(config: Config) -> Path | None:
 
 
 def folder_of(name: str, revision: str | None = None) -> Path | None:
-    """Folder of a model: local, or a snapshot in the hub's cache. None if it is not on this machine."""
+    """Folder of a model: local, or a snapshot in the Hub's cache. None if it is not on this machine."""
     if Path(name).is_dir():
         return Path(name)
     file = _cached_file(name, SHAPES[0], revision)
@@ -308,7 +308,7 @@ def _cached_file(name: str, file: str, revision: str | None) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:  # not a valid name on the hub
+    except HFValidationError:  # not a valid name on the Hub
         return None
     return Path(found) if isinstance(found, str) else None
 

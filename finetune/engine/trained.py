@@ -52,7 +52,7 @@ class Trained:
 
     @property
     def revision(self) -> str | None:
-        """The revision of the base model on the hub."""
+        """The revision of the base model on the Hub."""
         named = self.adapter.get("revision") if self.adapter else None
         named = named or self.setting("model.revision", str)
         return named if isinstance(named, str) and named else None

@@ -37,7 +37,7 @@ def check_access(repo: str) -> None:
 
     Raises:
         UserError: there is no token, it is wrong, or the namespace is someone else's.
-        RunError: the hub cannot be reached.
+        RunError: the Hub cannot be reached.
     """
     import httpx
     from huggingface_hub import HfApi, constants, get_token
@@ -76,7 +76,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Create the repository if it does not exist, and upload the folder's files in one commit. Returns its address.
 
     Raises:
-        RunError: the hub refused or could not be reached.
+        RunError: the Hub refused or could not be reached.
     """
     import httpx
     from huggingface_hub import HfApi

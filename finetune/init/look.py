@@ -40,7 +40,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Where the rows are, and how they are read; `format` is None for a data set on the Hub, which is not read here."""
+    """Where the rows are, and how they are read; `format` is None for a dataset on the Hub, which is not read here."""
 
     key: str  # data.train_file or data.dataset_name
     name: str
@@ -91,7 +91,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     """Read the first rows and detect their format, as a run does.
 
     Args:
-        name: a path, glob, folder or URL; or the name of a data set on the Hub.
+        name: a path, glob, folder or URL; or the name of a dataset on the Hub.
         columns: field of the format -> column.
 
     Raises:
@@ -99,7 +99,7 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         UserError: there is no such file, or it cannot be read.
     """
     if not name:
-        raise UserError("no data was given. Give a file, folder, glob or URL, or the name of a data set on the Hub.")
+        raise UserError("no data was given. Give a file, folder, glob or URL, or the name of a dataset on the Hub.")
     if _is_hub_name(name):
         return Rows(key="dataset_name", name=name)
     first = list(islice(sources.iter_rows([name]), SAMPLE_ROWS))

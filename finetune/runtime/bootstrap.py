@@ -207,7 +207,7 @@ def errors_only() -> Iterator[None]:
 
 def _set_environment() -> None:
     """Set variables that libraries read when they are imported, unless the user has set them."""
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth counts installations through a hub download
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # Unsloth counts installations through a Hub download
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Unsloth writes the classes it generates into the working directory by default.

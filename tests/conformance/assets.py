@@ -1,4 +1,4 @@
-"""Local stand-ins for the hub assets that TRL's tests ask for, in the layout of the caches that the libraries read.
+"""Local stand-ins for the Hub assets that TRL's tests ask for, in the layout of the caches that the libraries read.
 
 python -m tests.conformance.assets FOLDER writes FOLDER/hub (HF_HUB_CACHE) and FOLDER/datasets (HF_DATASETS_CACHE).
 With HF_HUB_OFFLINE=1 `from_pretrained("trl-internal-testing/...")` and `load_dataset("trl-internal-testing/zen", ...)`
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ORGANIZATION = "trl-internal-testing"
-COMMIT = "0" * 40  # of every stand-in in the hub's cache
+COMMIT = "0" * 40  # of every stand-in in the Hub's cache
 EVAL_ROWS = 2
 VERSIONS_OF = ("transformers", "datasets", "trl", "torch")  # a stand-in is made anew when one of them changes
 
-# --- models: the name on the hub (without organization) and what makes it ---------------------------------------------
+# --- models: the name on the Hub (without organization) and what makes it ---------------------------------------------
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -108,7 +108,7 @@ REMOTE_CODE = {
 
 
 def known() -> dict[str, str]:
-    """What each asset by its name on the hub stands in with: "model", "tokenizer", "dataset", or "configuration"."""
+    """What each asset by its name on the Hub stands in with: "model", "tokenizer", "dataset", or "configuration"."""
     names = {f"{ORGANIZATION}/{name}": "model" for name in MODELS}
     names |= {f"{ORGANIZATION}/{name}": "dataset" for name in DATASETS}
     names |= {f"{ORGANIZATION}/{name}": "configuration" for name in VISION}
@@ -133,7 +133,7 @@ def write(folder: Path) -> None:
             root.rename(folder)
 
 
-# --- data sets --------------------------------------------------------------------------------------------------------
+# --- datasets ---------------------------------------------------------------------------------------------------------
 
 
 def zen() -> list[str]:
@@ -145,7 +145,7 @@ def zen() -> list[str]:
 
 
 def configurations(sentences: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Rows by data set and configuration."""
+    """Rows by dataset and configuration."""
     halves = [_halves(sentence) for sentence in sentences]
     ask = [{"role": "user", "content": f"How does this line end: {start}?"} for start, _ in halves]
     answer = [{"role": "assistant", "content": end.strip()} for _, end in halves]

@@ -10,7 +10,7 @@ NOT_THE_TRAINER = {
     "TestDataCollatorForLanguageModeling": "TRL's collator, called directly",
     "TestChunkedCrossEntropyLoss": "a loss kernel of TRL, called directly",
     "TestPatchChunkedCELMHead": "a loss kernel of TRL, called directly",
-    "TestSFTTrainerSlow": "TRL's slow tests: data from the hub and an accelerator",
+    "TestSFTTrainerSlow": "TRL's slow tests: data from the Hub and an accelerator",
 }
 
 # A drop-in replacement must pass these: none may be refused. `test_train_model_dtype` is not among them: in float16 at

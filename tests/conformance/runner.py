@@ -137,11 +137,11 @@ def _fetch(tag: str, package: Path) -> None:
 
 
 def _stand_ins() -> Path:
-    """Folder of the hub's stand-ins, made on the first run."""
+    """Folder of the Hub's stand-ins, made on the first run."""
     cache = Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
     folder = cache / "conformance" / assets.key()
     if not folder.exists():
-        sys.stderr.write("making stand-ins for the hub's models and data sets ...\n")
+        sys.stderr.write("making stand-ins for the Hub's models and datasets ...\n")
         command = [sys.executable, "-m", "tests.conformance.assets", str(folder)]
         subprocess.run(command, check=True, env=_environment(), cwd=ROOT, stdout=subprocess.DEVNULL)
     return folder

@@ -102,7 +102,7 @@ def test_exit_code(name: str, outcome: str, code: int, tmp_path: Path, capsys: p
 
 
 def test_required_tests_have_stand_ins() -> None:
-    """At least 40 tests must pass, and the hub assets that they name are known."""
+    """At least 40 tests must pass, and the Hub assets that they name are known."""
     assert len(expectations.REQUIRED) >= 40 and len(set(expectations.REQUIRED)) == len(expectations.REQUIRED)
     named = {name.partition("[")[2].rstrip("]") for name in expectations.REQUIRED if "/" in name}
     assert named <= set(assets.known())

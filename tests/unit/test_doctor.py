@@ -76,7 +76,7 @@ def test_this_machine_could_run(healthy: tuple[str, dict[str, Any]]) -> None:
     assert found["devices"] == [] and found["topology"] == []
     assert found["launcher"] == {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
     assert found["accelerate_profile"] is None and found["batch"] == []
-    assert {one["name"] for one in found["folders"]} >= {"output", "data cache", "Hugging Face hub", "Triton cache"}
+    assert {one["name"] for one in found["folders"]} >= {"output", "data cache", "Hugging Face Hub", "Triton cache"}
 
 
 @pytest.mark.process
@@ -118,7 +118,7 @@ def test_no_secret_and_no_home_is_shown(healthy: tuple[str, dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("401 for hf_AbCdEfGhIjKlMnOp at the hub", "401 for *** at the hub"),
+        ("401 for hf_AbCdEfGhIjKlMnOp at the Hub", "401 for *** at the Hub"),
         ("GET https://user:word@host/x", "GET https://***@host/x"),
         ("token='0123456789abcdef0123'", "token='***'"),
         ('{"api_key": "AbCdEfGhIjKlMnOpQrStUvWx"}', '{"api_key": "***"}'),
@@ -303,7 +303,7 @@ def test_folders_that_cannot_serve(two_gpus: dict[str, Any], tmp_path: Path, mon
     assert verdict("Triton cache", two_gpus | {"devices": []})[0] == "absent"  # nothing compiles with Triton there
 
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")  # the model: a name would be looked for on the hub
+    (tmp_path / "config.json").write_text("{}")  # the model: a name would be looked for on the Hub
     data = ("--model.model_name_or_path", str(tmp_path), "--data.train_file", str(tmp_path / "*.csv"))
     held = verdict("output folder", two_gpus, *data, "--training.output_dir", str(tmp_path))
     assert held[0] == "stop" and "another run" in held[1]

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*chat template.*:UserWarning"),
     # A gradient that is not needed at the input of a reentrant block.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
-    # PEFT asks the hub for the configuration of the model that it saves.
+    # PEFT asks the Hub for the configuration of the model that it saves.
     pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
 ]
 

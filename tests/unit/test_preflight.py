@@ -42,10 +42,10 @@ def test_a_folder_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline it is in the cache or nowhere; online, a hub that cannot be reached is reported at once."""
+    """Offline it is in the cache or nowhere; online, a Hub that cannot be reached is reported at once."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("some/model", "no name / of the hub"):
+    for name in ("some/model", "no name / of the Hub"):
         with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, and .*no such model in the cache"):
             preflight.check_model(config(name))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

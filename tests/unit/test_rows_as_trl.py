@@ -1,4 +1,4 @@
-"""Rows mean what they mean to `trl.SFTTrainer`: generated data sets give the same token ids and labels, token by token.
+"""Rows mean what they mean to `trl.SFTTrainer`: generated datasets give the same token ids and labels, token by token.
 
 The reference is TRL's own preparation. Differences are the ones in `explained`, `with_special_tokens_once`
 and `with_last_characters`, which docs/data.md lists with reasons.
@@ -94,13 +94,13 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=1024, bos_token_id=None, eos_token_id=1, **sizes))
 
 
-# --- the data sets ----------------------------------------------------------------------------------------------------
+# --- the datasets -----------------------------------------------------------------------------------------------------
 
 FORMATS = ("text", "strings", "prompt messages", "messages", "conversations", "tokenized")
 
 
 class Case:
-    """One generated data set and the options to read it with."""
+    """One generated dataset and the options to read it with."""
 
     def __init__(self, number: int) -> None:
         self.rng = rng = random.Random(number)

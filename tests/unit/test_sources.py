@@ -254,7 +254,7 @@ def test_the_digest_depends_on_the_contents_only(tmp_path: Path) -> None:
     assert content_digest([str(tmp_path / "moved")]) == saved
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "hint"),
     [
         (ConnectionError("no route"), "not in the local cache and cannot be downloaded.*data.train_file"),
-        (datasets.exceptions.DatasetNotFoundError("no such thing"), "not found on the hub.*log in"),
+        (datasets.exceptions.DatasetNotFoundError("no such thing"), "not found on the Hub.*log in"),
         (ValueError("Unknown split \"trian\". Should be one of ['train']"), "Unknown split.*train"),
     ],
 )
