@@ -20,8 +20,9 @@ from benchmarks import models
 
 CELLS: dict[str, tuple[str, int, str, list[str]]] = {
     # name: what is planted, GPUs, model, arguments
-    "cost 1.2b": ("cost", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "8192",
-                  "--training.global_batch_size", "2", "--training.max_steps", "962", "--model.backend", "unsloth"]),
+    "cost 1.2b": ("cost", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "16384",
+                  "--training.global_batch_size", "2", "--training.max_steps", "962", "--model.backend", "unsloth",
+                  "--training.gradient_checkpointing", "false"]),
     "cost 190m": ("cost", 2, "llama-190m", ["--data.packing", "true", "--data.max_length", "2048",
                   "--training.global_batch_size", "2", "--training.max_steps", "962", "--model.backend", "unsloth"]),
     "trace": ("trace", 2, "llama-1.2b", ["--data.packing", "true", "--data.max_length", "16384",
