@@ -3,8 +3,11 @@
     python -m benchmarks.scaling --work DIR --out scaling.json [--train train.jsonl] [--cells "1.2b lora weak,..."]
                                  [--world-sizes 1,2,4,8] [--budget SECONDS] [--cpu]
 
-weak    one pack of 16,384 tokens per GPU and step
+weak    one pack of 16,384 tokens per GPU and step; every number of GPUs trains on the same packs, in fewer steps
 strong  131,072 tokens per step, whatever the number of GPUs: the loss curves must coincide
+
+Packs differ in attention, and so do steps. So tokens/s are all tokens over all seconds, but for the first record of a
+run; the median step of a few would compare other packs.
 
 A cell runs on each number of GPUs in turn, and again in the opposite order; `no-peers` at its end takes the GPUs' peer
 access away. Every run is the shipped command, the first of a cell is advised by `finetune advise` on one GPU. The
@@ -21,6 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import models
@@ -45,6 +49,8 @@ CELLS = [
 ]
 PACK, GLOBAL_TOKENS = 16384, 131072
 SMALL_PACK, SMALL_TOKENS = 256, 1024  # with --cpu
+RECORD = 10  # steps
+STOPPED = 0.5  # a record slower than this share of the median one was held up by something else
 LOSS_TOLERANCE = 1e-3  # relative, per step: what bfloat16 sums in another order differ by
 LIMIT = 540  # seconds of one run
 KEPT = (
@@ -74,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", default="", help="separated by commas: " + ", ".join(CELLS))
     parser.add_argument("--world-sizes", default="1,2,4,8", help="numbers of GPUs, separated by commas")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="of a run that is timed")
+    parser.add_argument("--steps", type=int, default=40, help="of a strong run that is timed")
+    parser.add_argument("--packs", type=int, default=192, help="of a weak run; a multiple of every number of GPUs")
     parser.add_argument("--curve-steps", type=int, default=200, help="of the first round of a strong cell")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no run is started")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on gloo ranks, to try the benchmark itself")
@@ -114,7 +121,7 @@ def measure(name: str, given: argparse.Namespace, record: dict[str, Any], deadli
             done = any(one["round"] == number and one["world_size"] == world for one in cell["runs"])
             if done or time.monotonic() > deadline:
                 continue
-            steps = given.curve_steps if mode == "strong" and number == 0 else given.steps
+            steps = given.packs // world if mode == "weak" else given.curve_steps if number == 0 else given.steps
             found = train(world, words_of(name, world, given, model, file, steps), variables, given)
             if "error" in found:
                 say(f"{name} on {world}: {found['error']}: {' | '.join(found['output'][-3:])}")
@@ -140,7 +147,7 @@ def words_of(name: str, world: int, given: argparse.Namespace, model: Path, file
         *("--data.max_length", pack, "--training.per_device_train_batch_size", 1),
         *("--training.global_batch_size", packs, "--training.max_steps", steps, "--training.save_steps", 0),
         *("--training.output_dir", given.work / "run", "--training.overwrite_output_dir", "true"),
-        *("--logging.logging_steps", 10, "--logging.generate_samples", 0, *METHODS[method]),
+        *("--logging.logging_steps", RECORD, "--logging.generate_samples", 0, *METHODS[method]),
     ]
     return [str(word) for word in words]
 
@@ -165,7 +172,8 @@ def train(world: int, words: list[str], variables: dict[str, str], given: argpar
         output = (given.work / "output.txt").read_text(errors="replace").strip().splitlines()[-15:]
         return {"error": "too slow" if code is None else f"exit code {code}", "output": output}
     found = json.loads((given.work / "run" / "run.json").read_text())
-    return {key: found.get(key) for key in KEPT} | {"seconds": time.time() - began}
+    speed = rate((given.work / "run" / "runs" / "ranks.jsonl").read_text().splitlines())
+    return {key: found.get(key) for key in KEPT} | speed | {"seconds": time.time() - began}
 
 
 def launched(command: list[str], variables: dict[str, str], given: argparse.Namespace) -> int | None:
@@ -181,13 +189,13 @@ def launched(command: list[str], variables: dict[str, str], given: argparse.Name
 
 
 def summary(runs: Sequence[dict[str, Any]], *, strong: bool) -> dict[str, Any]:
-    """Per number of GPUs: tokens/s of all of them in a median step, efficiency against one GPU in the same round, with
+    """Per number of GPUs: tokens/s of all of them, efficiency against one GPU in the same round, with
     their intervals over the rounds; memory per rank, exposed communication and the error of the prediction.
 
     For a strong cell also the largest relative difference of a step's loss between numbers of GPUs, over the steps that
     the runs of a round have in common.
     """
-    speeds = {(one["round"], one["world_size"]): rate(one) for one in runs}
+    speeds = {(one["round"], one["world_size"]): one["tokens_per_second"] for one in runs}
     found: dict[str, Any] = {}
     for world in sorted({world for _, world in speeds}):
         own = [one for one in runs if one["world_size"] == world]
@@ -199,7 +207,7 @@ def summary(runs: Sequence[dict[str, Any]], *, strong: bool) -> dict[str, Any]:
         errors = [(one.get("prediction") or {}).get("step_seconds") or {} for one in own]
         found[str(world)] = {
             "world_size": world,
-            "tokens_per_second": protocol.summarize([[rate(one)] for one in own]).to_dict(),
+            "tokens_per_second": protocol.summarize([[one["tokens_per_second"]] for one in own]).to_dict(),
             "efficiency": protocol.summarize([[share] for share in shares]).to_dict() if shares else None,
             "exposed_communication_fraction": [one["exposed_communication_fraction"] for one in own],
             "peak_memory_gib": own[-1]["peak_memory_gib"],
@@ -214,9 +222,15 @@ def summary(runs: Sequence[dict[str, Any]], *, strong: bool) -> dict[str, Any]:
     return found
 
 
-def rate(one: dict[str, Any]) -> float:
-    """Tokens/s of all GPUs of a run, in its median step."""
-    return one["tokens"] / one["steps"] / one["step_seconds_median"]
+def rate(lines: Sequence[str]) -> dict[str, float]:
+    """Tokens/s of all GPUs of a run, from its ranks.jsonl, and the number of records left out besides the first, in
+    which kernels are compiled."""
+    records = [one for one in map(json.loads, lines) if one["kind"] == "record"][1:]
+    totals = [(sum(rank["tokens"] for rank in one["ranks"]), sum(one["step_seconds"])) for one in records]
+    usual = median(tokens / seconds for tokens, seconds in totals)
+    kept = [(tokens, seconds) for tokens, seconds in totals if tokens / seconds > STOPPED * usual]
+    tokens, seconds = map(sum, zip(*kept, strict=True))
+    return {"tokens_per_second": tokens / seconds, "records_left_out": len(totals) - len(kept)}
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,11 +10,10 @@ import pytest
 from benchmarks import scaling
 
 
-def run(number: int, world: int, seconds: float, losses: list[float], tokens: int = 1000) -> dict[str, Any]:
+def run(number: int, world: int, seconds: float, losses: list[float]) -> dict[str, Any]:
     error = {"step_seconds": {"predicted": 1.0, "measured": 2.0, "error": -0.5}}
     return {
-        "round": number, "world_size": world, "tokens": tokens * 10, "steps": 10, "step_seconds_median": seconds,
-        "losses": losses, "exposed_communication_fraction": 0.1, "peak_memory_gib": [1.0] * world,
+        "round": number, "world_size": world, "tokens_per_second": 1000 / seconds, "losses": losses, "exposed_communication_fraction": 0.1, "peak_memory_gib": [1.0] * world,
         "seconds_to_first_step": 9.0, "prediction": error,
     }  # fmt: skip
 
@@ -34,6 +34,16 @@ def test_loss_curves_are_compared_within_a_round() -> None:
     assert scaling.summary(runs, strong=True)["largest_loss_difference"] == pytest.approx(0.01)
     assert "largest_loss_difference" not in scaling.summary(runs, strong=False)
     assert scaling.difference([1.0], [1.0, 2.0]) == float("inf")
+
+
+def test_tokens_and_seconds_are_added_up_over_the_records_that_count() -> None:
+    """Not the mean of rates, nor a median step; without the first record and one that something else held up."""
+    found = [(100, [9.0]), (400, [1.0, 3.0]), (300, [1.0]), (200, [1.0, 1.0]), (100, [90.0])]
+    lines = [json.dumps({"kind": "start"})] + [
+        json.dumps({"kind": "record", "step_seconds": seconds, "ranks": [{"tokens": tokens}, {"tokens": tokens}]})
+        for tokens, seconds in found
+    ]
+    assert scaling.rate(lines) == {"tokens_per_second": pytest.approx(2 * 900 / 7), "records_left_out": 1}
 
 
 def test_a_cell_is_known_or_refused() -> None:
