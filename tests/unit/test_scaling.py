@@ -13,7 +13,8 @@ from benchmarks import scaling
 def run(number: int, world: int, seconds: float, losses: list[float]) -> dict[str, Any]:
     error = {"step_seconds": {"predicted": 1.0, "measured": 2.0, "error": -0.5}}
     return {
-        "round": number, "world_size": world, "tokens_per_second": 1000 / seconds, "losses": losses, "exposed_communication_fraction": 0.1, "peak_memory_gib": [1.0] * world,
+        "round": number, "world_size": world, "tokens_per_second": 1000 / seconds,
+        "losses": losses, "exposed_communication_fraction": 0.1, "peak_memory_gib": [1.0] * world,
         "seconds_to_first_step": 9.0, "prediction": error,
     }  # fmt: skip
 
