@@ -1,9 +1,11 @@
-"""Where the GPU time of a training step goes, by operation and shape, from torch's profiler.
+"""Where the time of a training step goes, on the GPU by operation and shape and on the host by operation.
 
     python -m benchmarks.step_profile --train train.jsonl --work DIR --out FILE.jsonl --cells "8b lora 4096"
+        [--words "--data.max_length 8192 --training.gradient_checkpointing true"]
+    python -m torch.distributed.run --nproc_per_node 2 -m benchmarks.step_profile ...   # once the first has run
 
-Cells are those of `benchmarks.peers`; each appends one JSON line. The profiler slows down the host, so the time of a
-step is not that of a run; the times of kernels are.
+Cells are those of `benchmarks.peers`; each appends one JSON line, of rank 0. The profiler slows down the host, so the
+time of a step is not that of a run, and the host's times are good for shares only; the times of kernels are right.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from benchmarks import models
 from benchmarks.peers import cells, rank, rows
 from benchmarks.peers.__main__ import LEARNING_RATE
 from benchmarks.processes import say
+from finetune.runtime import distributed
 
 BEFORE, STEPS = 8, 3  # steps that are not profiled, and that are
 
@@ -31,21 +34,26 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to append the JSON lines to")
     parser.add_argument("--cells", required=True, help="separated by commas")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--words", default="", help="further arguments of the run")
     parser.add_argument("--most", type=int, default=40, help="operations and kernels to keep, longest first")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     for name in given.cells.split(","):
-        found = {"cell": name, "fp8": given.fp8} | profile(cells.cell(name.strip()), given)
+        found = {"cell": name, "fp8": given.fp8, "words": given.words} | profile(cells.cell(name.strip()), given)
+        if not distributed.ranks().is_main:
+            continue
         with given.out.open("a") as out:
             out.write(json.dumps(found) + "\n")
-        say(f"{name}: {found['kernel_ms']:.1f} ms and {found['kernels']:.0f} kernels a step")
-        for one in [*found["operations"], *found["by_kernel"]]:
+        kernels = f"{found['kernel_ms']:.1f} ms and {found['kernels']:.0f} kernels a step"
+        say(f"{name}: {kernels}, host {found['host_ms']:.1f} ms")
+        for one in [*found["operations"], *found["by_kernel"], *found["on_host"]]:
             say(f"  {one['ms']:8.2f} ms {one['count']:6.0f}  {one['name']} {one.get('shapes', '')}")
     return 0
 
 
 def profile(cell: cells.Cell, given: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds and calls per step of the longest operations (of torch) and kernels."""
+    """Milliseconds and calls per step of the longest operations (of torch), of kernels, and of the host's operations
+    without what they call, on all threads."""
     import torch
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -64,7 +72,7 @@ def profile(cell: cells.Cell, given: argparse.Namespace) -> dict[str, Any]:
         "steps": BEFORE + STEPS + 1,
         "learning_rate": LEARNING_RATE[cell.method],
         "method": cell.method,
-        "options": variant.options,
+        "options": variant.options | {"words": given.words.split()},
         "started": time.time(),
     }
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -98,12 +106,20 @@ def profile(cell: cells.Cell, given: argparse.Namespace) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name[:100]].append(event.device_time / 1000)
     by_kernel = [{"name": name, "ms": sum(ms) / STEPS, "count": len(ms) / STEPS} for name, ms in times.items()]
-    first = [sorted(kind, key=lambda one: -one["ms"])[: given.most] for kind in (operations, by_kernel)]
+    on_host = [
+        {"name": one.key, "ms": one.self_cpu_time_total / 1000 / STEPS, "count": one.count / STEPS}
+        for one in profiler.key_averages()
+        if one.self_cpu_time_total
+    ]
+    kinds = (operations, by_kernel, on_host)
+    first = [sorted(kind, key=lambda one: -one["ms"])[: given.most] for kind in kinds]
     return {
         "kernel_ms": sum(one["ms"] for one in by_kernel),
         "kernels": sum(one["count"] for one in by_kernel),
         "operations": first[0],
         "by_kernel": first[1],
+        "host_ms": sum(one["ms"] for one in on_host),
+        "on_host": first[2],
     }
 
 
