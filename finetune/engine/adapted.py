@@ -17,6 +17,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,15 +32,37 @@ Tensors = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Group:
-    """The layers of one input: frozen weights and scalings; their A and B are arguments, as they get gradients."""
+    """The layers of one input: frozen weights, scalings, and the adapters' ranks, 0 without one. Their A and B are
+    arguments, as they get gradients: `a` is the A of all layers, one below the other (sum of ranks, k), or None."""
 
     bases: tuple[nn.Linear, ...]
     scalings: tuple[float, ...]
+    ranks: tuple[int, ...]
 
-    def products(self, x: torch.Tensor, a: Tensors) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """x (n, k) times each W (n, out_i), and x times the stacked A (n, sum of ranks); None without any adapter."""
-        stacked = _stacked(a)
-        inner = None if stacked is None else x @ stacked.t()
+    @property
+    def parts(self) -> list[slice]:
+        """The rows of each adapter in `a`, and its columns in the product with it."""
+        ends = list(accumulate(self.ranks))
+        return [slice(end - rank, end) for end, rank in zip(ends, self.ranks, strict=True)]
+
+    def factors(self, given: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """`a`, and each B, in `dtype`. `given` is A and B of each layer in turn, None without an adapter."""
+        each_a = [one for one in given[::2] if one is not None]
+        each_b = [one for one in given[1::2] if one is not None]
+        if not each_a:
+            return None, [None] * len(self.bases)
+        if all(one.dtype == dtype for one in (*each_a, *each_b)):
+            return each_a[0] if len(each_a) == 1 else torch.cat(each_a), list(given[1::2])
+        a = each_a[0].new_empty((sum(self.ranks), each_a[0].shape[1]), dtype=dtype)
+        copies = [torch.empty_like(one, dtype=dtype) for one in each_b]
+        # One kernel. Adapters are small: the host takes longer to launch a kernel than the GPU to run it.
+        torch._foreach_copy_([*a.split([rank for rank in self.ranks if rank]), *copies], [*each_a, *each_b])
+        rest = iter(copies)
+        return a, [next(rest) if rank else None for rank in self.ranks]
+
+    def products(self, x: torch.Tensor, a: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """x (n, k) times each W (n, out_i), and x times `a` (n, sum of ranks); None without any adapter."""
+        inner = None if a is None else x @ a.t()
         form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
         outputs = []
         for base in self.bases:
@@ -50,17 +73,19 @@ class Group:
                 outputs.append(functional.linear(x, base.weight.to(x.dtype), bias))
         return outputs, inner
 
-    def terms(self, inner: torch.Tensor | None, a: Tensors, b: Tensors) -> list[Term | None]:
+    def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[Term | None]:
         """What the adapter of each layer adds to its product; None without one."""
         return [
             None if own_b is None or inner is None else Term(inner[:, part], own_b.t(), scaling)
-            for own_b, part, scaling in zip(b, _parts(a), self.scalings, strict=True)
+            for own_b, part, scaling in zip(b, self.parts, self.scalings, strict=True)
         ]
 
-    def forward(self, x: torch.Tensor, a: Tensors, b: Tensors) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Outputs (n, out_i) of x (n, k), and x times the stacked A (n, sum of ranks); None without any adapter."""
+    def forward(
+        self, x: torch.Tensor, a: torch.Tensor | None, b: Tensors
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Outputs (n, out_i) of x (n, k), and x times `a` (n, sum of ranks); None without any adapter."""
         outputs, inner = self.products(x, a)
-        for y, term in zip(outputs, self.terms(inner, a, b), strict=True):
+        for y, term in zip(outputs, self.terms(inner, b), strict=True):
             if term is not None:
                 y.addmm_(term.left, term.right, alpha=term.scaling)
         return outputs, inner
@@ -70,7 +95,7 @@ class Group:
         gradients: Sequence[torch.Tensor],
         x: torch.Tensor,
         inner: torch.Tensor | None,
-        a: Tensors,
+        a: torch.Tensor | None,
         b: Tensors,
         *,
         wants_x: bool,
@@ -79,21 +104,25 @@ class Group:
         dx: torch.Tensor | None = None
         dinner: list[torch.Tensor] = []
         db: list[torch.Tensor | None] = []
-        for base, own_b, part, scaling, given in zip(self.bases, b, _parts(a), self.scalings, gradients, strict=True):
+        for base, own_b, part, scaling, given in zip(self.bases, b, self.parts, self.scalings, gradients, strict=True):
             if wants_x:
                 dx = _add_input_gradient(dx, base, given)
             if own_b is None or inner is None:
                 db.append(None)
             else:
-                dinner.append(given @ (own_b * scaling))
-                db.append((given.t() @ inner[:, part]).mul_(scaling))
-        if not dinner:
-            return dx, [None] * len(a), db
+                dinner.append(given @ _times(own_b, scaling))
+                db.append(_times(given.t() @ inner[:, part], scaling))
+        if a is None:
+            return dx, [None] * len(b), db
         stacked_dinner = dinner[0] if len(dinner) == 1 else torch.cat(dinner, dim=1)
         stacked_da = stacked_dinner.t() @ x
         if dx is not None:
-            dx.addmm_(stacked_dinner, _stacked(a))  # type: ignore[arg-type]
-        return dx, [None if one is None else stacked_da[part] for one, part in zip(a, _parts(a), strict=True)], db
+            dx.addmm_(stacked_dinner, a)
+        return dx, [stacked_da[part] if rank else None for part, rank in zip(self.parts, self.ranks, strict=True)], db
+
+
+def _times(x: torch.Tensor, scaling: float) -> torch.Tensor:
+    return x if scaling == 1.0 else x * scaling
 
 
 def _add_input_gradient(dx: torch.Tensor | None, base: nn.Linear, gradient: torch.Tensor) -> torch.Tensor:
@@ -104,37 +133,23 @@ def _add_input_gradient(dx: torch.Tensor | None, base: nn.Linear, gradient: torc
     return gradient @ weight if dx is None else dx.addmm_(gradient, weight)
 
 
-def _parts(a: Tensors) -> list[slice]:
-    """The columns of each adapter in the product with the stacked A."""
-    found, end = [], 0
-    for one in a:
-        found.append(slice(end, end + (0 if one is None else one.shape[0])))
-        end = found[-1].stop
-    return found
-
-
-def _stacked(a: Tensors) -> torch.Tensor | None:
-    present = [one for one in a if one is not None]
-    return None if not present else present[0] if len(present) == 1 else torch.cat(present)
-
-
 class _Project(torch.autograd.Function):
     """The outputs of a group for x (..., k). `factors` are A and B of each layer in turn, None without an adapter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, *factors: Any) -> Any:
-        outputs, inner = group.forward(_rows(x), factors[::2], factors[1::2])
-        ctx.group = group
-        ctx.save_for_backward(x, inner, *factors)
+        a, b = group.factors(factors, x.dtype)
+        outputs, inner = group.forward(_rows(x), a, b)
+        ctx.group, ctx.dtype = group, _dtype(factors)
+        ctx.save_for_backward(x, inner, a, *b)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        x, inner, *factors = ctx.saved_tensors
-        a, b = factors[::2], factors[1::2]
+        x, inner, a, *b = ctx.saved_tensors
         given = [_rows(one) for one in gradients]
         dx, da, db = ctx.group.backward(given, _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0])
-        return None if dx is None else dx.view_as(x), None, *_alternating(da, db)
+        return None if dx is None else dx.view_as(x), None, *_gradients(da, db, ctx.dtype)
 
 
 class _Mlp(torch.autograd.Function):
@@ -143,32 +158,31 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: Group, last: Group, *factors: Any) -> torch.Tensor:
-        a, b = factors[::2], factors[1::2]
-        (gate, up), inner = first.products(_rows(x), a[:2])
-        h = silu_and_multiply(gate, up, *first.terms(inner, a[:2], b[:2]))
-        (y,), last_inner = last.forward(h, a[2:], b[2:])
-        ctx.groups = first, last
-        ctx.save_for_backward(x, gate, up, inner, last_inner, *factors)
+        a, b = first.factors(factors[:4], x.dtype)
+        last_a, last_b = last.factors(factors[4:], x.dtype)
+        (gate, up), inner = first.products(_rows(x), a)
+        h = silu_and_multiply(gate, up, *first.terms(inner, b))
+        (y,), last_inner = last.forward(h, last_a, last_b)
+        ctx.groups, ctx.dtype = (first, last), _dtype(factors)
+        ctx.save_for_backward(x, gate, up, inner, last_inner, a, last_a, *b, *last_b)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        x, gate, up, inner, last_inner, *factors = ctx.saved_tensors
-        a, b = factors[::2], factors[1::2]
-        first, last = ctx.groups
+        x, gate, up, inner, last_inner, a, last_a, *b, last_b = ctx.saved_tensors
+        (first, last), scaling = ctx.groups, ctx.groups[1].scalings[0]
         dy = _rows(gradients[0])
         dh = _add_input_gradient(None, last.bases[0], dy)
-        own_a, own_b = a[2], b[2]
-        dinner = None if own_b is None else dy @ (own_b * last.scalings[0])
-        dh_term = None if dinner is None else Term(dinner, own_a)
-        gate_term, up_term = first.terms(inner, a[:2], b[:2])
+        dinner = None if last_b is None else dy @ _times(last_b, scaling)
+        dh_term = None if dinner is None else Term(dinner, last_a)
+        gate_term, up_term = first.terms(inner, b)
         h, dgate, dup = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
         last_da = last_db = None
         if dinner is not None:
-            last_da, last_db = dinner.t() @ h, (dy.t() @ last_inner).mul_(last.scalings[0])
+            last_da, last_db = dinner.t() @ h, _times(dy.t() @ last_inner, scaling)
         del h, dh
-        dx, da, db = first.backward((dgate, dup), _rows(x), inner, a[:2], b[:2], wants_x=ctx.needs_input_grad[0])
-        grads = _alternating([*da, last_da], [*db, last_db])
+        dx, da, db = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0])
+        grads = _gradients([*da, last_da], [*db, last_db], ctx.dtype)
         return None if dx is None else dx.view_as(x), None, None, *grads
 
 
@@ -176,8 +190,20 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _alternating(a: Tensors, b: Tensors) -> list[torch.Tensor | None]:
-    return [one for pair in zip(a, b, strict=True) for one in pair]
+def _dtype(factors: Tensors) -> torch.dtype | None:
+    return next((one.dtype for one in factors if one is not None), None)
+
+
+def _gradients(a: Tensors, b: Tensors, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+    """The gradients of A and B of each layer in turn, in the parameters' `dtype`."""
+    given = [one for pair in zip(a, b, strict=True) for one in pair]
+    present = [one for one in given if one is not None]
+    if not present or dtype is None or present[0].dtype == dtype:
+        return given
+    copies = [torch.empty_like(one, dtype=dtype) for one in present]
+    torch._foreach_copy_(copies, present)
+    rest = iter(copies)
+    return [None if one is None else next(rest) for one in given]
 
 
 def silu_and_multiply(
@@ -217,7 +243,7 @@ def silu_and_multiply_backward(
 def project(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """The outputs of frozen layers, plain or with an adapter, for the same input x (..., k)."""
     x = fp8.in_compute_dtype(x)
-    group, factors = _group(layers, x.dtype)
+    group, factors = _group(layers)
     return _Project.apply(x, group, *factors)  # type: ignore[no-any-return]
 
 
@@ -227,7 +253,7 @@ def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
     if not all(map(computable, layers)):
         return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
     x = fp8.in_compute_dtype(x)
-    (first, factors), (last, more) = _group(layers[:2], x.dtype), _group(layers[2:], x.dtype)
+    (first, factors), (last, more) = _group(layers[:2]), _group(layers[2:])
     return _Mlp.apply(x, first, last, *factors, *more)  # type: ignore[no-any-return]
 
 
@@ -246,16 +272,18 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
     return project(x, [layer])[0]
 
 
-def _group(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Group, list[torch.Tensor | None]]:
-    """The layers as a group, and A and B of each in turn, in `dtype`."""
-    bases, scalings, factors = [], [], []
+def _group(layers: Sequence[Any]) -> tuple[Group, list[torch.Tensor | None]]:
+    """The layers as a group, and A and B of each in turn."""
+    bases, scalings, ranks = [], [], []
+    factors: list[torch.Tensor | None] = []
     for layer in layers:
         name = active_adapter(layer)
+        pair = (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
         bases.append(getattr(layer, "base_layer", layer))
         scalings.append(1.0 if name is None else layer.scaling[name])
-        pair = (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
-        factors += [None if one is None else one.to(dtype) for one in pair]
-    return Group(tuple(bases), tuple(scalings)), factors
+        ranks.append(0 if pair[0] is None else pair[0].shape[0])
+        factors += pair
+    return Group(tuple(bases), tuple(scalings), tuple(ranks)), factors
 
 
 def computable(layer: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine import adapted
 
@@ -139,3 +141,44 @@ def test_bfloat16_and_autocast_give_their_dtype(tiny_model: Path) -> None:
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(1, layer.in_features)).dtype == torch.bfloat16
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what would be launched on a GPU, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("adapters", "scaling"), [((4, 8, 2), 1.0), ((4, 0, 2), 0.5)])
+def test_adapters_in_float32_are_cast_by_one_kernel_each_way(adapters: tuple[int, ...], scaling: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 24, bias=False).to(torch.bfloat16).requires_grad_(False) for _ in adapters]
+    pairs = [(torch.randn(r, 32), torch.randn(24, r)) if r else (None, None) for r in adapters]
+    factors = [None if one is None else one.requires_grad_() for pair in pairs for one in pair]
+    x = torch.randn(2, 5, 32, dtype=torch.bfloat16, requires_grad=True)
+    given = [torch.randn(2, 5, 24, dtype=torch.bfloat16) for _ in layers]
+    group = adapted.Group(tuple(layers), (scaling,) * len(layers), adapters)
+    with Kernels() as kernels:
+        found = adapted._Project.apply(x, group, *factors)
+        torch.autograd.backward(found, given)
+    assert kernels.counted["_foreach_copy_"] == 2
+    assert not {"_to_copy", "copy_"} & set(kernels.counted)
+    assert kernels.counted["cat"] == 1  # of the gradients of x A^T
+    assert kernels.counted["mul"] == (0 if scaling == 1.0 else 2 * sum(map(bool, adapters)))
+
+    inputs = [one for one in (x, *factors) if one is not None]
+    got = [one.grad for one in inputs]
+    outputs = [
+        layer(x) + (scaling * (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() if a is not None else 0)
+        for layer, (a, b) in zip(layers, zip(factors[::2], factors[1::2], strict=True), strict=True)
+    ]
+    expected = torch.autograd.grad(outputs, inputs, given)
+    for one, other in zip([*found, *got], [*outputs, *expected], strict=True):
+        assert one is not None and one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-1)  # bfloat16 rounds at other places

@@ -34,7 +34,7 @@ def test_products_and_gradients_are_those_of_rounded_numbers() -> None:
     given = [torch.randn(2, 7, 96), torch.randn(2, 7, 32)]
     converted = [fp8.Linear(layer) for layer in layers]
     pairs = [one for pair in zip(a, b, strict=True) for one in pair]
-    got = adapted._Project.apply(x, adapted.Group(tuple(converted), tuple(scalings)), *pairs)
+    got = adapted._Project.apply(x, adapted.Group(tuple(converted), tuple(scalings), (4, 8)), *pairs)
     torch.autograd.backward(got, given)
     for index, layer in enumerate(layers):
         expected = rounded(x) @ rounded(layer.weight).t() + scalings[index] * (x @ a[index].t()) @ b[index].t()
