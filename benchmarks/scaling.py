@@ -113,9 +113,11 @@ def measure(name: str, given: argparse.Namespace, record: dict[str, Any], deadli
     file = given.work / f"rows-{kind}.jsonl"
     rows.build(file, kind, longest, AutoTokenizer.from_pretrained(model), given.train)
     variables = {"NCCL_P2P_DISABLE": "1"} if further else {}
-    cell = record["cells"].setdefault(name, {"advice": None, "runs": []})
-    if cell["advice"] is None and time.monotonic() < deadline:
-        cell["advice"] = advice(words_of(name, 1, given, model, file, 5000), variables, given)
+    cell = record["cells"].setdefault(name, {"advice": {}, "runs": []})
+    for world in given.worlds if mode == "weak" else given.worlds[:1]:  # a prediction is for a global batch
+        if str(world) not in cell["advice"] and time.monotonic() < deadline:
+            found = advice(words_of(name, world, given, model, file, 5000), variables, given)
+            cell["advice"][str(world)] = found
     for number in range(given.rounds):
         for world in given.worlds if number % 2 == 0 else reversed(given.worlds):
             done = any(one["round"] == number and one["world_size"] == world for one in cell["runs"])
