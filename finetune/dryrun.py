@@ -108,7 +108,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         RunError: a loss is not finite, the disk is full, or weights differ after reloading.
     """
     from finetune.measure import measurements
-    from finetune.measure.trial import WORST_STEPS, holds_its_state, saved_bytes
+    from finetune.measure.trial import WORST_STEPS, holds_its_state, saved_bytes, saved_bytes_without_checkpointing
 
     trainer, logger = trial.trainer, trial.logger
     full = None
@@ -138,7 +138,9 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         sizes = search(trial, world, start=None)
         facts = {"micro_batch_search": sizes, "out_of_memory": True, "state_fits": True}
         return Outcome(go=False, reason=_too_large(full, sizes), measured=facts)
-    kept = saved_bytes(trainer, trial.job.layout, trial.job.batch.per_device) if slices.is_slice() else None
+    rows = trial.job.layout, trial.job.batch.per_device
+    kept = saved_bytes(trainer, *rows) if slices.is_slice() else None
+    all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
     if kept is None:  # slices are of no other run
         measurements.keep(measured)  # before the search, which may end badly
     sizes = search(trial, world, start=trial.job.batch.per_device)
@@ -155,6 +157,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
         "measurement": measured.to_dict(),
         "measurement_file": saved and str(saved),
         "saved_bytes": kept,
+        "saved_bytes_without_checkpointing": all_kept,
     }
     return Outcome(go=True, reason=None, measured=results)
 
@@ -237,7 +240,8 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
         raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
     few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
     once = shard.would_reduce_once(config)
-    found = slices.sharded(few, more, [one["saved_bytes"] for one in reports], cut, layers, config, sizes, once)
+    saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
+    found = slices.sharded(few, more, saved, all_saved, cut, layers, config, sizes, once)
     tokens = reports[-1]["longest_row_tokens"] * found.whole.per_device
     result = sharded_result(found, tokens, world)
     result["measurement_file"] = str(slices.keep(found))

@@ -2,8 +2,10 @@
 
     weights, gradients and optimizer state / GPUs  +  two layers, gathered  +  what is outside the layers, gathered
 
-Two layers, because the next one is gathered while one computes. In full fine-tuning their gradients are in float32
-while they are reduced. Activations are not included: they depend on rows and checkpointing, as on one GPU.
+Two layers, because the next one is gathered while one computes. In full fine-tuning each unit's gradients are copied
+into float32 to be reduced: a layer's after its backward pass, those of what is outside the layers at the very end, when
+no activations are left (`_root_post_backward_final_callback`, torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+Activations are not included: they depend on rows and checkpointing, as on one GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ _BESIDE = re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_ma
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Parameters of a model: all, of its largest layer, and outside of layers."""
+    """Parameters of a model: all, of its largest layer, outside of layers, and in the root unit: those outside but for
+    an embedding that is not the head, which is a unit of its own."""
 
     total: int
     layer: int
     outside: int
+    root: int
 
 
 def sizes(folder: Path) -> Sizes | None:
@@ -37,7 +41,7 @@ def sizes(folder: Path) -> Sizes | None:
     from safetensors import safe_open
 
     layers: dict[str, int] = {}
-    outside = 0
+    outside: list[tuple[int, list[int]]] = []  # numbers and shape of each tensor
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a mapping
@@ -46,12 +50,15 @@ def sizes(folder: Path) -> Sizes | None:
                 tensor = tensors.get_slice(key)
                 count = math.prod(tensor.get_shape()) * (2 if tensor.get_dtype() == "U8" else 1)  # two of 4 bits a byte
                 if (layer := _LAYER.match(key)) is None:
-                    outside += count
+                    outside.append((count, tensor.get_shape()))
                 else:
                     layers[layer[1]] = layers.get(layer[1], 0) + count
     if not layers:
         return None
-    return Sizes(total=sum(layers.values()) + outside, layer=max(layers.values()), outside=outside)
+    rest = sum(count for count, _ in outside)
+    largest = max(outside, default=(0, []))
+    embedding = largest[0] if outside.count(largest) > 1 else 0  # and a head of the same shape
+    return Sizes(total=sum(layers.values()) + rest, layer=max(layers.values()), outside=rest, root=rest - embedding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +87,39 @@ def storage(config: Config) -> Storage:
     return Storage(layer=each, outside=each, full=config.model.full_finetuning, state=state)
 
 
+def kept_bytes(found: Sizes, world_size: int, stored: Storage) -> int:
+    """Of a rank: its parts of weights, gradients and optimizer state."""
+    return math.ceil(stored.kept(found.total - found.outside, found.outside) / world_size)
+
+
+def gathered_bytes(found: Sizes, stored: Storage) -> float:
+    """Two layers, and what is outside the layers."""
+    return 2 * found.layer * stored.layer + found.outside * stored.outside
+
+
+def reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
+    """Bytes beside activations while a layer's gradients are reduced: what is gathered, the gradients of the layer and
+    of the root, and the layer's in float32, whole and this rank's part; the latter also in the weights' type. The layer
+    before has freed its copy."""
+    if not stored.full:
+        return gathered_bytes(found, stored)
+    part = (4 + stored.layer) / world_size
+    return gathered_bytes(found, stored) + found.layer * (stored.layer + 4 + part) + found.root * stored.outside
+
+
+def reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
+    """Bytes at the end of the backward pass, while the root's gradients are reduced: all gradients outside of layers,
+    an embedding of its own that is still gathered, and the root's gradients in float32 as in `reducing_a_layer`."""
+    if not stored.full:
+        return 0.0
+    part = (4 + stored.outside) / world_size
+    return (2 * found.outside - found.root) * stored.outside + found.root * (4 + part)
+
+
 def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:
     """Memory of a rank without activations, in bytes."""
-    kept = stored.kept(found.total - found.outside, found.outside)
-    gathered = 2 * found.layer * stored.layer + found.outside * stored.outside
-    reduced = 4 * max(found.layer, found.outside) if stored.full else 0
-    return math.ceil(kept / world_size + gathered + reduced)
+    most = max(reducing_a_layer(found, world_size, stored), reducing_the_root(found, world_size, stored))
+    return math.ceil(kept_bytes(found, world_size, stored) + most)
 
 
 def smallest_world(found: Sizes, memory: float, world_sizes: Iterable[int], stored: Storage) -> tuple[int, int] | None:

@@ -76,7 +76,9 @@ class Sharded:
     layers:             number of layers
     sizes, stored:      parameters of the model, and how they are stored
     activation_bytes:   of all layers, on the longest rows
-    fixed_bytes:        activations outside the layers, the loss among them
+    fixed_bytes:        activations outside the layers, the loss among them, or what a layer's backward pass needs for
+                        a moment if that is more
+    layer_bytes:        activations of one layer if nothing is recomputed; None if not known
     reduces_once:       whether accumulated gradients are reduced in a step's last pass only
     """
 
@@ -86,6 +88,7 @@ class Sharded:
     stored: sharding.Storage
     activation_bytes: float
     fixed_bytes: float
+    layer_bytes: float | None
     reduces_once: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,20 +98,37 @@ class Sharded:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Sharded:
         """The inverse of `to_dict`. Raises TypeError or KeyError for the file of another version."""
+        names = ("layers", "activation_bytes", "fixed_bytes", "layer_bytes", "reduces_once")
         return cls(
             whole=Measurement.from_dict(content["whole"]),
             sizes=sharding.Sizes(**content["sizes"]),
             stored=sharding.Storage(**content["stored"]),
-            **{k: content[k] for k in ("layers", "activation_bytes", "fixed_bytes", "reduces_once")},
+            **{k: content[k] for k in names},
         )
 
-    def peak_bytes(self, world_size: int) -> float:
-        """Peak memory of one of `world_size` ranks: its parts of the model, what is gathered, and the activations."""
-        state = sharding.bytes_per_gpu(self.sizes, world_size, self.stored)
+    def kept_bytes(self, world_size: int) -> float:
+        """What one of `world_size` ranks holds throughout a step, its accumulated gradients included."""
+        kept = sharding.kept_bytes(self.sizes, world_size, self.stored)
         accumulates = self.whole.global_batch_size > world_size * self.whole.per_device
         if self.stored.full and self.reduces_once and accumulates:  # each rank keeps its own gradients, unsharded
-            state += GRADIENT_BYTES * self.sizes.total
-        return state + self.activation_bytes + self.fixed_bytes
+            kept += GRADIENT_BYTES * self.sizes.total
+        return kept
+
+    def moments(self, world_size: int) -> list[tuple[float, float]]:
+        """The moments of a step that may need the most beside that: (bytes, bytes that grow with the tokens). They are
+        the loss, with the activations of all layers; the backward pass of the last layer, with what it recomputes and
+        gradients of about the same size; and the reduction of the root, when there are no activations left."""
+        given = self.sizes, world_size, self.stored
+        in_a_layer = self.fixed_bytes if self.layer_bytes is None else min(self.fixed_bytes, 2 * self.layer_bytes)
+        return [
+            (sharding.gathered_bytes(self.sizes, self.stored), self.activation_bytes + self.fixed_bytes),
+            (sharding.reducing_a_layer(*given), self.activation_bytes + in_a_layer),
+            (sharding.reducing_the_root(*given), 0.0),
+        ]
+
+    def peak_bytes(self, world_size: int) -> float:
+        """Peak memory of one of `world_size` ranks."""
+        return self.kept_bytes(world_size) + max(map(sum, self.moments(world_size)))
 
 
 # --- from slices to the whole -----------------------------------------------------------------------------------------
@@ -159,6 +179,7 @@ def sharded(
     few: Measurement,
     more: Measurement,
     saved: Sequence[int],
+    all_saved: Sequence[int | None],
     slices: tuple[int, int],
     layers: int,
     config: Config,
@@ -171,9 +192,12 @@ def sharded(
         saved: bytes that the forward pass of each slice keeps for the backward pass (`trial.saved_bytes`). Their
             difference is the activations of layers; what a peak has beyond them and beyond weights, gradients and
             optimizer state is outside the layers: the loss, and what is allocated for a moment.
+        all_saved: the same without checkpointing (`trial.saved_bytes_without_checkpointing`).
     """
     stored = sharding.storage(config)
     layer = max(saved[1] - saved[0], 0) / (slices[1] - slices[0])
+    all_known = [one for one in all_saved if one is not None]
+    of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
     held = stored.kept(slices[1] * sizes.layer, sizes.outside)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
@@ -182,6 +206,7 @@ def sharded(
         stored=stored,
         activation_bytes=layers * layer,
         fixed_bytes=max(more.peak_memory_bytes - held - slices[1] * layer, 0.0),
+        layer_bytes=of_a_layer,
         reduces_once=reduces_once,
     )
 
@@ -251,9 +276,12 @@ def longest_document(measured: Sharded, tokens: int, memory_bytes: float | None,
     """
     if memory_bytes is None:
         return None
-    grows = measured.activation_bytes + measured.fixed_bytes
-    room = memory_bytes - (measured.peak_bytes(world_size) - grows)
-    return max(int(room / grows * tokens), 0) if grows > 0 else None
+    room = memory_bytes - measured.kept_bytes(world_size)
+    moments = measured.moments(world_size)
+    if max(other for other, _ in moments) > room:
+        return 0
+    longest = [(room - other) / grows * tokens for other, grows in moments if grows > 0]
+    return int(min(longest)) if longest else None
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

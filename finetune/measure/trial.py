@@ -284,6 +284,21 @@ def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
     return found
 
 
+def saved_bytes_without_checkpointing(trainer: Any, layout: Layout, per_device: int) -> int | None:
+    """The same if nothing is recomputed in the backward pass; None if that does not fit on the device."""
+    on = [module for module in trainer.model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for module in on:
+            module.gradient_checkpointing = False
+        return saved_bytes(trainer, layout, per_device)
+    except torch.OutOfMemoryError:
+        _empty(trainer)
+        return None
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True
+
+
 def holds_its_state(trainer: Any) -> bool:
     """Whether weights, gradients and the optimizer state fit on the device together, without any activations.
     Afterwards weights and optimizer state remain allocated, as in training, even if no step was completed before.

@@ -448,10 +448,16 @@ def test_a_model_that_fits_no_gpu_may_fit_sharded(
     report = tmp_path / "advice.json"
     assert advise.main([*words, "--model.full_finetuning", "--json", str(report)]) == 1
     said, shard = " ".join(capsys.readouterr().out.split()), json.loads(report.read_text())["shard"]
-    needed = 8 * whole / shard["world_size"] + 2 * whole + 4 * max(found.layer, found.outside)
+    stored = sharding.Storage(layer=2, outside=2, full=True, state=4)
+    needed = sharding.bytes_per_gpu(found, shard["world_size"], stored)
     assert shard["gib_per_gpu"] == pytest.approx(needed / 2**30, rel=1e-4)
     assert shard["gib_per_gpu"] <= 0.8 * 0.00095 and shard["world_size"] > 2
-    by_size = [8 * whole / ranks + 2 * whole + 4 * max(found.layer, found.outside) for ranks in (2, 4, 8)]
+    embedding = found.outside - found.root
+    assert 2 * embedding < found.outside < 2.01 * embedding  # and a head of the same shape, and a norm
+    by_size = [  # parts; two layers and the rest gathered; gradients of a layer and of the root; the layer's in float32
+        8 * whole / ranks + 2 * whole + 2 * found.layer + 2 * found.root + found.layer * (4 + (4 + 2) / ranks)
+        for ranks in (2, 4, 8)
+    ]
     assert list(shard["gib_by_world_size"].values()) == pytest.approx([one / 2**30 for one in by_size], rel=1e-4)
     assert list(shard["gib_by_world_size"]) == ["2", "4", "8"] and "On 2, 4, 8 GPUs each needs 0.0, 0.0, 0.0" in said
     assert f"it fits on {shard['world_size']} GPUs, of which 2 are here" in said

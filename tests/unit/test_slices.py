@@ -16,7 +16,7 @@ from finetune.config import load
 from finetune.measure import measurements, sharding, slices
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
-from finetune.measure.trial import saved_bytes
+from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
 
 
 def build(layers: int, folder: Path) -> Any:
@@ -107,6 +107,15 @@ def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_
     assert each == hidden if checkpointing else each > 10 * hidden
 
 
+def test_activations_without_checkpointing_are_counted_with_it_and_it_stays_on(tmp_path: Path) -> None:
+    model = build(2, tmp_path / "model")
+    plain = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    model.gradient_checkpointing_enable()
+    with_it = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
+    assert saved_bytes_without_checkpointing(Trains(model), Rows(), 2) == plain > with_it  # type: ignore[arg-type]
+    assert saved_bytes(Trains(model), Rows(), 2) == with_it  # type: ignore[arg-type]
+
+
 # --- from slices to the whole -----------------------------------------------------------------------------------------
 
 
@@ -149,19 +158,32 @@ def sharded(**changed: Any) -> slices.Sharded:
     known: dict[str, Any] = dict(
         whole=measured(4),
         layers=4,
-        sizes=sharding.Sizes(total=440, layer=100, outside=40),
+        sizes=sharding.Sizes(total=440, layer=100, outside=40, root=40),
         stored=sharding.Storage(layer=2, outside=2, full=True, state=4),
         activation_bytes=900.0,
         fixed_bytes=70.0,
+        layer_bytes=10.0,
         reduces_once=False,
     )
     return slices.Sharded(**known | changed)
 
 
 def test_memory_of_a_rank() -> None:
-    # Weights, gradients and two states of a half of 440 parameters; two layers and the rest gathered; float32 gradients
-    # of a layer; activations.
-    assert sharded().peak_bytes(2) == 440 * 2 * 4 / 2 + (2 * 100 + 40) * 2 + 100 * 4 + 900 + 70
+    # Weights, gradients and two states of a half of 440 parameters; two layers and the rest gathered.
+    kept, gathered = 440 * 2 * 4 / 2, (2 * 100 + 40) * 2
+    # Gradients of the root and of a layer; the layer's in float32, and this rank's half of them in both types; the
+    # activations of all layers, and a layer's twice.
+    layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * (4 + 2) + 900 + 2 * 10
+    assert sharded().peak_bytes(2) == kept + gathered + layer
+    assert sharded(layer_bytes=1e6).peak_bytes(2) == kept + gathered + layer + 50  # the most that was seen to be needed
+    assert sharded(layer_bytes=None).peak_bytes(2) == kept + gathered + layer + 50
+    assert sharded(fixed_bytes=5000.0).peak_bytes(2) == kept + gathered + 900 + 5000  # at the loss
+    # At the end, without activations: an embedding of 300 of its own, gathered; gradients of all 700 outside.
+    sizes = sharding.Sizes(total=1100, layer=100, outside=700, root=400)
+    one = sharded(sizes=sizes, activation_bytes=0.0, fixed_bytes=0.0, layer_bytes=None)
+    assert one.peak_bytes(2) == 1100 * 2 * 4 / 2 + 300 * 2 + 700 * 2 + 400 * 4 + 200 * (4 + 2)
+    frozen = sharded(stored=sharding.Storage(layer=2, outside=2, full=False, state=0))
+    assert frozen.peak_bytes(2) == 440 * 2 / 2 + gathered + 900 + 70
     once = sharded(reduces_once=True)
     assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
     alone = replace(once, whole=replace(once.whole, global_batch_size=2))
@@ -176,6 +198,21 @@ def test_memory_of_adams_states_in_8_bits() -> None:
         stored = sharding.storage(load(words, command="train"))
         found[optimizer] = sharded(stored=stored).peak_bytes(2) - sharded(stored=replace(stored, state=0)).peak_bytes(2)
     assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_not_the_head_is_no_part_of_the_root(tied: bool, tmp_path: Path) -> None:
+    """As `engine.shard.units` has it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = sharding.sizes(tmp_path)
+    assert found is not None and found.root == 50 * 64 + 64  # the head and the last norm
+    assert found.outside == found.root + (0 if tied else 50 * 64)
 
 
 def test_files_of_weights_that_are_in_4_bits_already_have_the_sizes_of_the_model(tmp_path: Path) -> None:
@@ -221,8 +258,8 @@ def test_a_step_of_several_ranks() -> None:
 
 def test_the_longest_row_fills_the_device() -> None:
     found = sharded()
-    state = found.peak_bytes(2) - 970
-    assert slices.longest_document(found, 64, state + 2 * 970, 2) == 128
+    state = found.peak_bytes(2) - 920  # in a layer's backward pass
+    assert slices.longest_document(found, 64, state + 2 * 920, 2) == 128
     assert slices.longest_document(found, 64, state / 2, 2) == 0
     assert slices.longest_document(found, 64, None, 2) is None
 
@@ -233,10 +270,36 @@ def test_activations_come_from_what_is_saved() -> None:
          "--model.dtype", "bfloat16"],
         command="train",
     )  # fmt: skip
-    sizes = sharding.Sizes(total=440, layer=10, outside=40)
-    found = slices.sharded(measured(2), measured(4), [50, 90], (2, 4), 32, config, sizes, True)
+    sizes = sharding.Sizes(total=440, layer=10, outside=40, root=40)
+    found = slices.sharded(measured(2), measured(4), [50, 90], [150, 450], (2, 4), 32, config, sizes, True)
     assert found.activation_bytes == 32 * 20
     assert found.fixed_bytes == (1000 + 300 * 4) - (4 * 10 + 40) * 2 * 4 - 4 * 20
+    assert found.layer_bytes == 150
+    full = slices.sharded(measured(2), measured(4), [50, 90], [150, None], (2, 4), 32, config, sizes, True)
+    assert full.layer_bytes is None
+
+
+# Total, layer, head; activations and loss as a dry run on an H200 measured them, GiB; peak of two H200s with two
+# micro-batches of 4,096 tokens (benchmarks/results/2026-11-24-shard-two-h200.jsonl). The record lacks the activations
+# of a layer without checkpointing; these are of a layer of that shape on a CPU.
+@pytest.mark.parametrize(
+    ("total", "layer", "embedding", "tied", "activations", "loss", "in_a_layer", "peak"),
+    [
+        (1_235_814_400, 60_821_504, 262_668_288, True, 0.25, 1.7788782119750977, 0.416, 7.235225200653076),
+        (8_030_261_248, 218_112_000, 525_336_576, False, 1.0, 3.3346190452575684, 0.768, 36.34490442276001),
+    ],
+)
+def test_memory_of_two_gpus_is_predicted_from_above_and_closely(
+    total: int, layer: int, embedding: int, tied: bool, activations: float, loss: float, in_a_layer: float, peak: float
+) -> None:
+    outside = embedding if tied else 2 * embedding + 4096
+    found = sharded(
+        sizes=sharding.Sizes(total=total, layer=layer, outside=outside, root=outside - (0 if tied else embedding)),
+        activation_bytes=activations * 2**30,
+        fixed_bytes=loss * 2**30,
+        layer_bytes=in_a_layer * 2**30,
+    )
+    assert 1 <= found.peak_bytes(2) / 2**30 / peak < 1.07
 
 
 def test_what_is_kept_is_found_by_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
