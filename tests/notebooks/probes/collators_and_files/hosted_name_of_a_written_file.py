@@ -4,7 +4,6 @@
 # hasnot: /content/train.jsonl
 # says: /content/train.jsonl
 # cause: rows that are written by a relative path and read by the path that the file has on a hosted service
-# fast
 # %%
 import pandas as pd
 df = pd.read_csv("pairs.csv")
