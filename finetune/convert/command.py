@@ -202,6 +202,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.classify import text_cells, unparsed_after_training
+    from finetune.convert.files import one_name_per_file
     from finetune.convert.inline import prepare_by_todays_name, settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
@@ -212,7 +213,7 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     settle_globals(notebook)
     train_by_method(notebook)
     notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
-    notes += leave_out_resumed(notebook)
+    notes += leave_out_resumed(notebook) + one_name_per_file(notebook)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

@@ -396,6 +396,7 @@ def _dumps(call: ast.Call) -> bool:
         "mkdir",
         "rmtree",
         "copytree",
+        "make_archive",
         "move",
         "copyfile",
         "unzip",

@@ -21,6 +21,7 @@ from finetune.convert.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
+from finetune.convert.files import is_named
 from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
@@ -465,11 +466,9 @@ def _is_read(form: Form, place: int, kept: Set[int]) -> bool:
     node = form.program.statements[place].node
     paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
     names = {path.id for path in paths if isinstance(path, ast.Name)}
-    texts = {str(one.value) for path in paths for one in ast.walk(path) if isinstance(one, ast.Constant)}
     others = [form.program.statements[one].node for one in kept]
     read = {name for one in others for name in code.reads(one)}
-    found = {str(one.value) for other in others for one in ast.walk(other) if isinstance(one, ast.Constant)}
-    return bool(not paths or names & read or texts & found)
+    return bool(not paths or names & read or any(is_named(path, form.program, others) for path in paths))
 
 
 def _own_file(form: Form, node: ast.stmt) -> bool:

@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import replace
 
+from finetune.convert.files import is_named
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
     Program,
@@ -356,10 +357,7 @@ def _kept_names(plan: Plan, path: ast.expr) -> bool:
     """Whether something kept mentions the file or folder, or a name or literal in its path."""
     kept = [plan.program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
     read = {name for node in kept for name in effects(node).all_reads} - plan.program.imports.keys()
-    texts = {node.value for node in ast.walk(path) if isinstance(node, ast.Constant)}
-    return bool(free_names(path) & read) or any(
-        isinstance(inner, ast.Constant) and inner.value in texts for node in kept for inner in ast.walk(node)
-    )
+    return bool(free_names(path) & read) or is_named(path, plan.program, kept)
 
 
 def makes(plan: Plan, node: ast.stmt, *names: str) -> bool:

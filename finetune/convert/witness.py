@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
-from finetune.convert.witness_notebook import is_unsloth, read_cells
+from finetune.convert.files import hosted_names, renamed
+from finetune.convert.witness_notebook import is_unsloth, read_cells, whole_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
@@ -120,9 +121,12 @@ def run_scripts(
 
 def _cells(notebook: Path) -> list[str]:
     try:
-        return read_cells(notebook.read_text(encoding="utf-8-sig"), notebook.name)
+        text = notebook.read_text(encoding="utf-8-sig")
+        code, cells = "\n".join(whole_cells(text, notebook.name)), read_cells(text, notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
+    names = hosted_names(code, cells)
+    return [renamed(cell, names) for cell in cells]
 
 
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:

@@ -1,0 +1,129 @@
+"""Files that a notebook writes and reads again, by whatever name: `"rows.jsonl"`, `target`, `/content/rows.jsonl`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from finetune.convert.names import Program, is_path, root, target_names, written_path
+from finetune.convert.read import Notebook
+
+_WORKING_FOLDERS = ("/content/", "/kaggle/working/")  # where the services start a notebook
+_CHANGES_FOLDER = re.compile(r"^\s*[%!]?cd\s|\bchdir\(", re.MULTILINE)
+
+
+def one_name_per_file(notebook: Notebook) -> list[str]:
+    """Write a file's path on a hosted service as its relative path, in place, if the notebook has both names and writes
+    the file. Returns notes for the report."""
+    names = hosted_names(notebook.text, (statement.source for statement in notebook.statements))
+    notes = []
+    for place, statement in enumerate(notebook.statements):
+        if not (found := sorted(_texts(statement.node) & names.keys())):
+            continue
+        same = ast.dump(statement.node) == ast.dump(ast.parse(statement.source).body[0])
+        source = renamed(statement.source if same else ast.unparse(statement.node), names)
+        notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
+        notes += [
+            f"cell {statement.cell}: {path} is {names[path]} here, a file that the notebook writes" for path in found
+        ]
+    return notes
+
+
+def hosted_names(code: str, sources: Iterable[str]) -> dict[str, str]:
+    """Path on a hosted service -> the relative path of the same file, of files that the sources write and name in both
+    ways. Empty if the code changes its folder."""
+    if _CHANGES_FOLDER.search(code):
+        return {}
+    trees = list(_trees(sources))
+    paths = {text for tree in trees for text in _texts(tree)}
+    written = _written(trees)
+    found: dict[str, str] = {}
+    for path in sorted(paths):
+        folder = next((folder for folder in _WORKING_FOLDERS if path.startswith(folder)), path)
+        for name in (path.removeprefix(folder), f"./{path.removeprefix(folder)}"):
+            if name in paths and len(name) > 2 and written & {path, name}:
+                found.setdefault(path, name)
+    return found
+
+
+def renamed(source: str, names: dict[str, str]) -> str:
+    """The code with the literals of these paths replaced."""
+    for path, name in names.items():
+        source = re.sub(
+            rf"""(["']){re.escape(path)}\1""", lambda quoted, name=name: quoted[1] + name + quoted[1], source
+        )
+    return source
+
+
+def _trees(sources: Iterable[str]) -> Iterator[ast.Module]:
+    for source in sources:
+        try:
+            yield ast.parse(source)
+        except SyntaxError:
+            continue
+
+
+def _texts(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _written(trees: list[ast.Module]) -> set[str]:
+    """Literal paths that a call writes, itself or by a name that is given the path."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    paths = [path for node in nodes if isinstance(node, ast.Call) and (path := written_path(node)) is not None]
+    names = {root(path) for path in paths} - {None}
+    given = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
+    ]
+    return {text for one in [*paths, *given] for text in _texts(one)}
+
+
+_READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
+
+
+def is_named(path: ast.expr, program: Program, nodes: Iterable[ast.AST]) -> bool:
+    """Whether code has a literal that may name the file or folder at `path`, or a folder that it is in. The names in
+    `path` are followed to what they are assigned."""
+    paths = [PurePosixPath(text) for text in _followed(path, _values(program), set())]
+    files = {one.name for one in paths if is_path(one.name)}
+    wanted = files or {one.name for one in paths if one.name}
+    folders = {part for one in paths for part in one.parts[: -1 if is_path(one.name) else None]} - {"/", ".."}
+    for node in nodes:
+        for named in map(PurePosixPath, _texts(node)):
+            if named.name in wanted or (not files and wanted & {*named.parts}):
+                return True
+        for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+            given = {text for one in [*call.args, *call.keywords] for text in _texts(one)}
+            if _READS.search(ast.unparse(call.func)) and folders & {
+                part for one in given for part in PurePosixPath(one).parts
+            }:
+                return True
+    return False
+
+
+def _values(program: Program) -> dict[str, list[ast.AST]]:
+    """What each name is assigned."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in (node for statement in program.statements for node in ast.walk(statement.node)):
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For | ast.comprehension):
+            value = node.iter if isinstance(node, ast.For | ast.comprehension) else node.value or ast.Pass()
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in target_names(target):
+                    found.setdefault(name, []).append(value)
+    return found
+
+
+def _followed(node: ast.AST, values: Mapping[str, list[ast.AST]], seen: set[str]) -> Iterator[str]:
+    """The literals of an expression and of what its names are assigned."""
+    yield from _texts(node)
+    for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - seen:
+        seen.add(name)
+        for value in values.get(name, []):
+            yield from _followed(value, values, seen)
