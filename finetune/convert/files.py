@@ -12,6 +12,7 @@ from finetune.convert.names import Program, is_path, root, target_names, written
 from finetune.convert.read import Notebook
 
 _WORKING_FOLDERS = ("/content/", "/kaggle/working/")  # where the services start a notebook
+_READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
 _CHANGES_FOLDER = re.compile(r"^\s*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
 
@@ -81,9 +82,6 @@ def _written(trees: list[ast.Module]) -> set[str]:
         if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
     ]
     return {text for one in [*paths, *given] for text in _texts(one)}
-
-
-_READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
 
 
 def is_named(path: ast.expr, program: Program, nodes: Iterable[ast.AST]) -> bool:

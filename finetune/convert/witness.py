@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
-from finetune.convert.files import hosted_names, renamed
-from finetune.convert.witness_notebook import is_unsloth, read_cells, whole_cells
+from finetune.convert.witness_notebook import is_unsloth, read_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
@@ -55,6 +54,11 @@ def _same_failure(of_notebook: str, of_script: str | None) -> bool:
     """Whether a statement of the notebook failed as the script did. Addresses and folders differ."""
     one, two = (re.sub(r"0x[0-9a-f]+|/[\w./-]+", "", text) for text in (of_notebook, of_script or ""))
     return bool(two) and one.endswith(f": {two}")
+
+
+# A hosted service starts a notebook in this folder, so "/content/rows.jsonl" and "rows.jsonl" are one file there. Here
+# neither side may write outside of its own folder.
+_SERVICE_FOLDER = re.compile(r"""(?<=["'\s])(?:/content|/kaggle/working)/(?=[\w.])""")
 
 
 class CouldNotRun(Exception):
@@ -106,7 +110,7 @@ def run_scripts(
 ) -> dict[str, list[dict[str, Any]]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
     job = {
-        "files": dict(files),
+        "files": {name: _SERVICE_FOLDER.sub("", text) for name, text in files.items()},
         "names": list(names),
         "form": form,
         "unsloth": theirs["unsloth"],
@@ -121,12 +125,10 @@ def run_scripts(
 
 def _cells(notebook: Path) -> list[str]:
     try:
-        text = notebook.read_text(encoding="utf-8-sig")
-        code, cells = "\n".join(whole_cells(text, notebook.name)), read_cells(text, notebook.name)
+        cells = read_cells(notebook.read_text(encoding="utf-8-sig"), notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
-    names = hosted_names(code, cells)
-    return [renamed(cell, names) for cell in cells]
+    return [_SERVICE_FOLDER.sub("", cell) for cell in cells]
 
 
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
@@ -223,8 +225,9 @@ def _is_row(row: Any) -> bool:
 def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *, unsloth: bool = False) -> str:
     """A sentence that names the first difference and both values, or "".
 
-    `unsloth`: an end token that the script has at the end of a row, and the notebook has not, does not count. The
-    package appends one to text, as TRL does; Unsloth does not.
+    `unsloth`, or rows with a completion: an end token that the script has at the end of a row, and the notebook has
+    not, does not count. The package appends one to text, as TRL does; Unsloth does not. And it appends one to a
+    completion beside a text field, where TRL appends it to the text, which it does not read (docs/data.md).
     """
     for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
@@ -232,7 +235,8 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             if number:  # the notebook reads no column, so these were guessed; a refusal trains nothing wrong
                 continue
             return f"the notebook trains on these rows, the script fails{about}: {two['refused']}"
-        added = two.get("eos") if unsloth and one.get("eos") == two.get("eos") else None
+        extra = unsloth or "completion" in one["columns"]
+        added = two.get("eos") if extra and one.get("eos") == two.get("eos") else None
         difference = (
             _of_values(one["settings"], two["settings"])
             or _of_values(one["model"], two["model"])

@@ -24,14 +24,11 @@ failed: list[str] = []  # every failure of any run: a file that one run writes e
 
 def read_cells(text: str, name: str) -> list[str]:
     """The code cells, without magics and shell commands."""
-    return [_python(cell) for cell in whole_cells(text, name)]
-
-
-def whole_cells(text: str, name: str) -> list[str]:
-    """The code cells."""
     if name.endswith(".py"):
-        return [text]
-    return ["".join(c["source"]) for c in json.loads(text)["cells"] if c.get("cell_type") == "code"]
+        cells = [text]
+    else:
+        cells = ["".join(c["source"]) for c in json.loads(text)["cells"] if c.get("cell_type") == "code"]
+    return [_python(cell) for cell in cells]
 
 
 def _python(cell: str) -> str:

@@ -230,3 +230,33 @@ def test_rows_that_only_the_script_cuts_are_explained() -> None:
     assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
     assert "max_length" not in witness.first_difference([run(6)], [run(5)])
     assert witness.first_difference([run(8)], [run(8)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "script", "same"),
+    [
+        (["prompt", "completion", "text"], [5, 6, 2], True),  # TRL gives the end token to the text, which it leaves out
+        (["prompt", "text"], [5, 6, 2], False),
+        (["prompt", "completion"], [5, 6, 7], False),
+        (["prompt", "completion"], [5, 6, 2, 2], False),
+    ],
+)
+def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
+    columns: list[str], script: list[int], same: bool
+) -> None:
+    def run(ids: list[int]) -> dict[str, Any]:
+        settings = {"max_length": 64}
+        return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None, "eos": 2,
+                "rows": [[ids, ids]]}  # fmt: skip
+
+    assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
+
+
+def test_a_services_folder_is_the_working_folder_on_both_sides(tmp_path: Path) -> None:
+    """Only as the start of a path, so that no other folder of that name is meant."""
+    text = 'a("/content/rows.jsonl")\nb("/kaggle/working/x")\nc("/content")\nd("my/content/x")\ne: /content/model\n'
+    notebook = tmp_path / "mine.py"
+    notebook.write_text("# %%\n" + text)
+    found = 'a("rows.jsonl")\nb("x")\nc("/content")\nd("my/content/x")\ne: model\n'
+    assert witness._SERVICE_FOLDER.sub("", text) == found
+    assert found.splitlines()[0] in "\n".join(witness._cells(notebook))
