@@ -260,3 +260,16 @@ def test_a_services_folder_is_the_working_folder_on_both_sides(tmp_path: Path) -
     found = 'a("rows.jsonl")\nb("x")\nc("/content")\nd("my/content/x")\ne: model\n'
     assert witness._SERVICE_FOLDER.sub("", text) == found
     assert found.splitlines()[0] in "\n".join(witness._cells(notebook))
+
+
+@pytest.mark.campaign
+def test_a_written_file_that_is_left_out_makes_a_difference(tmp_path: Path) -> None:
+    probes = Path(__file__).parent.parent / "notebooks" / "probes" / "collators_and_files"
+    notebook = probes / "hosted_name_of_a_written_file.py"
+    right = convert(notebook, witness=False).conversion
+    files = {f"{right.name}.py": right.script, f"{right.name}.yaml": right.config}
+    assert witness.check(notebook, files).status == "passed"
+    (written,) = [line for line in right.script.splitlines(keepends=True) if ".to_json(" in line]
+    for script in (right.script, right.script.replace('"train.jsonl", split', '"/content/train.jsonl", split')):
+        found = witness.check(notebook, files | {f"{right.name}.py": planted(script, written, "")})
+        assert found.status == "differs" and "token ids differ" in found.reason
