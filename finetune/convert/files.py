@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -19,7 +19,7 @@ _CHANGES_FOLDER = re.compile(r"^\s*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 def one_name_per_file(notebook: Notebook) -> list[str]:
     """Write a file's path on a hosted service as its relative path, in place, if the notebook has both names and writes
     the file. Returns notes for the report."""
-    names = hosted_names(notebook.text, (statement.source for statement in notebook.statements))
+    names = hosted_names(notebook.text, [statement.node for statement in notebook.statements])
     notes = []
     for place, statement in enumerate(notebook.statements):
         if not (found := sorted(_texts(statement.node) & names.keys())):
@@ -28,17 +28,17 @@ def one_name_per_file(notebook: Notebook) -> list[str]:
         source = renamed(statement.source if same else ast.unparse(statement.node), names)
         notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
         notes += [
-            f"cell {statement.cell}: {path} is {names[path]} here, a file that the notebook writes" for path in found
+            f"cell {statement.cell}: {path} became {names[path]}: on the hosted service both are one file"
+            for path in found
         ]
     return notes
 
 
-def hosted_names(code: str, sources: Iterable[str]) -> dict[str, str]:
-    """Path on a hosted service -> the relative path of the same file, of files that the sources write and name in both
-    ways. Empty if the code changes its folder."""
+def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
+    """Path on a hosted service -> the relative path of the same file, of files that the parsed code writes and names in
+    both ways. Empty if the code changes its folder."""
     if _CHANGES_FOLDER.search(code):
         return {}
-    trees = list(_trees(sources))
     paths = {text for tree in trees for text in _texts(tree)}
     written = _written(trees)
     found: dict[str, str] = {}
@@ -59,19 +59,11 @@ def renamed(source: str, names: dict[str, str]) -> str:
     return source
 
 
-def _trees(sources: Iterable[str]) -> Iterator[ast.Module]:
-    for source in sources:
-        try:
-            yield ast.parse(source)
-        except SyntaxError:
-            continue
-
-
 def _texts(tree: ast.AST) -> set[str]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _written(trees: list[ast.Module]) -> set[str]:
+def _written(trees: Sequence[ast.AST]) -> set[str]:
     """Literal paths that a call writes, itself or by a name that is given the path."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     paths = [path for node in nodes if isinstance(node, ast.Call) and (path := written_path(node)) is not None]

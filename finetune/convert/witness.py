@@ -48,17 +48,15 @@ class Witness:
 
 # The script refuses rows that TRL accepts: empty ones, and an evaluation without rows. Generated rows may become both.
 _NOTHING_LEFT = re.compile(r"the script fails.*(`eval_dataset` is empty|Dropped: \d+ x empty )", re.DOTALL)
+# A hosted service starts a notebook in this folder, so "/content/rows.jsonl" and "rows.jsonl" are one file there. Here
+# neither side may write outside of its own folder.
+_SERVICE_FOLDER = re.compile(r"""(?<=["'\s])(?:/content|/kaggle/working)/(?=[\w.])""")
 
 
 def _same_failure(of_notebook: str, of_script: str | None) -> bool:
     """Whether a statement of the notebook failed as the script did. Addresses and folders differ."""
     one, two = (re.sub(r"0x[0-9a-f]+|/[\w./-]+", "", text) for text in (of_notebook, of_script or ""))
     return bool(two) and one.endswith(f": {two}")
-
-
-# A hosted service starts a notebook in this folder, so "/content/rows.jsonl" and "rows.jsonl" are one file there. Here
-# neither side may write outside of its own folder.
-_SERVICE_FOLDER = re.compile(r"""(?<=["'\s])(?:/content|/kaggle/working)/(?=[\w.])""")
 
 
 class CouldNotRun(Exception):
