@@ -35,7 +35,7 @@ ifeq ($(GPU),)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps unsloth unsloth_zoo || echo "Unsloth could not be installed; the transformers backend will be used."
 else
 	$(BIN)/python -m pip install -q -c constraints-gpu.txt torch
-	$(BIN)/python -m pip install -q -c constraints-gpu.txt -e '.[dev]' bitsandbytes torchvision torchao tyro cut_cross_entropy \
+	$(BIN)/python -m pip install -q -c constraints-gpu.txt -e '.[dev]' bitsandbytes torchvision torchao liger-kernel tyro cut_cross_entropy \
 		einops msgspec hf_transfer diffusers sentencepiece protobuf typer pydantic json5 nest-asyncio structlog
 	$(BIN)/python -m pip install -q -c constraints-gpu.txt --no-deps unsloth unsloth_zoo
 endif

@@ -63,7 +63,7 @@ KINDS = {
 }
 KEPT = ("status", "error", "world_size", "losses", "step_seconds_median", "tokens_per_second_per_gpu", "sharding",
         "peak_memory_gib", "prediction", "batch", "seconds_to_first_step", "mfu", "exposed_communication_fraction",
-        "hardware", "invariants", "backend", "attention")  # fmt: skip
+        "hardware", "invariants", "backend", "attention", "layer_kernels")  # fmt: skip
 
 
 def main() -> int:

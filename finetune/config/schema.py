@@ -65,6 +65,9 @@ class ModelConfig:
     packed_attention: Literal["auto", "torch", "flash_4"] = _setting(
         "auto", "Kernel for packs on a GPU: auto times FlashAttention-4, if installed, against torch's."
     )
+    layer_kernels: Literal["auto", "torch", "liger"] = _setting(
+        "auto", "Kernels of transformers' layers on a GPU: auto uses Liger's, if installed, where they were compared."
+    )
     chat_template: str | None = _setting(
         None,
         "Template name or Jinja file. null uses the tokenizer's own; none concatenates prompt and completion.",

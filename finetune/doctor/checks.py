@@ -116,6 +116,16 @@ def _attention(config: Config, found: Found) -> Verdict:
     return "ok", f"torch's FlashAttention-2; FlashAttention-4: {stack['flash_4']}"
 
 
+def _layers(config: Config, found: Found) -> Verdict:
+    """The kernels of the layers, beside attention."""
+    stack = found["stack"]
+    if "error" in stack or stack["device"] == "cpu":
+        return None
+    if stack["backend"] == "unsloth":
+        return "ok", "Unsloth's own kernels"
+    return "ok", "Liger's kernels" if stack["liger"] is None else f"transformers' own; Liger: {stack['liger']}"
+
+
 def _devices(config: Config, found: Found) -> Verdict:
     devices, unknown = found["devices"], found["unknown"]
     broken = [f"computing on GPU {device['index']}" for device in devices if not device["computes"]]
@@ -243,6 +253,7 @@ CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "tested versions": _tested_versions,
     "backend and patches": _stack,
     "attention": _attention,
+    "layers": _layers,
     "devices": _devices,
     "GPU memory": _gpu_memory,
     "like GPUs": _like_gpus,

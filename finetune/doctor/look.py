@@ -122,6 +122,7 @@ def answer(question: str, *arguments: str) -> None:
 def start_stack(backend: str) -> dict[str, Any]:
     """Start as a run does, probes and patches included: which backend, and why."""
     import patches
+    from finetune.engine import layer_kernels
     from finetune.runtime import bootstrap, flash, hardware
 
     stack = bootstrap.start(backend, optimizers=patches.OPTIMIZERS)
@@ -130,6 +131,7 @@ def start_stack(backend: str) -> dict[str, Any]:
         "reason": stack.reason,
         "device": stack.device,
         "flash_4": flash.unusable(),
+        "liger": layer_kernels.unusable(stack.device),
         "patches": [verdict.to_dict() for verdict in stack.patches],
         "hardware": hardware.probe().to_dict(),
     }

@@ -14,7 +14,7 @@ from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.plan import Plan
 from finetune.data.prepare import Data, prepare
-from finetune.engine import invariants
+from finetune.engine import invariants, layer_kernels
 from finetune.engine.metrics import ModelSize
 from finetune.errors import UserError
 from finetune.runtime import activity, bootstrap, distributed, hardware, process_group, startup
@@ -45,6 +45,7 @@ class Job:
     eval_layout: Layout | Mapping[str, Layout] | None  # several sets by name, in a trainer that was given several
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     attention: Choice  # the kernel of packs
+    layer_kernels: layer_kernels.Choice
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
@@ -131,6 +132,7 @@ def open_job(
         attention=choose_attention(
             config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)
         ),
+        layer_kernels=layer_kernels.choose(config, stack, loaded),
         model=loaded,
         size=model_size(loaded),
         hooks=hooks,

@@ -18,7 +18,7 @@ import torch
 
 from finetune.config import Config
 from finetune.data.template import load_template
-from finetune.engine import adapted, adapter_targets, attention, fp8, preflight, shard, shard_loading
+from finetune.engine import adapted, adapter_targets, attention, fp8, layer_kernels, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
@@ -102,6 +102,8 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
+        if layer_kernels.choose(config, stack, model).kernels == "liger":
+            layer_kernels.install(model)
         if config.model.load_in_fp8:
             fp8.convert(model)
         if not config.model.full_finetuning:

@@ -333,6 +333,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             backend=job.stack.backend,
             backend_reason=job.stack.reason,
             attention=job.attention.to_dict(),
+            layer_kernels=job.layer_kernels.to_dict(),
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],

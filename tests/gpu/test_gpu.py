@@ -214,6 +214,36 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> None:
+    """Loss and all gradients of a small model in float32, before and after; Liger has no gate with gelu here."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from finetune.engine import layer_kernels
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": gate}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads)).to("cuda", torch.float32)
+    ids = torch.randint(0, 300, (2, 37), device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+
+    before = step()
+    layer_kernels.install(model)
+    assert "Liger" in model.model.layers[0].input_layernorm._get_name()
+    assert ("liger" in model.model.layers[0].mlp.forward.__func__.__module__) == (gate == "silu")
+    for one, other in zip(step(), before, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
 def test_the_demo_learns_on_a_gpu(tmp_path: Path) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU."""
     run = launch.train("accelerate", [], out=tmp_path / "out", cache=tmp_path)

@@ -1,0 +1,104 @@
+"""Liger's kernels in transformers' own layers: RMSNorm, rotary positions and the gate of an MLP.
+
+transformers computes each of them with several kernels that read and write whole activations. Liger has one for each
+direction. Unsloth's layers have their own. Liger's loss is not used: the trainer computes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from finetune.config import Config
+from finetune.errors import UserError
+from finetune.runtime.bootstrap import Stack
+
+NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
+COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # with transformers' own layers, in tests/gpu
+ROTARY = "apply_rotary_pos_emb"  # what transformers' modules call for rotary positions
+_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The kernels of the layers, as run.json has them: liger, transformers or Unsloth."""
+
+    kernels: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        return asdict(self)
+
+
+def unusable(device: str) -> str | None:
+    """Why Liger's kernels cannot run here; None if they can."""
+    if device != "cuda":
+        return "there is no GPU"
+    return NOT_INSTALLED if importlib.util.find_spec("liger_kernel") is None else None
+
+
+def choose(config: Config, stack: Stack, model: Any) -> Choice:
+    """Which kernels the model's layers use; the same answer before and after it is sharded or has an adapter.
+
+    Raises:
+        UserError: model.layer_kernels is liger, and this run cannot use it.
+    """
+    wanted, own = config.model.layer_kernels, "Unsloth" if stack.backend == "unsloth" else "transformers"
+    if wanted == "torch":
+        return Choice(kernels=own, reason="set by model.layer_kernels")
+    kind = model.config.model_type
+    refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
+    if refusal is None and kind not in _supported():
+        refusal = f"Liger has none for {kind}"
+    if refusal is None and wanted == "auto":
+        if config.training.extra.get("torch_compile"):
+            refusal = "torch.compile fuses the layers itself"
+        elif kind not in COMPARED or config.model.trust_remote_code:
+            refusal = f"not compared for {kind}; model.layer_kernels: liger uses Liger's"
+    if refusal is None:
+        return Choice(kernels="liger", reason="set by model.layer_kernels" if wanted == "liger" else "installed")
+    if wanted == "liger":
+        raise UserError(f"model.layer_kernels is liger, which this run cannot use: {refusal}. Set it to auto.")
+    return Choice(kernels=own, reason=refusal)
+
+
+def _supported() -> Any:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def install(model: Any) -> None:
+    """Let this model's layers use Liger's kernels. Other models of the process keep their classes.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model around one.
+    """
+    from transformers.integrations.liger import apply_liger_kernel
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    module = sys.modules[next(one for one in type(base).__mro__ if "forward" in vars(one)).__module__]
+    before = dict(vars(module))
+    gate = getattr(base.config.get_text_config(), "hidden_act", None)
+    # Liger's MLP computes silu, whatever the model has.
+    apply_liger_kernel(base, _HEAD if gate in ("silu", "swish") else _HEAD | {"swiglu": False, "geglu": False})
+    for name, value in before.items():
+        if isinstance(value, type) and vars(module)[name] is not value:
+            setattr(module, name, value)
+    if before.get(ROTARY) is not vars(module).get(ROTARY):
+        setattr(module, ROTARY, _on_gpus(vars(module)[ROTARY], before[ROTARY]))
+
+
+def _on_gpus(fused: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """`fused` for tensors on a GPU, and `own` for others."""
+
+    @functools.wraps(own)
+    def rotary(query: Any, key: Any, *given: Any, **named: Any) -> Any:
+        return (fused if query.is_cuda else own)(query, key, *given, **named)
+
+    return rotary

@@ -1,0 +1,51 @@
+"""Which kernels transformers' layers use. What Liger's compute is compared in tests/gpu."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.config import load
+from finetune.engine import layer_kernels
+from finetune.errors import UserError
+
+
+def chosen(*words: str, kind: str = "llama", backend: str = "transformers", device: str = "cuda") -> Any:
+    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", *words], command="train")
+    stack: Any = SimpleNamespace(device=device, backend=backend)
+    return layer_kernels.choose(config, stack, SimpleNamespace(config=SimpleNamespace(model_type=kind)))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU host with the extra; the types of models that Liger knows."""
+    monkeypatch.setattr(layer_kernels, "unusable", lambda device: None)
+    monkeypatch.setattr(layer_kernels, "_supported", lambda: {"llama", "gemma2"})
+
+
+@pytest.mark.usefixtures("installed")
+def test_liger_is_used_where_it_was_compared() -> None:
+    assert chosen().kernels == "liger"
+    assert chosen("--model.layer_kernels", "torch").kernels == "transformers"
+    assert chosen("--training.torch_compile", "true").kernels == "transformers"
+    assert chosen("--model.trust_remote_code", "true").kernels == "transformers"
+    assert "layer_kernels: liger uses Liger's" in chosen(kind="gemma2").reason
+    assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == "liger"
+    assert chosen(backend="unsloth").kernels == "Unsloth"
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_cannot_be_is_refused() -> None:
+    wanted = ("--model.layer_kernels", "liger")
+    for kind, backend in (("phi", "transformers"), ("llama", "unsloth")):
+        with pytest.raises(UserError, match="liger, which this run cannot use: .*Set it to auto"):
+            chosen(*wanted, kind=kind, backend=backend)
+
+
+def test_what_is_missing_is_said() -> None:
+    assert chosen(device="cpu").to_dict() == {"kernels": "transformers", "reason": "there is no GPU"}
+    with pytest.raises(UserError, match="there is no GPU"):
+        chosen("--model.layer_kernels", "liger", device="cpu")
+    assert layer_kernels.unusable("cpu") == "there is no GPU"
