@@ -18,7 +18,7 @@ from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 
 NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
-COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # with transformers' own layers, in tests/gpu
+COMPARED = ("llama",)  # full fine-tuning of 8 B with Liger's kernels and without: benchmarks/results/LOG.md
 ROTARY = "apply_rotary_pos_emb"  # what transformers' modules call for rotary positions
 _HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -53,13 +53,15 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
         return Choice(kernels=own, reason="set by model.layer_kernels")
     kind = model.config.model_type
     refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
-    if refusal is None and kind not in _supported():
-        refusal = f"Liger has none for {kind}"
+    if refusal is None:
+        refusal = _unsupported(kind)
     if refusal is None and wanted == "auto":
         if config.training.extra.get("torch_compile"):
             refusal = "torch.compile fuses the layers itself"
+        elif not config.model.full_finetuning:
+            refusal = "Liger's were not compared beside an adapter; model.layer_kernels: liger uses them"
         elif kind not in COMPARED or config.model.trust_remote_code:
-            refusal = f"not compared for {kind}; model.layer_kernels: liger uses Liger's"
+            refusal = f"Liger's were not compared for {kind}; model.layer_kernels: liger uses them"
     if refusal is None:
         return Choice(kernels="liger", reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
@@ -67,10 +69,13 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
     return Choice(kernels=own, reason=refusal)
 
 
-def _supported() -> Any:
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    return MODEL_TYPE_TO_APPLY_LIGER_FN
+def _unsupported(kind: str) -> str | None:
+    """Why Liger has no kernels for a type of model; None if it has."""
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        return f"liger-kernel cannot be imported: {error}"
+    return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"Liger has none for {kind}"
 
 
 def install(model: Any) -> None:

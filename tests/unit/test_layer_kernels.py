@@ -13,16 +13,17 @@ from finetune.errors import UserError
 
 
 def chosen(*words: str, kind: str = "llama", backend: str = "transformers", device: str = "cuda") -> Any:
-    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", *words], command="train")
+    given = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.full_finetuning", "true", *words]
+    config = load(given, command="train")
     stack: Any = SimpleNamespace(device=device, backend=backend)
     return layer_kernels.choose(config, stack, SimpleNamespace(config=SimpleNamespace(model_type=kind)))
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU host with the extra; the types of models that Liger knows."""
+    """As on a GPU host with the extra; Liger has no kernels for phi."""
     monkeypatch.setattr(layer_kernels, "unusable", lambda device: None)
-    monkeypatch.setattr(layer_kernels, "_supported", lambda: {"llama", "gemma2"})
+    monkeypatch.setattr(layer_kernels, "_unsupported", lambda kind: "none" if kind == "phi" else None)
 
 
 @pytest.mark.usefixtures("installed")
@@ -31,7 +32,8 @@ def test_liger_is_used_where_it_was_compared() -> None:
     assert chosen("--model.layer_kernels", "torch").kernels == "transformers"
     assert chosen("--training.torch_compile", "true").kernels == "transformers"
     assert chosen("--model.trust_remote_code", "true").kernels == "transformers"
-    assert "layer_kernels: liger uses Liger's" in chosen(kind="gemma2").reason
+    assert "layer_kernels: liger uses them" in chosen(kind="gemma2").reason
+    assert "beside an adapter" in chosen("--model.full_finetuning", "false").reason
     assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == "liger"
     assert chosen(backend="unsloth").kernels == "Unsloth"
 
