@@ -23,7 +23,7 @@ from finetune.data.prepare import Data
 from finetune.drop_in import backbone, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
-from finetune.engine import adapted, checkpoints, invariants, report, restart, resume, session, trackers
+from finetune.engine import adapted, checkpoints, invariants, layer_kernels, report, restart, resume, session, trackers
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
@@ -166,6 +166,7 @@ class SFTTrainer(engine.SFTTrainer):
             layout=layout,
             eval_layout=None,
             unpacked_because=because,
+            layer_kernels=layer_kernels.Choice(kernels=layer_kernels.own(stack), reason="the script loads the model"),
             attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
             model=model,
             size=model_size(model),

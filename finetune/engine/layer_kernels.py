@@ -42,15 +42,20 @@ def unusable(device: str) -> str | None:
     return NOT_INSTALLED if importlib.util.find_spec("liger_kernel") is None else None
 
 
+def own(stack: Stack) -> str:
+    """Whose kernels the layers have without Liger's."""
+    return "Unsloth" if stack.backend == "unsloth" else "transformers"
+
+
 def choose(config: Config, stack: Stack, model: Any) -> Choice:
     """Which kernels the model's layers use; the same answer before and after it is sharded or has an adapter.
 
     Raises:
         UserError: model.layer_kernels is liger, and this run cannot use it.
     """
-    wanted, own = config.model.layer_kernels, "Unsloth" if stack.backend == "unsloth" else "transformers"
+    wanted = config.model.layer_kernels
     if wanted == "torch":
-        return Choice(kernels=own, reason="set by model.layer_kernels")
+        return Choice(kernels=own(stack), reason="set by model.layer_kernels")
     kind = model.config.model_type
     refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
     if refusal is None:
@@ -66,13 +71,15 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
         return Choice(kernels="liger", reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
         raise UserError(f"model.layer_kernels is liger, which this run cannot use: {refusal}. Set it to auto.")
-    return Choice(kernels=own, reason=refusal)
+    return Choice(kernels=own(stack), reason=refusal)
 
 
 def _unsupported(kind: str) -> str | None:
     """Why Liger has no kernels for a type of model; None if it has."""
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
+            MODEL_TYPE_TO_APPLY_LIGER_FN,
+        )
     except ImportError as error:
         return f"liger-kernel cannot be imported: {error}"
     return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"Liger has none for {kind}"
