@@ -58,20 +58,24 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
         return Choice(kernels=own(stack), reason="set by model.layer_kernels")
     kind = model.config.model_type
     refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
-    if refusal is None:
-        refusal = _unsupported(kind)
-    if refusal is None and wanted == "auto":
-        if config.training.extra.get("torch_compile"):
-            refusal = "torch.compile fuses the layers itself"
-        elif not config.model.full_finetuning:
-            refusal = "Liger's were not compared beside an adapter; model.layer_kernels: liger uses them"
-        elif kind not in COMPARED or config.model.trust_remote_code:
-            refusal = f"Liger's were not compared for {kind}; model.layer_kernels: liger uses them"
+    if wanted == "auto":
+        refusal = refusal or _not_compared(config, kind)
+    refusal = refusal or _unsupported(kind)
     if refusal is None:
         return Choice(kernels="liger", reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
         raise UserError(f"model.layer_kernels is liger, which this run cannot use: {refusal}. Set it to auto.")
     return Choice(kernels=own(stack), reason=refusal)
+
+
+def _not_compared(config: Config, kind: str) -> str | None:
+    """Why nothing shows that Liger's kernels compute the same in this run; None if they were compared."""
+    if config.training.extra.get("torch_compile"):
+        return "torch.compile fuses the layers itself"
+    case = "beside an adapter" if not config.model.full_finetuning else f"for {kind}"
+    if config.model.full_finetuning and kind in COMPARED and not config.model.trust_remote_code:
+        return None
+    return f"Liger's were not compared {case}; model.layer_kernels: liger uses them"
 
 
 def _unsupported(kind: str) -> str | None:

@@ -26,6 +26,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_kernels, "_unsupported", lambda kind: "none" if kind == "phi" else None)
 
 
+def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_kernels, "unusable", lambda device: None)
+    monkeypatch.setattr(layer_kernels, "_unsupported", lambda kind: pytest.fail("imports Liger"))
+    assert chosen("--model.full_finetuning", "false").kernels == "transformers"
+
+
 @pytest.mark.usefixtures("installed")
 def test_liger_is_used_where_it_was_compared() -> None:
     assert chosen().kernels == "liger"
