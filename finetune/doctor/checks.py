@@ -123,7 +123,9 @@ def _layers(config: Config, found: Found) -> Verdict:
         return None
     if stack["backend"] == "unsloth":
         return "ok", "Unsloth's own kernels"
-    return "ok", "Liger's kernels" if stack["liger"] is None else f"transformers' own; Liger: {stack['liger']}"
+    if stack["liger"] is None:
+        return "ok", "Liger is installed; a run uses it where model.layer_kernels allows, and says so"
+    return "ok", f"transformers' own; Liger: {stack['liger']}"
 
 
 def _devices(config: Config, found: Found) -> Verdict:

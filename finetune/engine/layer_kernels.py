@@ -19,13 +19,14 @@ from finetune.runtime.bootstrap import Stack
 
 NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
 COMPARED = ("llama",)  # full fine-tuning of 8 B with Liger's kernels and without: benchmarks/results/LOG.md
+LIGER = "Liger"
 ROTARY = "apply_rotary_pos_emb"  # what transformers' modules call for rotary positions
 _HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The kernels of the layers, as run.json has them: liger, transformers or Unsloth."""
+    """The kernels of the layers, as run.json has them: Liger, transformers or Unsloth."""
 
     kernels: str
     reason: str
@@ -62,7 +63,7 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
         refusal = refusal or _not_compared(config, kind)
     refusal = refusal or _unsupported(kind)
     if refusal is None:
-        return Choice(kernels="liger", reason="set by model.layer_kernels" if wanted == "liger" else "installed")
+        return Choice(kernels=LIGER, reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
         raise UserError(f"model.layer_kernels is liger, which this run cannot use: {refusal}. Set it to auto.")
     return Choice(kernels=own(stack), reason=refusal)
@@ -72,10 +73,15 @@ def _not_compared(config: Config, kind: str) -> str | None:
     """Why nothing shows that Liger's kernels compute the same in this run; None if they were compared."""
     if config.training.extra.get("torch_compile"):
         return "torch.compile fuses the layers itself"
-    case = "beside an adapter" if not config.model.full_finetuning else f"for {kind}"
-    if config.model.full_finetuning and kind in COMPARED and not config.model.trust_remote_code:
+    if not config.model.full_finetuning:
+        case = "beside an adapter"
+    elif config.model.trust_remote_code:
+        case = "for models that may bring their own code"
+    elif kind not in COMPARED:
+        case = f"for {kind}"
+    else:
         return None
-    return f"Liger's were not compared {case}; model.layer_kernels: liger uses them"
+    return f"Liger's kernels were not compared {case}; model.layer_kernels: liger uses them"
 
 
 def _unsupported(kind: str) -> str | None:
@@ -110,11 +116,11 @@ def install(model: Any) -> None:
         setattr(module, ROTARY, _on_gpus(vars(module)[ROTARY], before[ROTARY]))
 
 
-def _on_gpus(fused: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """`fused` for tensors on a GPU, and `own` for others."""
+def _on_gpus(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`fused` for tensors on a GPU, and `plain` for others."""
 
-    @functools.wraps(own)
+    @functools.wraps(plain)
     def rotary(query: Any, key: Any, *given: Any, **named: Any) -> Any:
-        return (fused if query.is_cuda else own)(query, key, *given, **named)
+        return (fused if query.is_cuda else plain)(query, key, *given, **named)
 
     return rotary

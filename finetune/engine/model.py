@@ -102,7 +102,7 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
     with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
         torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
-        if layer_kernels.choose(config, stack, model).kernels == "liger":
+        if layer_kernels.choose(config, stack, model).kernels == layer_kernels.LIGER:
             layer_kernels.install(model)
         if config.model.load_in_fp8:
             fp8.convert(model)

@@ -53,7 +53,7 @@ def print_introduction(job: Job, start: Start) -> None:
     if job.stack.device == "cuda" and not job.unpacked_because:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
-        print_line(f"Layers: {job.layer_kernels.kernels}'s kernels ({job.layer_kernels.reason})")
+        print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")

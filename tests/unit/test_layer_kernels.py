@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetune.config import load
-from finetune.engine import layer_kernels
+from finetune.engine import layer_kernels, model
 from finetune.errors import UserError
+from finetune.runtime.bootstrap import Stack
 
 
 def chosen(*words: str, kind: str = "llama", backend: str = "transformers", device: str = "cuda") -> Any:
@@ -34,13 +36,13 @@ def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("installed")
 def test_liger_is_used_where_it_was_compared() -> None:
-    assert chosen().kernels == "liger"
+    assert chosen().kernels == layer_kernels.LIGER
     assert chosen("--model.layer_kernels", "torch").kernels == "transformers"
     assert chosen("--training.torch_compile", "true").kernels == "transformers"
     assert chosen("--model.trust_remote_code", "true").kernels == "transformers"
     assert "layer_kernels: liger uses them" in chosen(kind="gemma2").reason
     assert "beside an adapter" in chosen("--model.full_finetuning", "false").reason
-    assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == "liger"
+    assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == layer_kernels.LIGER
     assert chosen(backend="unsloth").kernels == "Unsloth"
 
 
@@ -57,3 +59,15 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(UserError, match="there is no GPU"):
         chosen("--model.layer_kernels", "liger", device="cpu")
     assert layer_kernels.unusable("cpu") == "there is no GPU"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_loaded_model_gets_them(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[Any] = []
+    monkeypatch.setattr(layer_kernels, "install", changed.append)
+    words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", "t", "--model.full_finetuning", "true"]
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    found = [
+        model.load(load([*words, "--model.layer_kernels", one]), stack, row_length=64) for one in ("auto", "torch")
+    ]
+    assert len(changed) == 1 and changed[0] is found[0]
