@@ -1,10 +1,10 @@
-"""Attention over packs on a GPU: the kernels alone, and what they do to a training step and its losses.
+"""Kernels on a GPU: of attention over packs alone, and what they and those of the layers do to a step and its losses.
 
     python -m benchmarks.attention_gpu --train train.jsonl --work DIR --out FILE.jsonl [--only NAME,NAME]
 
 Each measurement appends one JSON line. `kernels` compares FlashAttention-4 with torch's kernel, both also with float64
-on the CPU at a small size. The others train the same packs from the same seed, once with each kind of attention and
-again in the opposite order, every run in a process of its own.
+on the CPU at a small size. The others train the same packs from the same seed, once with each kind of attention or of
+layers and again in the opposite order, every run in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ KINDS = {
     "torch": ["--model.packed_attention", "torch"],
     "flash_4": ["--model.packed_attention", "flash_4"],
     "auto": [],
+    "layers torch": ["--model.layer_kernels", "torch"],
+    "layers liger": ["--model.layer_kernels", "liger"],
 }
-# Name: shape, backend, tokens of a pack, packs of a step, steps, kinds compared.
-TRAINING = {
-    "transformers 1.2b": ("llama-1.2b", "transformers", 16384, 1, 16, ("sdpa", "torch")),
-    "unsloth 1.2b": ("llama-1.2b", "unsloth", 16384, 1, 30, ("torch", "auto")),
-    "unsloth 8b": ("llama-8b", "unsloth", 8192, 1, 20, ("torch", "auto")),
-    "1m": ("llama-1m", "transformers", 256, 1, 4, ("sdpa", "auto")),  # for a CPU
+QLORA = ("--model.load_in_4bit", "true")
+# Name: shape, backend, tokens of a pack, packs of a step, steps, kinds compared, what all of them are given.
+TRAINING: dict[str, tuple[str, str, int, int, int, tuple[str, str], tuple[str, ...]]] = {
+    "transformers 1.2b": ("llama-1.2b", "transformers", 16384, 1, 16, ("sdpa", "torch"), ()),
+    "transformers 1.2b qlora": ("llama-1.2b", "transformers", 16384, 1, 16, ("sdpa", "torch"), QLORA),
+    "unsloth 1.2b": ("llama-1.2b", "unsloth", 16384, 1, 30, ("torch", "auto"), ()),
+    "unsloth 8b": ("llama-8b", "unsloth", 8192, 1, 20, ("torch", "auto"), ()),
+    "liger 1.2b": ("llama-1.2b", "transformers", 16384, 1, 20, ("layers torch", "layers liger"), ()),
+    "liger 1.2b qlora": ("llama-1.2b", "transformers", 16384, 1, 20, ("layers torch", "layers liger"), QLORA),
+    "1m": ("llama-1m", "transformers", 256, 1, 4, ("sdpa", "auto"), ()),  # for a CPU
 }
 # Tokens in all, tokens of a document, query heads, key heads, head dimension: of 1.2 B and of 8 B.
 SHAPES = {
@@ -111,7 +117,7 @@ def from_float64(on: bool) -> list[float]:
 
 def training(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Runs of each kind in turn: seconds of a median step, losses, memory, and how far the losses are apart."""
-    shape, backend, pack, packs, steps, kinds = TRAINING[name]
+    shape, backend, pack, packs, steps, kinds, extra = TRAINING[name]
     model = models.build(given.work / shape, shape, given.train)
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     order = list(kinds)
@@ -124,7 +130,8 @@ def training(name: str, given: argparse.Namespace) -> dict[str, Any]:
                 *("--data.columns", "{instruction: question, output: answer}", "--data.max_length", pack),
                 *("--training.output_dir", out.resolve(), "--training.overwrite_output_dir", "true"),
                 *("--training.max_steps", steps, "--training.global_batch_size", packs, "--training.save_steps", 0),
-                *("--training.gradient_checkpointing", "false", "--logging.generate_samples", 0, *KINDS[kind]),
+                *("--training.gradient_checkpointing", "false", "--logging.generate_samples", 0),
+                *(*extra, *KINDS[kind]),
             ]
             with (given.work / "output.txt").open("w") as output:
                 command = [sys.executable, "-m", "finetune.train", *map(str, words)]
@@ -132,7 +139,15 @@ def training(name: str, given: argparse.Namespace) -> dict[str, Any]:
             if code != 0:
                 return {"kind": kind, "error": (given.work / "output.txt").read_text().splitlines()[-15:]}
             record = json.loads((out / "run.json").read_text())
-            names = ("step_seconds_median", "peak_memory_gib", "losses", "attention", "versions", "hardware")
+            names = (
+                "step_seconds_median",
+                "peak_memory_gib",
+                "losses",
+                "attention",
+                "layer_kernels",
+                "versions",
+                "hardware",
+            )
             runs[kind].append({key: record.get(key) for key in names})
     first, last = (runs[kind] for kind in (kinds[0], kinds[-1]))
     ratios = [a["step_seconds_median"] / b["step_seconds_median"] for a, b in zip(first, last, strict=True)]

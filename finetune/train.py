@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from finetune.config import Config, resolve_batch
-from finetune.engine import checkpoints, invariants, report, restart, resume, session
+from finetune.engine import checkpoints, invariants, read_ahead, report, restart, resume, session
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError
 from finetune.measure import strategy
@@ -34,6 +34,7 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
         hooks: functions of the user's script.
     """
     session.check_present(config)
+    read_ahead.start(config)
     if config.dry_run:
         from finetune import dryrun
 

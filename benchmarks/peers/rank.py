@@ -115,6 +115,7 @@ def ours(request: dict[str, Any]) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainers[0].state.log_history if "loss" in entry],
         "backend": record["backend"],
         "attention": record.get("attention"),
+        "layer_kernels": record.get("layer_kernels"),
         "versions": record["versions"],
         "hardware": record["hardware"],
         "startup": record.get("startup"),

@@ -167,11 +167,15 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 # --- transformers' own layers -----------------------------------------------------------------------------------------
 
 
-def use_for_packs(model: Any) -> bool:
+def use_for_packs(model: Any, dtype: torch.dtype) -> bool:
     """Let a transformers model that computes attention with SDPA use the variable-length kernel for packs: SDPA gets a
     mask of [tokens, tokens] and computes all of it. True if the model now does.
 
     Batches then need `arguments`; without them it computes as before.
+
+    Args:
+        dtype: that the run computes attention in. With quantized weights the model's own parameters are float32, and
+            attention is computed in 16 bits all the same, under autocast.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -183,7 +187,7 @@ def use_for_packs(model: Any) -> bool:
         or not getattr(base, "_supports_attention_backend", False)  # its layers pass on what the model is called with
         or getattr(config, "attention_dropout", 0)
         or getattr(config, "attn_logit_softcapping", None)
-        or base.dtype not in (torch.bfloat16, torch.float16)
+        or dtype not in (torch.bfloat16, torch.float16)
         or torch.cuda.get_device_capability()[0] < 8
     )
     if kept:
@@ -224,7 +228,10 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    rows = [tensor.transpose(1, 2)[0].to(value.dtype) for tensor in (query, key, value)]
+    # Autocast converts what SDPA is given, but not what this kernel is.
+    kind = value.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
     longest = further["max_length_q"]
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
     options: dict[str, Any] = {"scale": scaling, "window_size": window} | grouped(varlen_attn)

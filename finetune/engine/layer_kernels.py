@@ -18,7 +18,9 @@ from finetune.errors import UserError
 from finetune.runtime.bootstrap import Stack
 
 NOT_INSTALLED = "liger-kernel is not installed: pip install 'finetune[liger]'"
-COMPARED = ("llama",)  # full fine-tuning of 8 B with Liger's kernels and without: benchmarks/results/LOG.md
+# Loss and gradients with Liger's kernels and without: tests/gpu. For Llama also whole runs, in full and with adapters:
+# benchmarks/results/LOG.md.
+COMPARED = ("llama", "mistral", "qwen2", "qwen3")
 LIGER = "Liger"
 ROTARY = "apply_rotary_pos_emb"  # what transformers' modules call for rotary positions
 _HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -73,9 +75,7 @@ def _not_compared(config: Config, kind: str) -> str | None:
     """Why nothing shows that Liger's kernels compute the same in this run; None if they were compared."""
     if config.training.extra.get("torch_compile"):
         return "torch.compile fuses the layers itself"
-    if not config.model.full_finetuning:
-        case = "beside an adapter"
-    elif config.model.trust_remote_code:
+    if config.model.trust_remote_code:
         case = "for models that may bring their own code"
     elif kind not in COMPARED:
         case = f"for {kind}"

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.runtime.files import private_folder
+
 FOLDER = "bytecode"
 _LIBRARIES = ("torch", "transformers", "unsloth")  # the first three that a run imports, and the largest
 
@@ -25,12 +27,8 @@ def keep(cache: Path) -> bool:
     """
     if sys.pycache_prefix is not None or not any(map(_has_no_bytecode, _LIBRARIES)):
         return False
-    folder = cache / FOLDER
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            return False  # bytecode is code: not from a folder that somebody else writes
-    except OSError:
+    folder = private_folder(cache / FOLDER)
+    if folder is None:
         return False
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
     os.environ["PYTHONPYCACHEPREFIX"] = str(folder)

@@ -21,6 +21,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
 
 
+def private_folder(path: Path) -> Path | None:
+    """`path`, created if need be; None if it cannot be, or if another user owns it. For code, which will be run."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return None if hasattr(os, "getuid") and path.stat().st_uid != os.getuid() else path
+    except OSError:
+        return None
+
+
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
     write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")

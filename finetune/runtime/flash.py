@@ -10,12 +10,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
+
+from finetune.runtime.files import cache_folder, private_folder
 
 PACKAGE = "flash-attn-4"
 NOT_INSTALLED = f"{PACKAGE} is not installed: pip install 'finetune[flash]'"
 CAUSAL = (-1, 0)  # the window of plain causal attention
+# Tokens. The kernels need no more than a bound of the longest document. If that is a single block (at most 128 tokens),
+# other kernels are compiled, in the middle of a run: 5.7 s on an H200 (benchmarks/results/LOG.md).
+SHORTEST_BOUND = 512
 _used = False
 
 
@@ -83,8 +89,8 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
             value,
             cu_seqlens_q=cu_seq_q,
             cu_seqlens_k=cu_seq_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
+            max_seqlen_q=max(max_q, SHORTEST_BOUND),
+            max_seqlen_k=max(max_k, SHORTEST_BOUND),
             softmax_scale=options.get("scale"),
             causal=True,
         )[0]
@@ -95,7 +101,11 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def kernel() -> Callable[..., Any]:
-    """FlashAttention-4; returns (output, logsumexp)."""
+    """FlashAttention-4; returns (output, logsumexp). Its compiled kernels are kept for later starts and other ranks."""
+    folder = private_folder(cache_folder() / "flash_attention_4" / platform.machine())
+    if folder is not None:  # it is read when the package is imported
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore[reportMissingImports]
 
     return flash_attn_varlen_func

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,8 +56,8 @@ def model_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
-    assert attention.use_for_packs(model.to(torch.bfloat16))
-    return model.float()
+    assert attention.use_for_packs(model, torch.bfloat16)
+    return model
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "checkpointing"])
@@ -76,6 +81,31 @@ def test_packs_as_each_document_alone(kind: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(kept, parameter.grad, rtol=1e-3, atol=1e-4)
 
 
+def test_packs_under_autocast_are_computed_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a QLoRA is, whose parameters are float32 beside the 4-bit ones: the kernel takes 16 bits alone."""
+    model = model_of("causal", monkeypatch).eval()
+    given: list[torch.dtype] = []
+
+    def watched(query: Any, key: Any, value: Any, *further: Any, **options: Any) -> torch.Tensor:
+        given.extend(one.dtype for one in (query, key, value))
+        return of_each_document(query, key, value, *further, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", watched)
+    # A linear layer of bitsandbytes returns its input's type, float32, whatever it computes in.
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name).register_forward_hook(lambda module, args, output: output.float())
+    ids = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False, **further).logits[0]
+        model.set_attn_implementation("sdpa")
+        alone = [model(input_ids=part, use_cache=False).logits[0] for part in ids.split(LENGTHS, dim=1)]
+    assert given == [torch.bfloat16] * 6
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0.02, atol=0.02)
+
+
 def test_padded_rows_are_computed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("causal", monkeypatch).eval()
     ids = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -95,11 +125,11 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
     )  # fmt: skip
     softcap = Gemma2ForCausalLM(Gemma2Config(**sizes)).bfloat16()  # soft-capped scores, which the kernel lacks
     dropout = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).bfloat16()
-    wide = LlamaForCausalLM(LlamaConfig(**sizes))  # float32
+    wide = LlamaForCausalLM(LlamaConfig(**sizes))
     chosen = LlamaForCausalLM(LlamaConfig(**sizes | {"attn_implementation": "eager"})).bfloat16()
     for model in (softcap, dropout, wide, chosen):
         before = model.config._attn_implementation
-        assert not attention.use_for_packs(model)
+        assert not attention.use_for_packs(model, model.dtype)
         assert model.config._attn_implementation == before
 
 
@@ -135,6 +165,45 @@ def test_the_switch_leaves_to_torch_what_the_other_kernel_does_not_compute(calls
     attend(*"qkvbb", 9, 9, return_aux=object(), **causal)
     attend(*"qkvb", None, 9, 9, **causal)
     assert calls == ["torch", "flash", "flash", "torch", "torch", "torch", "torch"]
+
+
+def test_short_documents_do_not_ask_for_kernels_of_their_own(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn compiles others where the bound of the longest document fits in a block, of at most 128 tokens."""
+    bounds: list[int] = []
+
+    def kernel(*given: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> tuple[str, None]:
+        bounds.extend((max_seqlen_q, max_seqlen_k))
+        return "output", None
+
+    monkeypatch.setattr(flash, "kernel", lambda: kernel)
+    flash.use(True)
+    for longest in (3, 118, 700):
+        flash.switch(lambda *given, **options: None)(*"qkvbb", longest, longest, window_size=flash.CAUSAL)
+    assert bounds == [512, 512, 512, 512, 700, 700]
+
+
+def test_compiled_kernels_are_kept_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package reads two variables when it is imported, unless the user has set them."""
+    names = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    package = types.ModuleType("flash_attn.cute.interface")
+    package.flash_attn_varlen_func = len  # type: ignore[attr-defined]
+    for module in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is removed afterwards
+        monkeypatch.delenv(name)
+    flash.kernel.__wrapped__()
+    folder = Path(os.environ[names[1]])
+    assert os.environ[names[0]] == "1"
+    assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)  # as if another user had made it
+    for name in names:
+        monkeypatch.delenv(name)
+    flash.kernel.__wrapped__()
+    assert not any(name in os.environ for name in names)
 
 
 def test_the_switch_keeps_the_signature_that_unsloth_reads() -> None:

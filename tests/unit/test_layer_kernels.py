@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_liger_is_not_imported_where_auto_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_kernels, "unusable", lambda device: None)
     monkeypatch.setattr(layer_kernels, "_unsupported", lambda kind: pytest.fail("imports Liger"))
-    assert chosen("--model.full_finetuning", "false").kernels == "transformers"
+    assert chosen(kind="gemma2").kernels == "transformers"
 
 
 @pytest.mark.usefixtures("installed")
@@ -41,7 +41,8 @@ def test_liger_is_used_where_it_was_compared() -> None:
     assert chosen("--training.torch_compile", "true").kernels == "transformers"
     assert chosen("--model.trust_remote_code", "true").kernels == "transformers"
     assert "layer_kernels: liger uses them" in chosen(kind="gemma2").reason
-    assert "beside an adapter" in chosen("--model.full_finetuning", "false").reason
+    for words in ((), ("--model.load_in_4bit", "true")):
+        assert chosen("--model.full_finetuning", "false", *words, kind="qwen3").kernels == layer_kernels.LIGER
     assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == layer_kernels.LIGER
     assert chosen(backend="unsloth").kernels == "Unsloth"
 
