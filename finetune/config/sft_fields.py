@@ -74,6 +74,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
         "trackio_space_id trackio_bucket_id trackio_static_space_id",
         "Trackio writes to this machine; publish a project with `trackio sync`",
     ),
+    ("use_liger_kernel liger_kernel_config", "use model.layer_kernels"),
     ("disable_tqdm", "progress is a bar on a terminal and plain lines elsewhere"),
     (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",

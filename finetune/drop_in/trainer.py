@@ -131,6 +131,8 @@ class SFTTrainer(engine.SFTTrainer):
                 "the model adds the load-balancing loss of its experts, which is a mean over a micro-batch and so "
                 "depends on the number of GPUs. Set router_aux_loss_coef=0.0, or train with trl.SFTTrainer."
             )
+        if self.job.layer_kernels.kernels == layer_kernels.LIGER:
+            layer_kernels.install(self.model)
         adapted.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
         self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
@@ -166,11 +168,23 @@ class SFTTrainer(engine.SFTTrainer):
             layout=layout,
             eval_layout=None,
             unpacked_because=because,
-            layer_kernels=layer_kernels.Choice(kernels=layer_kernels.own(stack), reason="the script loads the model"),
+            layer_kernels=self._layer_kernels(stack, model),
             attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
             model=model,
             size=model_size(model),
         )
+
+    def _layer_kernels(self, stack: Any, model: Any) -> layer_kernels.Choice:
+        """Liger's if the script asks for them, else those of the model as the script loads it.
+
+        Raises:
+            Refused: Liger's kernels cannot be used here.
+        """
+        if not self.given.use_liger_kernel:
+            return layer_kernels.Choice(kernels=layer_kernels.own(stack), reason="the script loads the model")
+        if (why := layer_kernels.why_not(stack, model.config.model_type)) is not None:
+            raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")
+        return layer_kernels.Choice(kernels=layer_kernels.LIGER, reason="set by use_liger_kernel")
 
     def _eval_layouts(self, data: Data) -> Layout | dict[str, Layout] | None:
         """The held-out rows; by name if the user gave several sets."""

@@ -50,6 +50,16 @@ def own(stack: Stack) -> str:
     return "Unsloth" if stack.backend == "unsloth" else "transformers"
 
 
+def why_not(stack: Stack, kind: str, otherwise: str | None = None) -> str | None:
+    """Why the layers of a type of model cannot use Liger's kernels; None if they can.
+
+    Args:
+        otherwise: another reason not to use them; if there is one, Liger is not imported.
+    """
+    refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
+    return refusal or otherwise or _unsupported(kind)
+
+
 def choose(config: Config, stack: Stack, model: Any) -> Choice:
     """Which kernels the model's layers use; the same answer before and after it is sharded or has an adapter.
 
@@ -60,10 +70,7 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
     if wanted == "torch":
         return Choice(kernels=own(stack), reason="set by model.layer_kernels")
     kind = model.config.model_type
-    refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
-    if wanted == "auto":
-        refusal = refusal or _not_compared(config, kind)
-    refusal = refusal or _unsupported(kind)
+    refusal = why_not(stack, kind, _not_compared(config, kind) if wanted == "auto" else None)
     if refusal is None:
         return Choice(kernels=LIGER, reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":

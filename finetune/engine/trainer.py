@@ -104,6 +104,8 @@ MANAGED: dict[str, Any] = dict(
     max_length=None,
     ignore_data_skip=True,  # the plan starts at the right step: nothing to skip
     disable_tqdm=True,
+    use_liger_kernel=False,  # `layer_kernels` has installed them
+    liger_kernel_config=None,
 )
 
 

@@ -385,6 +385,8 @@ def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
         ({"fp16": "true", "bf16": "false"}, {"model.dtype": "float16"}),
         ({"fp16": "false", "bf16": "false"}, {"model.dtype": "auto"}),
         ({"dataset_num_proc": "3"}, {"data.num_proc": 3}),
+        ({"use_liger_kernel": "true"}, {"model.layer_kernels": "liger"}),
+        ({"use_liger_kernel": "false"}, {"model.layer_kernels": "torch"}),
         ({"dataset_text_field": "content"}, {"data.dataset_text_field": "content"}),
         ({"truncation_mode": "keep_start"}, {"data.over_length": "truncate"}),
         ({"activation_checkpointing": "false"}, {"training.gradient_checkpointing": False}),

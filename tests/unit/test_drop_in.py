@@ -131,6 +131,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pushes while training": (dict(push_to_hub=True), "trainer.push_to_hub()"),
     "packs without length": (dict(packing=True, max_length=None), "needs `max_length`"),
     "no turns": (dict(assistant_only_loss=True), "not conversational"),
+    "kernels for a GPU": (dict(use_liger_kernel=True), "`use_liger_kernel=True`: there is no GPU. Remove it"),
+    "a choice of kernels": (dict(liger_kernel_config={"rope": False}), "`liger_kernel_config={'rope': False}`"),
     "an end that is no token": (dict(eos_token="<nothing>"), "not found in the vocabulary"),
 }
 
@@ -139,6 +141,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_kept_exactly_is_refused_with_the_remedy(make: Callable[..., Any], name: str) -> None:
     given, words = REFUSED[name]
     assert words in refusal(make, **given)
+
+
+def test_ligers_kernels_are_installed_once_and_recorded(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the adapter is there; transformers' trainer would install them again, with those of the loss."""
+    from peft import LoraConfig
+
+    from finetune.engine import layer_kernels
+
+    installed: list[Any] = []
+    monkeypatch.setattr(layer_kernels, "why_not", lambda stack, kind: None)
+    monkeypatch.setattr(layer_kernels, "install", installed.append)
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda *given: pytest.fail("installed by others"))
+    trainer = make(use_liger_kernel=True, peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert installed == [trainer.model] and hasattr(trainer.model, "peft_config")
+    assert trainer.job.layer_kernels.to_dict() == {"kernels": "Liger", "reason": "set by use_liger_kernel"}
+    assert make().job.layer_kernels.kernels == "transformers" and len(installed) == 1
 
 
 def test_everything_is_refused_at_once(make: Callable[..., Any]) -> None:
