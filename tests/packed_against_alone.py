@@ -31,7 +31,7 @@ def main() -> int:
     model = models.load(config, stack, row_length=config.data.row_length)
     reason = models.why_not_packed(model, stack)
     assert reason is None, reason
-    models.prepare_for_packs(model, stack, models.resolve_dtype(config, stack))
+    models.prepare_for_packs(model, config, stack)
     with torch.no_grad():  # an adapter starts at zero, so only one of its halves would get a gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

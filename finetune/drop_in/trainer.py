@@ -150,14 +150,14 @@ class SFTTrainer(engine.SFTTrainer):
         stack = backbone.stack_of(model, STACK)
         batch = settings.batch(self.given, global_batch_size)
         config = settings.configuration(self.given, stack, model, batch)
-        dtype = engine_model.resolve_dtype(config, stack)
         because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
-            engine_model.prepare_for_packs(model, stack, dtype)
+            engine_model.prepare_for_packs(model, config, stack)
         for split, found in data.splits.items():
             engine_model.check_vocabulary(model, found, split)
         layout = lay_out(data.train, self.preparation.settings.pack_length if because is None else None)
+        dtype = engine_model.resolve_dtype(config, stack)
         return Job(
             config=config,
             batch=batch,

@@ -112,10 +112,9 @@ def open_job(
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:
                 model.check_vocabulary(loaded, rows, split)
-    dtype = model.resolve_dtype(config, stack)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
-        model.prepare_for_packs(loaded, stack, dtype, chosen=config.model.attn_implementation)
+        model.prepare_for_packs(loaded, config, stack)
     else:
         pack_length = None
     layout = lay_out(prepared.train, pack_length)
@@ -130,7 +129,9 @@ def open_job(
         layout=layout,
         eval_layout=lay_out(prepared.eval, pack_length) if prepared.eval else None,
         unpacked_because=because,
-        attention=choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype),
+        attention=choose_attention(
+            config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)
+        ),
         layer_kernels=layer_kernels.choose(config, stack, loaded),
         model=loaded,
         size=model_size(loaded),

@@ -315,18 +315,14 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
     return None
 
 
-def prepare_for_packs(model: Any, stack: Stack, dtype: torch.dtype, chosen: str | None = None) -> None:
-    """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own.
-
-    Args:
-        dtype: that the run computes in.
-        chosen: the attention implementation that the user set, which the transformers backend keeps.
-    """
+def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
+    """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
+    an attention that the user has set."""
     if stack.device != "cuda":
         return
     if stack.backend == "transformers":
-        if chosen is None:
-            attention.use_for_packs(model, dtype)
+        if config.model.attn_implementation is None:
+            attention.use_for_packs(model, resolve_dtype(config, stack))
         return
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength

@@ -133,6 +133,31 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
         assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize(
+    "words, packed",
+    [
+        (["--model.dtype", "bfloat16"], True),
+        (["--model.dtype", "float32"], False),
+        (["--model.dtype", "bfloat16", "--model.attn_implementation", "sdpa"], False),
+    ],
+    ids=["16 bits", "32 bits", "set"],
+)
+def test_what_the_run_computes_in_decides_and_not_the_parameters(
+    words: list[str], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from finetune.engine.model import prepare_for_packs
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))  # float32, as beside 4-bit weights
+    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", *words], command="train")
+    stack: Any = types.SimpleNamespace(device="cuda", backend="transformers")
+    prepare_for_packs(model, config, stack)
+    assert (model.config._attn_implementation == attention.PACKED) is packed
+
+
 # --- the switch -------------------------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,9 @@ def test_ligers_kernels_are_installed_once_and_recorded(
     monkeypatch.setattr(layer_kernels, "why_not", lambda stack, kind: None)
     monkeypatch.setattr(layer_kernels, "install", installed.append)
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda *given: pytest.fail("installed by others"))
-    trainer = make(use_liger_kernel=True, peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapter = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make(use_liger_kernel=True, peft_config=adapter, max_steps=1)
+    trainer.train()
     assert installed == [trainer.model] and hasattr(trainer.model, "peft_config")
     assert trainer.job.layer_kernels.to_dict() == {"kernels": "Liger", "reason": "set by use_liger_kernel"}
     assert make().job.layer_kernels.kernels == "transformers" and len(installed) == 1
