@@ -50,14 +50,28 @@ def own(stack: Stack) -> str:
     return "Unsloth" if stack.backend == "unsloth" else "transformers"
 
 
+def excluded(stack: Stack) -> str | None:
+    """Why no model can use Liger's kernels in this run; None if some can."""
+    return "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
+
+
 def why_not(stack: Stack, kind: str, otherwise: str | None = None) -> str | None:
     """Why the layers of a type of model cannot use Liger's kernels; None if they can.
 
     Args:
         otherwise: another reason not to use them; if there is one, Liger is not imported.
     """
-    refusal = "Unsloth's layers have kernels of their own" if stack.backend == "unsloth" else unusable(stack.device)
-    return refusal or otherwise or _unsupported(kind)
+    return excluded(stack) or otherwise or _unsupported(kind)
+
+
+def check(config: Config, stack: Stack) -> None:
+    """Check what does not depend on the model, before anything is loaded.
+
+    Raises:
+        UserError: model.layer_kernels is liger, and this run cannot use it.
+    """
+    if config.model.layer_kernels == "liger" and (refusal := excluded(stack)) is not None:
+        raise _refused(refusal)
 
 
 def choose(config: Config, stack: Stack, model: Any) -> Choice:
@@ -74,8 +88,15 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
     if refusal is None:
         return Choice(kernels=LIGER, reason="set by model.layer_kernels" if wanted == "liger" else "installed")
     if wanted == "liger":
-        raise UserError(f"model.layer_kernels is liger, which this run cannot use: {refusal}. Set it to auto.")
+        raise _refused(refusal)
     return Choice(kernels=own(stack), reason=refusal)
+
+
+def _refused(reason: str) -> UserError:
+    return UserError(
+        f"model.layer_kernels is liger (also set by use_liger_kernel: true), which this run cannot use: {reason}. Set "
+        "it to auto."
+    )
 
 
 def _not_compared(config: Config, kind: str) -> str | None:

@@ -80,6 +80,7 @@ def check(config: Config, stack: Stack) -> bool:
     adapter = preflight.adapter(config)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
+    layer_kernels.check(config, stack)
     if config.model.load_in_fp8:
         fp8.check(stack.device, resolve_dtype(config, stack))
     return adapter is not None

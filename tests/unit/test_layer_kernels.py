@@ -51,8 +51,16 @@ def test_liger_is_used_where_it_was_compared() -> None:
 def test_what_cannot_be_is_refused() -> None:
     wanted = ("--model.layer_kernels", "liger")
     for kind, backend in (("phi", "transformers"), ("llama", "unsloth")):
-        with pytest.raises(UserError, match="liger, which this run cannot use: .*Set it to auto"):
+        with pytest.raises(UserError, match="liger .*, which this run cannot use: .*Set it to auto"):
             chosen(*wanted, kind=kind, backend=backend)
+
+
+def test_what_no_model_can_have_is_refused_before_loading() -> None:
+    stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+    given = ["--model.model_name_or_path", "nobody/has-this", "--data.train_file", "x", "--model.layer_kernels"]
+    with pytest.raises(UserError, match="there is no GPU. Set it to auto"):
+        model.check(load([*given, "liger"], command="train"), stack)
+    model.check(load([*given, "auto"], command="train"), stack)
 
 
 def test_what_is_missing_is_said() -> None:
