@@ -14,6 +14,7 @@ AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "eval_on_start": (True,),
     "fp16_full_eval": (False,),
     "label_smoothing_factor": (0, 0.0),
+    "liger_kernel_config": (None, {}),
     "logging_nan_inf_filter": (False,),
     "logging_strategy": ("steps",),
     "loss_type": ("nll",),

@@ -20,7 +20,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_type": (("nll",), f"{_EXACT} keeps. Remove it"),
     "label_smoothing_factor": ((0, 0.0), f"{_EXACT} keeps. Remove it"),
     "average_tokens_across_devices": ((True,), f"{_EXACT} keeps. Remove it"),
-    "liger_kernel_config": ((None, {}), "all of Liger's kernels for layers are used, and none for the loss. Remove it"),
+    "liger_kernel_config": ((None, {}), "all of Liger's layer kernels are used, and its loss is not. Remove it"),
     "data_seed": ((None,), f"{_ORDER}. Set `seed`"),
     "group_by_length": ((False,), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),
     "train_sampling_strategy": (("random",), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),

@@ -101,6 +101,7 @@ class SFTTrainer(engine.SFTTrainer):
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
+        layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
         self.given = given  # the user's arguments, as TRL would have completed them
@@ -111,7 +112,7 @@ class SFTTrainer(engine.SFTTrainer):
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
         data = self.preparation.tokenized(sources)
-        self.job = self._open_job(loaded, data, global_batch_size)
+        self.job = self._open_job(loaded, data, global_batch_size, layers)
         self.job.eval_layout = self._eval_layouts(data)
         super().__init__(
             model=loaded,
@@ -145,7 +146,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Any, data: Data, global_batch_size: int | None) -> Job:
+    def _open_job(self, model: Any, data: Data, global_batch_size: int | None, layers: layer_kernels.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.stack_of(model, STACK)
         batch = settings.batch(self.given, global_batch_size)
@@ -168,19 +169,20 @@ class SFTTrainer(engine.SFTTrainer):
             layout=layout,
             eval_layout=None,
             unpacked_because=because,
-            layer_kernels=self._layer_kernels(stack, model),
+            layer_kernels=layers,
             attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
             model=model,
             size=model_size(model),
         )
 
-    def _layer_kernels(self, stack: Any, model: Any) -> layer_kernels.Choice:
+    @staticmethod
+    def _layer_kernels(stack: Any, model: Any, args: Any) -> layer_kernels.Choice:
         """Liger's if the script asks for them, else those of the model as the script loads it.
 
         Raises:
             Refused: Liger's kernels cannot be used here.
         """
-        if not self.given.use_liger_kernel:
+        if not args.use_liger_kernel:
             return layer_kernels.Choice(kernels=layer_kernels.own(stack), reason="the script loads the model")
         if (why := layer_kernels.why_not(stack, model.config.model_type)) is not None:
             raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")

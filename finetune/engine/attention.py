@@ -228,15 +228,23 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    # Autocast converts what SDPA is given, but not what this kernel is.
-    kind = value.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = dtype_of_kernel(value)
     rows = [tensor.transpose(1, 2)[0].to(dtype) for tensor in (query, key, value)]
     longest = further["max_length_q"]
     window = flash.CAUSAL if sliding_window is None else (sliding_window - 1, 0)
     options: dict[str, Any] = {"scale": scaling, "window_size": window} | grouped(varlen_attn)
     output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, longest, longest, **options)
-    return output[None], None
+    autocast = torch.is_autocast_enabled(value.device.type)
+    return (output if autocast else output.to(value.dtype))[None], None
+
+
+def dtype_of_kernel(value: torch.Tensor) -> torch.dtype:
+    """What the kernel computes in. Autocast casts the inputs of SDPA, but not those of this kernel. Outside of it, a
+    QLoRA may have float32, which the kernel does not take on a GPU."""
+    kind = value.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.bfloat16 if kind == "cuda" and value.dtype == torch.float32 else value.dtype
 
 
 def arguments(lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:

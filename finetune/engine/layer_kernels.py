@@ -94,8 +94,8 @@ def choose(config: Config, stack: Stack, model: Any) -> Choice:
 
 def _refused(reason: str) -> UserError:
     return UserError(
-        f"model.layer_kernels is liger (also set by use_liger_kernel: true), which this run cannot use: {reason}. Set "
-        "it to auto."
+        f"model.layer_kernels is liger (training.use_liger_kernel: true sets it), which this run cannot use: {reason}. "
+        "Remove the setting."
     )
 
 
@@ -103,7 +103,11 @@ def _not_compared(config: Config, kind: str) -> str | None:
     """Why nothing shows that Liger's kernels compute the same in this run; None if they were compared."""
     if config.training.extra.get("torch_compile"):
         return "torch.compile fuses the layers itself"
-    if config.model.trust_remote_code:
+    if config.model.load_in_8bit or config.model.load_in_fp8:
+        case = "with 8-bit weights"
+    elif config.model.dtype == "float16":
+        case = "in float16"
+    elif config.model.trust_remote_code:
         case = "for models that may bring their own code"
     elif kind not in COMPARED:
         case = f"for {kind}"

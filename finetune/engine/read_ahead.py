@@ -11,9 +11,12 @@ from pathlib import Path
 
 from finetune.config import Config
 from finetune.engine import preflight
+from finetune.errors import UserError
 from finetune.runtime import distributed
 
 BLOCK_BYTES = 1 << 23
+# Bytes that a container may use.
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SHARE = 0.5  # of the free memory that the files may fill: the system would drop what does not fit before it is used
 
 
@@ -24,10 +27,16 @@ def start(config: Config) -> threading.Thread | None:
     Returns:
         The thread, which ends with the process; None if there is nothing to read, or no room for it.
     """
+    model = config.model
     if config.demo or distributed.ranks().local_rank != 0:
         return None
-    folder = preflight.base_folder(config)
-    files = [] if folder is None else weights(folder)
+    if model.load_in_4bit and model.backend != "transformers" and not Path(str(model.model_name_or_path)).is_dir():
+        return None  # Unsloth may load another name of the Hub, whose weights are in 4 bits already
+    try:
+        folder = preflight.base_folder(config)
+        files = [] if folder is None else weights(folder)
+    except UserError:  # loading reports it
+        return None
     if not files or sum(file.stat().st_size for file in files) > SHARE * _free_bytes():
         return None
     thread = threading.Thread(target=_read, args=(files,), name="read ahead", daemon=True)
@@ -56,6 +65,13 @@ def _read(files: list[Path]) -> None:
 
 
 def _free_bytes() -> int:
+    """Of the machine, or of the container if that may use less."""
     import psutil
 
-    return psutil.virtual_memory().available
+    limits = [psutil.virtual_memory().available]
+    for file in LIMITS:
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(limits)

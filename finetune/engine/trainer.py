@@ -472,7 +472,7 @@ class SFTTrainer(trl.SFTTrainer):
             rows = layout.__getitems__(order[start : start + size].tolist())
             batch = self._collate(rows, pack_length=layout.packs.pack_length)
             inputs, self._eval_tokens = self._prepare_inputs(batch), None
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
                 loss = self.compute_loss(self.model, inputs, num_items_in_batch=one)
             losses.append(loss.double() / self.args.world_size)
             if self._eval_tokens is not None:
@@ -505,7 +505,7 @@ class SFTTrainer(trl.SFTTrainer):
             batch = self._collate(layout.__getitems__([0]), pack_length=layout.packs.pack_length)
             inputs = self._prepare_inputs(batch)
             for _ in range(most - done):
-                with self.compute_loss_context_manager():
+                with self.compute_loss_context_manager(), self.accelerator.autocast():
                     self.compute_loss(self.model, inputs, num_items_in_batch=count)
             self._eval_tokens = None
         shard.reshard(self.model)

@@ -22,12 +22,15 @@ def cache_folder() -> Path:
 
 
 def private_folder(path: Path) -> Path | None:
-    """`path`, created if need be; None if it cannot be, or if another user owns it. For code, which will be run."""
+    """`path`, created if need be; None if it cannot be written, or if others own it or may write to it. For code, which
+    will be run."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return None if hasattr(os, "getuid") and path.stat().st_uid != os.getuid() else path
+        found = path.stat()
     except OSError:
         return None
+    foreign = hasattr(os, "getuid") and found.st_uid != os.getuid()
+    return None if foreign or found.st_mode & 0o022 or not os.access(path, os.W_OK) else path
 
 
 def write_json(path: Path, content: Any) -> None:

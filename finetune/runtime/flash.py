@@ -7,11 +7,13 @@ registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (anoth
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from finetune.runtime.files import cache_folder, private_folder
@@ -19,7 +21,7 @@ from finetune.runtime.files import cache_folder, private_folder
 PACKAGE = "flash-attn-4"
 NOT_INSTALLED = f"{PACKAGE} is not installed: pip install 'finetune[flash]'"
 CAUSAL = (-1, 0)  # the window of plain causal attention
-# Tokens. The kernels need no more than a bound of the longest document. If that is a single block (at most 128 tokens),
+# Tokens. The kernels only need an upper bound on the longest document. If that is a single block (at most 128 tokens),
 # other kernels are compiled, in the middle of a run: 5.7 s on an H200 (benchmarks/results/LOG.md).
 SHORTEST_BOUND = 512
 _used = False
@@ -103,9 +105,20 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
 def kernel() -> Callable[..., Any]:
     """FlashAttention-4; returns (output, logsumexp). Its compiled kernels are kept for later starts and other ranks."""
     folder = private_folder(cache_folder() / "flash_attention_4" / platform.machine())
-    if folder is not None:  # it is read when the package is imported
+    if folder is not None and _can_lock(folder):  # the variables are read when the package is imported
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore[reportMissingImports]
 
     return flash_attn_varlen_func
+
+
+def _can_lock(folder: Path) -> bool:
+    """Whether files of `folder` can be locked, as the package does for each kernel; some network disks cannot, and the
+    package would then end the run."""
+    try:
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

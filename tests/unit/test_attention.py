@@ -106,6 +106,26 @@ def test_packs_under_autocast_are_computed_in_16_bits(monkeypatch: pytest.Monkey
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0.02, atol=0.02)
 
 
+def test_what_the_kernel_computes_in() -> None:
+    """On a GPU it takes 16 bits alone, also outside of autocast, where a QLoRA's values are float32."""
+    on_gpu: Any = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), dtype=torch.float32)
+    assert attention.dtype_of_kernel(on_gpu) == torch.bfloat16
+    assert attention.dtype_of_kernel(torch.ones(1)) == torch.float32
+    assert attention.dtype_of_kernel(torch.ones(1, dtype=torch.float16)) == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention.dtype_of_kernel(torch.ones(1)) == torch.bfloat16
+
+
+def test_the_output_has_the_type_of_the_input_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in float32 follows."""
+    monkeypatch.setattr(varlen, "varlen_attn", of_each_document)
+    monkeypatch.setattr(attention, "dtype_of_kernel", lambda value: torch.bfloat16)
+    rows = [torch.randn(1, 4, sum(LENGTHS), 8) for _ in range(3)]
+    further = attention.arguments(torch.tensor(LENGTHS, dtype=torch.int32), torch.device("cpu"))
+    mask = further.pop("attention_mask")
+    assert attention.packed_attention(torch.nn.Identity(), *rows, mask, **further)[0].dtype == torch.float32
+
+
 def test_padded_rows_are_computed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("causal", monkeypatch).eval()
     ids = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -207,6 +227,11 @@ def test_short_documents_do_not_ask_for_kernels_of_their_own(calls: list[str], m
     assert bounds == [512, 512, 512, 512, 700, 700]
 
 
+def no_locks(*given: Any) -> None:
+    """As `flock` on a network disk without locks."""
+    raise OSError("no locks available")
+
+
 def test_compiled_kernels_are_kept_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package reads two variables when it is imported, unless the user has set them."""
     names = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
@@ -224,9 +249,19 @@ def test_compiled_kernels_are_kept_in_the_users_own_folder(tmp_path: Path, monke
     assert os.environ[names[0]] == "1"
     assert folder.is_relative_to(tmp_path) and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
+    for refused in (
+        lambda: folder.chmod(0o770),  # others may write to it
+        lambda: (folder.chmod(0o700), monkeypatch.setattr(flash.fcntl, "flock", no_locks)),
+    ):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        refused()
+        flash.kernel.__wrapped__()
+        assert not any(name in os.environ for name in names)
+    monkeypatch.setattr(flash.fcntl, "flock", lambda *given: None)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)  # as if another user had made it
     for name in names:
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     flash.kernel.__wrapped__()
     assert not any(name in os.environ for name in names)
 

@@ -5,9 +5,10 @@ What TRL's own tests ask is in test_drop_in_trainer.py, several ranks are in tes
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,21 @@ def test_ligers_kernels_are_installed_once_and_recorded(
     assert installed == [trainer.model] and hasattr(trainer.model, "peft_config")
     assert trainer.job.layer_kernels.to_dict() == {"kernels": "Liger", "reason": "set by use_liger_kernel"}
     assert make().job.layer_kernels.kernels == "transformers" and len(installed) == 1
+
+
+def test_evaluation_before_training_computes_as_after_it(make: Callable[..., Any]) -> None:
+    """In the run's precision: accelerate puts autocast around the model's forward only when training begins."""
+    entered: list[bool] = []
+
+    @contextlib.contextmanager
+    def autocast() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    trainer = make(eval_dataset=dataset(TEXTS))
+    trainer.accelerator.autocast = autocast
+    trainer.evaluate()
+    assert entered
 
 
 def test_everything_is_refused_at_once(make: Callable[..., Any]) -> None:

@@ -41,6 +41,10 @@ def test_liger_is_used_where_it_was_compared() -> None:
     assert chosen("--training.torch_compile", "true").kernels == "transformers"
     assert chosen("--model.trust_remote_code", "true").kernels == "transformers"
     assert "layer_kernels: liger uses them" in chosen(kind="gemma2").reason
+    for word in ("load_in_8bit", "load_in_fp8"):
+        adapter = ("--model.full_finetuning", "false", f"--model.{word}", "true")
+        assert "with 8-bit weights" in chosen(*adapter).reason
+    assert "in float16" in chosen("--model.dtype", "float16").reason
     for words in ((), ("--model.load_in_4bit", "true")):
         assert chosen("--model.full_finetuning", "false", *words, kind="qwen3").kernels == layer_kernels.LIGER
     assert chosen("--model.layer_kernels", "liger", kind="gemma2").kernels == layer_kernels.LIGER
@@ -51,14 +55,14 @@ def test_liger_is_used_where_it_was_compared() -> None:
 def test_what_cannot_be_is_refused() -> None:
     wanted = ("--model.layer_kernels", "liger")
     for kind, backend in (("phi", "transformers"), ("llama", "unsloth")):
-        with pytest.raises(UserError, match="liger .*, which this run cannot use: .*Set it to auto"):
+        with pytest.raises(UserError, match="liger .*, which this run cannot use: .*Remove the setting"):
             chosen(*wanted, kind=kind, backend=backend)
 
 
 def test_what_no_model_can_have_is_refused_before_loading() -> None:
     stack = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
     given = ["--model.model_name_or_path", "nobody/has-this", "--data.train_file", "x", "--model.layer_kernels"]
-    with pytest.raises(UserError, match="there is no GPU. Set it to auto"):
+    with pytest.raises(UserError, match="there is no GPU. Remove the setting"):
         model.check(load([*given, "liger"], command="train"), stack)
     model.check(load([*given, "auto"], command="train"), stack)
 

@@ -41,6 +41,7 @@ def test_one_file_or_those_of_the_index(tmp_path: Path) -> None:
 def test_every_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = stored(tmp_path / "m", "model.safetensors")
     monkeypatch.setattr(read_ahead, "BLOCK_BYTES", 30)
+    monkeypatch.setattr(read_ahead, "_free_bytes", lambda: 1000)
     read: list[int | None] = []
 
     class Watched(io.FileIO):
@@ -67,6 +68,22 @@ def test_nothing_is_read_by_other_ranks_without_room_or_before_the_download(
     assert read_ahead.start(config_of(folder)) is not None
     other = distributed.Ranks(rank=3, local_rank=1, world_size=4, local_world_size=2)
     monkeypatch.setattr(distributed, "ranks", lambda: other)
+    assert read_ahead.start(config_of(folder)) is None
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [tmp_path / name for name in ("absent", "none", "some")]
+    limits[1].write_text("max\n")
+    monkeypatch.setattr(read_ahead, "LIMITS", tuple(limits[:2]))
+    assert read_ahead._free_bytes() > 1000
+    limits[2].write_text("1000\n")
+    monkeypatch.setattr(read_ahead, "LIMITS", tuple(limits))
+    assert read_ahead._free_bytes() == 1000
+
+
+def test_a_damaged_index_is_left_to_the_loader(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "m", "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{")
     assert read_ahead.start(config_of(folder)) is None
 
 
