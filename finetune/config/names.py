@@ -36,8 +36,8 @@ SAME_AS: dict[str, dict[Any, tuple[str, Any]]] = {
     "eval_strategy": {"no": ("training.eval_steps", 0)},
     "report_to": {ANY: ("logging.report_to", ANY)},
     "save_strategy": {"no": ("training.save_steps", 0)},
-    "use_liger_kernel": {True: ("model.layer_kernels", "liger"), False: ("model.layer_kernels", "torch")},
     "truncation_mode": {"keep_start": ("data.over_length", "truncate")},
+    "use_liger_kernel": {True: ("model.layer_kernels", "liger"), False: ("model.layer_kernels", "torch")},
 }
 
 # Values that only exclude one of ours, and otherwise change nothing: name -> value -> (our key, the value it excludes).

@@ -147,7 +147,7 @@ def test_what_cannot_be_kept_exactly_is_refused_with_the_remedy(make: Callable[.
 def test_ligers_kernels_are_installed_once_and_recorded(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the adapter is there; transformers' trainer would install them again, with those of the loss."""
+    """After the adapter is there. transformers' trainer would install them again when training begins."""
     from peft import LoraConfig
 
     from finetune.engine import layer_kernels
