@@ -29,11 +29,13 @@ KINDS = {
     "layers liger": ["--model.layer_kernels", "liger"],
 }
 QLORA = ("--model.load_in_4bit", "true")
+FULL = ("--model.full_finetuning", "true", "--training.learning_rate", "2e-5")
 # Name: shape, backend, tokens of a pack, packs of a step, steps, kinds compared, what all of them are given.
 TRAINING: dict[str, tuple[str, str, int, int, int, tuple[str, str], tuple[str, ...]]] = {
     "transformers 1.2b": ("llama-1.2b", "transformers", 16384, 1, 16, ("sdpa", "torch"), ()),
     "transformers 1.2b qlora": ("llama-1.2b", "transformers", 16384, 1, 16, ("sdpa", "torch"), QLORA),
     "unsloth 1.2b": ("llama-1.2b", "unsloth", 16384, 1, 30, ("torch", "auto"), ()),
+    "unsloth 1.2b full": ("llama-1.2b", "unsloth", 16384, 1, 20, ("torch", "flash_4"), FULL),
     "unsloth 8b": ("llama-8b", "unsloth", 8192, 1, 20, ("torch", "auto"), ()),
     "liger 1.2b": ("llama-1.2b", "transformers", 16384, 1, 20, ("layers torch", "layers liger"), ()),
     "liger 1.2b qlora": ("llama-1.2b", "transformers", 16384, 1, 20, ("layers torch", "layers liger"), QLORA),

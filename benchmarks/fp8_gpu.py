@@ -72,10 +72,10 @@ def kernels() -> dict[str, Any]:
         same = values.view(torch.uint8).cpu() == expected.view(torch.uint8)
         equal[columns] = bool(same.all()) and torch.equal(scales.cpu(), expected_scales)
     gate, up, d = (torch.randn(15, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    h, *gradients = adapted.silu_and_multiply_backward(gate.detach(), up.detach(), d.detach())
-    ours = [adapted.silu_and_multiply(gate.detach(), up.detach()), h, *gradients]
+    dgate, dup, _ = adapted.silu_and_multiply_backward(gate.detach(), up.detach(), d.detach())
+    ours = [adapted.silu_and_multiply(gate.detach(), up.detach())[0], dgate, dup]
     exact = torch.nn.functional.silu(gate.float()) * up.float()
-    theirs = [exact, exact, *torch.autograd.grad(exact, (gate, up), d.float())]
+    theirs = [exact, *torch.autograd.grad(exact, (gate, up), d.float())]
     silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
     shapes = {"8b": (4096, 1024, 14336, 8192), "1.2b": (2048, 512, 8192, 16384)}
     return {"quantize_equals_cpu": equal, "silu_errors": silu,
@@ -84,35 +84,54 @@ def kernels() -> dict[str, Any]:
 
 
 def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
-    """Adapters added by the kernels of silu(gate) * up, and by matrix products before: milliseconds,
-    forward and backward, and the relative errors of both against float64."""
+    """Products with the adapters' factors within the kernels of silu(gate) * up, and as matrix products of their own:
+    milliseconds, forward and backward, and the relative errors of both against float64."""
     import torch
 
     from finetune.engine import adapted
     from finetune.engine.low_rank import Term, plus
 
-    tensors = [torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    gate, up, dh = (torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     terms = [
         Term(*(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((tokens, rank), (rank, inner))), 0.1)
-        for _ in tensors
+        for _ in range(3)
     ]
+    down = torch.randn(rank, inner, device="cuda", dtype=torch.bfloat16)
+    gate_kept, up_kept = plus(gate, terms[0]), plus(up, terms[1])  # by the forward pass
 
-    gate, up = (plus(one, term) for one, term in zip(tensors[:2], terms[:2], strict=True))  # kept by the forward pass
-    ways = {
-        "forward": lambda: [adapted.silu_and_multiply(*tensors[:2], *terms[:2])],
-        "forward_separate": lambda: [adapted.silu_and_multiply(plus(tensors[0], terms[0]), plus(tensors[1], terms[1]))],
-        "backward": lambda: adapted.silu_and_multiply_backward(*tensors, *terms),
-        "backward_separate": lambda: adapted.silu_and_multiply_backward(gate, up, plus(tensors[2], terms[2])),
-    }
-    few = slice(0, 64)
+    def forward() -> list[Any]:
+        return list(adapted.silu_and_multiply(gate, up, *terms[:2], down))
+
+    def forward_separate() -> list[Any]:
+        h, _ = adapted.silu_and_multiply(plus(gate, terms[0]), plus(up, terms[1]))
+        return [h, h @ down.t()]
+
+    def backward() -> list[Any]:
+        dgate, dup, products = adapted.silu_and_multiply_backward(gate, up, dh, *terms)
+        return [dgate, dup, *products]
+
+    def backward_separate() -> list[Any]:
+        h, _ = adapted.silu_and_multiply(gate_kept, up_kept)
+        dgate, dup, _ = adapted.silu_and_multiply_backward(gate_kept, up_kept, plus(dh, terms[2]))
+        products = [dgate.t() @ terms[0].left, dup.t() @ terms[1].left, terms[2].left.t() @ h]
+        return [dgate, dup, *(0.1 * one for one in products)]
+
     g, u, d = (
-        one[few].double() + term.scaling * term.left[few].double() @ term.right.double()
-        for one, term in zip(tensors, terms, strict=True)
+        one.double() + term.scaling * term.left.double() @ term.right.double()
+        for one, term in zip((gate, up, dh), terms, strict=True)
     )
     s = g.sigmoid()
-    exact = [g * s * u, d * u * s * (1 + g * (1 - s)), d * g * s]
+    h, dgate, dup = g * s * u, d * u * s * (1 + g * (1 - s)), d * g * s
+    lefts = [0.1 * term.left.double() for term in terms]
+    exact = {
+        "forward": [h, h @ down.double().t()],
+        "backward": [dgate, dup, dgate.t() @ lefts[0], dup.t() @ lefts[1], lefts[2].t() @ h],
+    }
+    ways = {one.__name__: one for one in (forward, forward_separate, backward, backward_separate)}
     errors = {
-        name: [float((a[few] - b).norm() / b.norm()) for a, b in zip(way(), exact, strict=False)]
+        name: [
+            float((a - b).norm() / b.norm()) for a, b in zip(way(), exact[name.removesuffix("_separate")], strict=True)
+        ]
         for name, way in ways.items()
     }
     return {"milliseconds": {name: timed(way) for name, way in ways.items()}, "errors": errors}

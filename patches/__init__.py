@@ -13,7 +13,9 @@ from patches import (
     unsloth_fused_loss_backward,
     unsloth_fused_loss_view,
     unsloth_merged_export_ranks,
+    unsloth_packed_fused_loss,
     unsloth_packed_probe_in_checkpoint,
+    unsloth_rope_gradient_layout,
 )
 
 EARLY = (torch_varlen_gqa, unsloth_all_trl_trainers)
@@ -23,7 +25,9 @@ LATE = (
     unsloth_merged_export_ranks,
     unsloth_embeddings_on_disk,
     unsloth_full_checkpointing,
+    unsloth_packed_fused_loss,
     unsloth_packed_probe_in_checkpoint,
+    unsloth_rope_gradient_layout,
 )
 OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
 ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each))

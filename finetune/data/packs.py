@@ -55,6 +55,17 @@ class Packs:
         squares = np.array([sum(n * n for n in padding_segments(size)) for size in sizes.tolist()], dtype=np.int64)
         return (self.tokens + padding) + (self.squares + squares[size_of_row]) / (12 * hidden_size)
 
+    def segments(self, rows: int) -> tuple[int, int]:
+        """Fewest and most documents in that many packs, with the segments of padding; packs of padding alone, which
+        fill up the plan's last step, included."""
+        assert self.pack_length is not None
+        sizes, size_of_row = np.unique(self.pack_length - self.tokens, return_inverse=True)
+        padding = np.array([len(padding_segments(size)) for size in sizes.tolist()], dtype=np.int64)
+        counts = np.sort(np.diff(self.offsets) + padding[size_of_row])
+        dummy = len(padding_segments(self.pack_length))
+        fewest, most = min(dummy, int(counts[0])), max(dummy, int(counts[-1]))
+        return rows * fewest, rows * most
+
     @property
     def efficiency(self) -> float:
         """Share of positions that are not padding; 1.0 without packing, when padding depends on the batch."""

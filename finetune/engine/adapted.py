@@ -2,11 +2,11 @@
 
     y_i = x W_i^T + s_i (x A_i^T) B_i^T        for the layers i of one input x: q, k, v; or gate and up
 
-The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i. The adapter's part is added
-to y by the matrix product itself, and the gradients of x are summed in the same way. Inside an MLP, whose activations
-are its widest tensors, it is added by the kernel of silu(gate) * up, which reads them anyway. An MLP keeps gate and up
-without it for the backward pass, and computes their product again. The frozen W may be in 16 bits, 32 bits or FP8
-(`fp8`), which needs x quantized once for all layers.
+The A_i are stacked, so that all x A_i^T are one product, and so are all gradients of A_i. The matrix products
+themselves add up what makes one output, or one gradient of x. Inside an MLP, whose activations are its widest tensors,
+the kernels of silu(gate) * up add the adapters' parts, and multiply what they compute by the adapters' small factors
+while they have it. An MLP keeps gate and up without the adapters' parts for the backward pass. The frozen W may be in
+16 bits, 32 bits or FP8 (`fp8`), which needs x quantized once for all layers.
 
 `install` puts this in place of the forward methods of PEFT's layers and of Unsloth's functions for them. Whatever it
 does not compute (dropout, DoRA, several adapters, merged weights) goes through PEFT as before.
@@ -60,18 +60,24 @@ class Group:
         rest = iter(copies)
         return a, [next(rest) if rank else None for rank in self.ranks]
 
-    def products(self, x: torch.Tensor, a: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """x (n, k) times each W (n, out_i), and x times `a` (n, sum of ranks); None without any adapter."""
-        inner = None if a is None else x @ a.t()
+    def products(self, x: torch.Tensor, terms: Sequence[Term | None] | None = None) -> list[torch.Tensor]:
+        """x (n, k) times each W (n, out_i), and its term added."""
         form = fp8.quantize(x) if any(isinstance(base, fp8.Linear) for base in self.bases) else None
         outputs = []
-        for base in self.bases:
+        for base, term in zip(self.bases, terms or [None] * len(self.bases), strict=True):
             if isinstance(base, fp8.Linear) and form is not None:
-                outputs.append(base.product(*form, x.dtype))
-            else:
-                bias = None if base.bias is None else base.bias.to(x.dtype)
-                outputs.append(functional.linear(x, base.weight.to(x.dtype), bias))
-        return outputs, inner
+                y = base.product(*form, x.dtype)
+                outputs.append(y if term is None else y.addmm_(term.left, term.right, alpha=term.scaling))
+                continue
+            weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
+            if term is None:
+                outputs.append(functional.linear(x, weight, bias))
+                continue
+            # The small product first: the large one adds to it without a pass of its own.
+            begin, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
+            y = torch.addmm(begin, term.left, term.right, beta=beta, alpha=term.scaling)
+            outputs.append(y.addmm_(x, weight.t()))
+        return outputs
 
     def terms(self, inner: torch.Tensor | None, b: Tensors) -> list[Term | None]:
         """What the adapter of each layer adds to its product; None without one."""
@@ -84,11 +90,12 @@ class Group:
         self, x: torch.Tensor, a: torch.Tensor | None, b: Tensors
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Outputs (n, out_i) of x (n, k), and x times `a` (n, sum of ranks); None without any adapter."""
-        outputs, inner = self.products(x, a)
-        for y, term in zip(outputs, self.terms(inner, b), strict=True):
-            if term is not None:
-                y.addmm_(term.left, term.right, alpha=term.scaling)
-        return outputs, inner
+        inner = None if a is None else x @ a.t()
+        return self.outputs(x, inner, b), inner
+
+    def outputs(self, x: torch.Tensor, inner: torch.Tensor | None, b: Tensors) -> list[torch.Tensor]:
+        """Outputs (n, out_i) of x (n, k), given x times `a`."""
+        return self.products(x, self.terms(inner, b))
 
     def backward(
         self,
@@ -99,25 +106,32 @@ class Group:
         b: Tensors,
         *,
         wants_x: bool,
+        db: Tensors | None = None,
     ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
-        """Gradients of x, of each A and of each B."""
+        """Gradients of x, of each A and of each B, which can be given."""
+        dinner = [
+            given @ _times(own_b, scaling)
+            for own_b, scaling, given in zip(b, self.scalings, gradients, strict=True)
+            if own_b is not None
+        ]
+        stacked_dinner = None if a is None else dinner[0] if len(dinner) == 1 else torch.cat(dinner, dim=1)
         dx: torch.Tensor | None = None
-        dinner: list[torch.Tensor] = []
-        db: list[torch.Tensor | None] = []
-        for base, own_b, part, scaling, given in zip(self.bases, b, self.parts, self.scalings, gradients, strict=True):
-            if wants_x:
+        if wants_x:
+            in_fp8 = any(isinstance(base, fp8.Linear) for base in self.bases)
+            if a is not None and stacked_dinner is not None and not in_fp8:
+                dx = stacked_dinner @ a  # first, as in `products`
+            for base, given in zip(self.bases, gradients, strict=True):
                 dx = _add_input_gradient(dx, base, given)
-            if own_b is None or inner is None:
-                db.append(None)
-            else:
-                dinner.append(given @ _times(own_b, scaling))
-                db.append(_times(given.t() @ inner[:, part], scaling))
-        if a is None:
+            if a is not None and stacked_dinner is not None and in_fp8 and dx is not None:
+                dx.addmm_(stacked_dinner, a)
+        if db is None:
+            db = [
+                None if own_b is None or inner is None else _times(given.t() @ inner[:, part], scaling)
+                for own_b, part, scaling, given in zip(b, self.parts, self.scalings, gradients, strict=True)
+            ]
+        if stacked_dinner is None:
             return dx, [None] * len(b), db
-        stacked_dinner = dinner[0] if len(dinner) == 1 else torch.cat(dinner, dim=1)
         stacked_da = stacked_dinner.t() @ x
-        if dx is not None:
-            dx.addmm_(stacked_dinner, a)
         return dx, [stacked_da[part] if rank else None for part, rank in zip(self.parts, self.ranks, strict=True)], db
 
 
@@ -160,9 +174,11 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, first: Group, last: Group, *factors: Any) -> torch.Tensor:
         a, b = first.factors(factors[:4], x.dtype)
         last_a, last_b = last.factors(factors[4:], x.dtype)
-        (gate, up), inner = first.products(_rows(x), a)
-        h = silu_and_multiply(gate, up, *first.terms(inner, b))
-        (y,), last_inner = last.forward(h, last_a, last_b)
+        gate, up = first.products(_rows(x))
+        inner = None if a is None else _rows(x) @ a.t()
+        gate_term, up_term = first.terms(inner, b)
+        h, last_inner = silu_and_multiply(gate, up, gate_term, up_term, last_a)
+        (y,) = last.outputs(h, last_inner, last_b)
         ctx.groups, ctx.dtype = (first, last), _dtype(factors)
         ctx.save_for_backward(x, gate, up, inner, last_inner, a, last_a, *b, *last_b)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -176,12 +192,10 @@ class _Mlp(torch.autograd.Function):
         dinner = None if last_b is None else dy @ _times(last_b, scaling)
         dh_term = None if dinner is None else Term(dinner, last_a)
         gate_term, up_term = first.terms(inner, b)
-        h, dgate, dup = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
-        last_da = last_db = None
-        if dinner is not None:
-            last_da, last_db = dinner.t() @ h, _times(dy.t() @ last_inner, scaling)
-        del h, dh
-        dx, da, db = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0])
+        dgate, dup, (*db, last_da) = silu_and_multiply_backward(gate, up, dh, gate_term, up_term, dh_term)
+        last_db = None if dinner is None else _times(dy.t() @ last_inner, scaling)
+        del dh
+        dx, da, _ = first.backward((dgate, dup), _rows(x), inner, a, b, wants_x=ctx.needs_input_grad[0], db=db)
         grads = _gradients([*da, last_da], [*db, last_db], ctx.dtype)
         return None if dx is None else dx.view_as(x), None, None, *grads
 
@@ -197,24 +211,30 @@ def _dtype(factors: Tensors) -> torch.dtype | None:
 def _gradients(a: Tensors, b: Tensors, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
     """The gradients of A and B of each layer in turn, in the parameters' `dtype`."""
     given = [one for pair in zip(a, b, strict=True) for one in pair]
-    present = [one for one in given if one is not None]
-    if not present or dtype is None or present[0].dtype == dtype:
+    others = [one for one in given if one is not None and one.dtype != dtype]
+    if not others or dtype is None:
         return given
-    copies = [torch.empty_like(one, dtype=dtype) for one in present]
-    torch._foreach_copy_(copies, present)
+    copies = [torch.empty_like(one, dtype=dtype) for one in others]
+    torch._foreach_copy_(copies, others)
     rest = iter(copies)
-    return [None if one is None else next(rest) for one in given]
+    return [one if one is None or one.dtype == dtype else next(rest) for one in given]
 
 
 def silu_and_multiply(
-    gate: torch.Tensor, up: torch.Tensor, gate_term: Term | None = None, up_term: Term | None = None
-) -> torch.Tensor:
-    """silu(gate) * up, with a term added to each before; in one kernel on a GPU."""
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_term: Term | None = None,
+    up_term: Term | None = None,
+    down: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h = silu(gate) * up (n, m), with a term added to each before; and h times `down` (rank, m), None without it. In
+    one kernel on a GPU."""
     if gate.is_cuda:
         from finetune.engine import kernels
 
-        return kernels.silu_and_multiply(gate, up, gate_term, up_term)
-    return functional.silu(plus(gate, gate_term)) * plus(up, up_term)
+        return kernels.silu_and_multiply(gate, up, gate_term, up_term, down)
+    h = functional.silu(plus(gate, gate_term)) * plus(up, up_term)
+    return h, None if down is None else h @ down.t()
 
 
 def silu_and_multiply_backward(
@@ -224,9 +244,10 @@ def silu_and_multiply_backward(
     gate_term: Term | None = None,
     up_term: Term | None = None,
     dh_term: Term | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """h = silu(gate) * up again, and the gradients of gate and up, with a term added to each of the three tensors
-    before; in one kernel on a GPU."""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+    """Gradients of gate and up (n, m) from that of h, with a term added to each of the three before; in one kernel on a
+    GPU. And what the terms' left factors (n, rank) give with them: dgate^T left and dup^T left (m, rank), and
+    left^T h (rank, m), times the term's scaling; None without the term. On a GPU these are in float32."""
     if gate.is_cuda:
         from finetune.engine import kernels
 
@@ -234,7 +255,13 @@ def silu_and_multiply_backward(
     gate, up, dh = plus(gate, gate_term), plus(up, up_term), plus(dh, dh_term)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    return silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
+    h, dgate, dup = silu * up, dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * silu
+    products = [
+        None if gate_term is None else _times(dgate.t() @ gate_term.left, gate_term.scaling),
+        None if up_term is None else _times(dup.t() @ up_term.left, up_term.scaling),
+        None if dh_term is None else _times(dh_term.left.t() @ h, dh_term.scaling),
+    ]
+    return dgate, dup, products
 
 
 # --- PEFT's layers ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from finetune.runtime import distributed, flash
 PACKED = "finetune_packed"  # name among transformers' attention functions
 FLASH_2 = "FlashAttention-2 (torch)"
 FLASH_4 = "FlashAttention-4"
+OTHER = "the model's own"
 # Two bf16 kernels that are both right differ by the rounding of probabilities to 8 bits, about 0.3 % in norm.
 LARGEST_DIFFERENCE = 0.01
 FASTER = 0.97  # of torch's time; less is not worth compiling another kernel
@@ -63,11 +64,12 @@ def shapes(model: Any, lengths: Sequence[int], dtype: torch.dtype) -> Shapes:
 # --- choosing a kernel ------------------------------------------------------------------------------------------------
 
 
-def choose(wanted: str, shapes: Shapes, device: torch.device | str) -> Choice:
+def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: Sequence[int] = ()) -> Choice:
     """Compare the kernels at these shapes and use the faster one from now on; the same one on all ranks.
 
     Args:
         wanted: model.packed_attention: auto, torch or flash_4.
+        documents: the fewest and the most documents of a micro-batch.
 
     Raises:
         UserError: flash_4 is wanted and cannot be used.
@@ -78,7 +80,7 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str) -> Choice:
     refusal = flash.unusable() or (None if flash.offered() else "Unsloth was imported before it")
     if refusal is None and shapes.dtype not in (torch.bfloat16, torch.float16):
         refusal = f"it computes in 16 bits, and the model in {str(shapes.dtype).removeprefix('torch.')}"
-    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device)
+    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents)
     agreed = distributed.sum_over_ranks([float(found.kernel == FLASH_4), float(found.difference is None)])
     ranks = distributed.ranks().world_size
     if wanted == "flash_4" and found.difference is None:
@@ -86,15 +88,27 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str) -> Choice:
             f"model.packed_attention is flash_4, but {FLASH_4} cannot be used here: {found.reason}. Set it to auto."
         )
     if agreed[0] < ranks and found.kernel == FLASH_4 and (wanted == "auto" or agreed[1]):
-        found = Choice(**{**asdict(found), "kernel": FLASH_2, "reason": "another rank found it slower"})
+        found = replace(found, kernel=FLASH_2, reason="another rank found it slower")
     if wanted == "flash_4" and not agreed[1]:
-        found = Choice(**{**asdict(found), "kernel": FLASH_4, "reason": "set by model.packed_attention"})
+        found = replace(found, kernel=FLASH_4, reason="set by model.packed_attention")
     flash.use(found.kernel == FLASH_4)
     return found
 
 
-def compare(shapes: Shapes, device: torch.device | str) -> Choice:
-    """Time both kernels and compare what they compute. Whatever FlashAttention-4 raises is a reason not to use it."""
+def computed(choice: Choice) -> Choice:
+    """The choice after a step. The layers of a model, or libraries that change them, may not call the function that
+    switches kernels."""
+    if choice.kernel != FLASH_4 or flash.called():
+        return choice
+    reason = f"{FLASH_4} was chosen, but these layers do not call it"
+    return replace(choice, kernel=OTHER, reason=reason)
+
+
+def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int] = ()) -> Choice:
+    """Time both kernels and compare what they compute. Whatever FlashAttention-4 raises is a reason not to use it.
+
+    If it is faster, what it compiles for another number of `documents` is compiled now, not in the middle of the run.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     try:
@@ -102,6 +116,10 @@ def compare(shapes: Shapes, device: torch.device | str) -> Choice:
         flash.use(True)
         try:
             ours, flash_ms = measured(varlen_attn, shapes, device)
+            if flash_ms < FASTER * torchs_ms:
+                for count in documents:
+                    if (count > flash.MANY_DOCUMENTS) != (len(shapes.lengths) > flash.MANY_DOCUMENTS):
+                        measured(varlen_attn, replace(shapes, lengths=(8,) * count), device)
         finally:
             flash.use(False)
     except Exception as error:  # compilers and kernels raise many types

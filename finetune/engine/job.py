@@ -156,7 +156,8 @@ def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per
         reason = "the model's own, as set or because it needs what the kernels for packs lack"
     else:
         lengths = [len(ids) for row in range(min(per_device, len(layout))) for ids, _ in layout[row]]
-        return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device)
+        documents = layout.packs.segments(per_device)
+        return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device, documents)
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
     return attention.Choice(kernel=own, reason=reason)

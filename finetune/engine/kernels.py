@@ -12,12 +12,9 @@ import triton.language as tl
 
 from finetune.engine.low_rank import Term, plus
 
-# Rows and columns that one program of an elementwise kernel takes, and its warps: without a term, and with. The fastest
-# of those tried on an H200 (benchmarks/results/2026-11-24-adapter-kernels-h200.json).
-PLAIN = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
-FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-BACKWARD = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
-LARGEST_RANK = 64  # of a term that is added by an elementwise kernel
+# Programs that share the columns of one tile's rows, or the rows of its columns.
+PARTS = 8
+LARGEST_RANK = 64  # of an adapter that these kernels compute
 
 
 @triton.jit
@@ -45,40 +42,76 @@ def quantize(x: torch.Tensor, form: torch.dtype, largest: float, smallest: float
 
 
 @triton.jit
-def _plus(y, left, right, scaling, rows, columns, left_row, right_rank, right_column, row, column,
-          RANK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr):  # noqa: N803  # fmt: skip
-    """A tile of y, in float32, plus that tile of scaling * left @ right."""
-    if RANK == 0:
-        return y
+def _left(left, left_row, row, rows, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
+    """These rows of a term's left factor."""
     k = tl.arange(0, PADDED)
-    inside = (k < RANK)[None, :] & (row < rows)[:, None]
-    of_left = tl.load(left + row[:, None] * left_row + k[None, :], mask=inside, other=0.0)
+    inside = (row < rows)[:, None] & (k < RANK)[None, :]
+    return tl.load(left + row[:, None] * left_row + k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _right(right, right_rank, right_column, column, columns, RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803
+    """These columns of a term's right factor."""
+    k = tl.arange(0, PADDED)
     inside = (k < RANK)[:, None] & (column < columns)[None, :]
-    of_right = tl.load(right + k[:, None] * right_rank + column[None, :] * right_column, mask=inside, other=0.0)
-    return y + scaling * tl.dot(of_left, of_right, input_precision=PRECISION)
+    return tl.load(right + k[:, None] * right_rank + column[None, :] * right_column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _part(length, STEP: tl.constexpr, part, parts):  # noqa: N803
+    """Begin and end of one of `parts` parts of `length`, in whole steps."""
+    own = tl.cdiv(tl.cdiv(length, STEP), parts) * STEP
+    return part * own, tl.minimum((part + 1) * own, length)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _silu_forward(
     gate, gate_left, gate_right, gate_scaling, gate_left_row, gate_right_rank, gate_right_column,
     up, up_left, up_right, up_scaling, up_left_row, up_right_rank, up_right_column,
-    out, rows, columns,
-    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    h, down, down_rank_stride, down_column, products, rows, columns,
+    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """A program takes some rows, and of the columns one part after the other."""
+    part = tl.program_id(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    offsets = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
-    g = _plus(g, gate_left, gate_right, gate_scaling, rows, columns, gate_left_row, gate_right_rank, gate_right_column,
-              row, column, GATE_RANK, PADDED, PRECISION)  # fmt: skip
-    u = _plus(u, up_left, up_right, up_scaling, rows, columns, up_left_row, up_right_rank, up_right_column,
-              row, column, UP_RANK, PADDED, PRECISION)  # fmt: skip
-    # Rounded before the product, as transformers does.
-    rounded = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + offsets, rounded * u, mask=inside)
+    if GATE_RANK > 0:
+        left_of_gate = _left(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
+    if UP_RANK > 0:
+        left_of_up = _left(up_left, up_left_row, row, rows, UP_RANK, PADDED)
+    product = tl.zeros([ROWS, PADDED], tl.float32)
+    begin, end = _part(columns, COLUMNS, part, tl.num_programs(0))
+    for at in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+        column = at + tl.arange(0, COLUMNS)
+        offsets = row[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+        if GATE_RANK > 0:
+            right = _right(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
+            g += gate_scaling * tl.dot(left_of_gate, right, input_precision=PRECISION)
+        if UP_RANK > 0:
+            right = _right(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
+            u += up_scaling * tl.dot(left_of_up, right, input_precision=PRECISION)
+        # Rounded before the product, as transformers does.
+        kind = h.dtype.element_ty
+        both = ((g * tl.sigmoid(g)).to(kind).to(tl.float32) * u).to(kind)
+        tl.store(h + offsets, both, mask=inside)
+        if DOWN_RANK > 0:
+            right = _right(down, down_rank_stride, down_column, column, columns, DOWN_RANK, PADDED)
+            product += tl.dot(both, tl.trans(right), input_precision=PRECISION)
+    if DOWN_RANK > 0:
+        k = tl.arange(0, PADDED)
+        inside = (row < rows)[:, None] & (k < DOWN_RANK)[None, :]
+        tl.store(products + (part * rows + row)[:, None] * DOWN_RANK + k[None, :], product, mask=inside)
+
+
+@triton.jit
+def _store_product(sums, product, scaling, column, columns, rank_stride, column_stride,
+                   RANK: tl.constexpr, PADDED: tl.constexpr):  # noqa: N803  # fmt: skip
+    k = tl.arange(0, PADDED)
+    inside = (k < RANK)[:, None] & (column < columns)[None, :]
+    tl.store(sums + k[:, None] * rank_stride + column[None, :] * column_stride, product * scaling, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,39 +119,86 @@ def _silu_backward(
     gate, gate_left, gate_right, gate_scaling, gate_left_row, gate_right_rank, gate_right_column,
     up, up_left, up_right, up_scaling, up_left_row, up_right_rank, up_right_column,
     dh, dh_left, dh_right, dh_scaling, dh_left_row, dh_right_rank, dh_right_column,
-    h, dgate, dup, rows, columns,
-    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DH_RANK: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    dgate, dup, h, sums, rows, columns,
+    GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DH_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr, KEEPS_H: tl.constexpr, STAGES: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
+    """A program takes some columns, and of the rows one part after the other: the products with left factors are sums
+    over rows."""
+    part = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    offsets = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
-    g = _plus(g, gate_left, gate_right, gate_scaling, rows, columns, gate_left_row, gate_right_rank, gate_right_column,
-              row, column, GATE_RANK, PADDED, PRECISION)  # fmt: skip
-    u = _plus(u, up_left, up_right, up_scaling, rows, columns, up_left_row, up_right_rank, up_right_column,
-              row, column, UP_RANK, PADDED, PRECISION)  # fmt: skip
-    d = _plus(d, dh_left, dh_right, dh_scaling, rows, columns, dh_left_row, dh_right_rank, dh_right_column,
-              row, column, DH_RANK, PADDED, PRECISION)  # fmt: skip
-    sigmoid = tl.sigmoid(g)
-    silu = g * sigmoid
-    tl.store(h + offsets, silu.to(h.dtype.element_ty).to(tl.float32) * u, mask=inside)
-    tl.store(dgate + offsets, d * u * sigmoid * (1.0 + g - silu), mask=inside)
-    tl.store(dup + offsets, d * silu, mask=inside)
+    if GATE_RANK > 0:
+        right_of_gate = _right(gate_right, gate_right_rank, gate_right_column, column, columns, GATE_RANK, PADDED)
+        gate_product = tl.zeros([PADDED, COLUMNS], tl.float32)
+    if UP_RANK > 0:
+        right_of_up = _right(up_right, up_right_rank, up_right_column, column, columns, UP_RANK, PADDED)
+        up_product = tl.zeros([PADDED, COLUMNS], tl.float32)
+    if DH_RANK > 0:
+        right_of_dh = _right(dh_right, dh_right_rank, dh_right_column, column, columns, DH_RANK, PADDED)
+        dh_product = tl.zeros([PADDED, COLUMNS], tl.float32)
+    kind = dgate.dtype.element_ty
+    begin, end = _part(rows, ROWS, part, tl.num_programs(1))
+    for at in tl.range(begin, end, ROWS, num_stages=STAGES):
+        row = (at + tl.arange(0, ROWS)).to(tl.int64)
+        offsets = row[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
+        if GATE_RANK > 0:
+            left_of_gate = _left(gate_left, gate_left_row, row, rows, GATE_RANK, PADDED)
+            g += gate_scaling * tl.dot(left_of_gate, right_of_gate, input_precision=PRECISION)
+        if UP_RANK > 0:
+            left_of_up = _left(up_left, up_left_row, row, rows, UP_RANK, PADDED)
+            u += up_scaling * tl.dot(left_of_up, right_of_up, input_precision=PRECISION)
+        if DH_RANK > 0:
+            left_of_dh = _left(dh_left, dh_left_row, row, rows, DH_RANK, PADDED)
+            d += dh_scaling * tl.dot(left_of_dh, right_of_dh, input_precision=PRECISION)
+        sigmoid = tl.sigmoid(g)
+        silu = g * sigmoid
+        of_gate = (d * u * sigmoid * (1.0 + g - silu)).to(kind)
+        of_up = (d * silu).to(kind)
+        both = (silu.to(kind).to(tl.float32) * u).to(kind)
+        tl.store(dgate + offsets, of_gate, mask=inside)
+        tl.store(dup + offsets, of_up, mask=inside)
+        if KEEPS_H:
+            tl.store(h + offsets, both, mask=inside)
+        if GATE_RANK > 0:
+            gate_product += tl.dot(tl.trans(left_of_gate), of_gate, input_precision=PRECISION)
+        if UP_RANK > 0:
+            up_product += tl.dot(tl.trans(left_of_up), of_up, input_precision=PRECISION)
+        if DH_RANK > 0:
+            dh_product += tl.dot(tl.trans(left_of_dh), both, input_precision=PRECISION)
+    at_gate = part.to(tl.int64) * columns * (GATE_RANK + UP_RANK + DH_RANK)
+    at_up = at_gate + columns * GATE_RANK
+    at_dh = at_up + columns * UP_RANK
+    if GATE_RANK > 0:
+        _store_product(sums + at_gate, gate_product, gate_scaling, column, columns, 1, GATE_RANK, GATE_RANK, PADDED)
+    if UP_RANK > 0:
+        _store_product(sums + at_up, up_product, up_scaling, column, columns, 1, UP_RANK, UP_RANK, PADDED)
+    if DH_RANK > 0:
+        _store_product(sums + at_dh, dh_product, dh_scaling, column, columns, columns, 1, DH_RANK, PADDED)
 
 
 def silu_and_multiply(
-    gate: torch.Tensor, up: torch.Tensor, gate_term: Term | None, up_term: Term | None
-) -> torch.Tensor:
-    """silu(gate) * up of two contiguous tensors (n, m), with a term added to each before."""
-    out = torch.empty_like(gate)
-    inputs, ranks = _prepared((gate, gate_term), (up, up_term))
+    gate: torch.Tensor, up: torch.Tensor, gate_term: Term | None, up_term: Term | None, down: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`adapted.silu_and_multiply` for contiguous gate and up."""
+    largest = _largest_rank(gate)
+    h = torch.empty_like(gate)
+    rows, columns = gate.shape
+    rank = 0 if down is None or down.shape[0] > largest else down.shape[0]
+    inputs, ranks = _prepared(largest, (gate, gate_term), (up, up_term))
+    products = torch.empty(PARTS, rows, rank, dtype=torch.float32, device=gate.device) if rank else h
+    of_down = (h, 0, 0) if down is None else (down, *down.stride())
     with torch.cuda.device(gate.device):
-        _silu_forward[_grid](*inputs, out, *out.shape, *ranks, **(FORWARD if any(ranks[:-2]) else PLAIN))
-    return out
+        constants = _constants(gate, *ranks, rank, backward=False)
+        grid = PARTS, triton.cdiv(rows, constants["ROWS"])
+        _silu_forward[grid](*inputs, h, *of_down, products, rows, columns, *ranks, rank, **constants)
+    if down is None:
+        return h, None
+    return h, products.sum(0).to(h.dtype) if rank else h @ down.t()
 
 
 def silu_and_multiply_backward(
@@ -128,27 +208,42 @@ def silu_and_multiply_backward(
     gate_term: Term | None,
     up_term: Term | None,
     dh_term: Term | None,
-) -> tuple[torch.Tensor, ...]:
-    """silu(gate) * up, and the gradients of gate and up; all contiguous (n, m), with a term added to each of the three
-    inputs before."""
-    outputs = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(up)
-    inputs, ranks = _prepared((gate, gate_term), (up, up_term), (dh, dh_term))
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+    """`adapted.silu_and_multiply_backward` for contiguous gate, up and dh."""
+    terms = (gate_term, up_term, dh_term)
+    rows, columns = gate.shape
+    inputs, ranks = _prepared(_largest_rank(gate), *zip((gate, up, dh), terms, strict=True))
+    keeps_h = dh_term is not None and not ranks[2]
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    h = torch.empty_like(gate) if keeps_h else dgate
+    sums = torch.empty(PARTS, columns * sum(ranks), dtype=torch.float32, device=gate.device)
     with torch.cuda.device(gate.device):
-        _silu_backward[_grid](*inputs, *outputs, *gate.shape, *ranks, **(BACKWARD if any(ranks[:-2]) else PLAIN))
-    return outputs
+        constants = _constants(gate, *ranks, backward=True)
+        grid = triton.cdiv(columns, constants["COLUMNS"]), PARTS
+        _silu_backward[grid](*inputs, dgate, dup, h, sums, rows, columns, *ranks, KEEPS_H=keeps_h, **constants)
+    parts = iter(sums.sum(0).split([columns * rank for rank in ranks if rank]) if any(ranks) else ())
+    products: list[torch.Tensor | None] = []
+    for y, term, rank, transposed in zip((dgate, dup, h), terms, ranks, (True, True, False), strict=True):
+        if term is None:
+            products.append(None)
+        elif rank:
+            products.append(next(parts).view((columns, rank) if transposed else (rank, columns)))
+        else:
+            product = y.t() @ term.left if transposed else term.left.t() @ y
+            products.append(product if term.scaling == 1.0 else product * term.scaling)
+    return dgate, dup, products
 
 
-def _grid(arguments: dict[str, Any]) -> tuple[int, int]:
-    return triton.cdiv(arguments["columns"], arguments["COLUMNS"]), triton.cdiv(arguments["rows"], arguments["ROWS"])
+def _largest_rank(y: torch.Tensor) -> int:
+    """Before Ampere, tl.dot has no bfloat16."""
+    return LARGEST_RANK if torch.cuda.get_device_capability(y.device) >= (8, 0) else 0
 
 
-def _prepared(*given: tuple[torch.Tensor, Term | None]) -> tuple[list[Any], list[Any]]:
-    """Tensors and their terms as the kernels take them: pointers, scalings and strides; then the rank of each term (0
-    without one), all of them padded to what tl.dot takes, and its precision."""
+def _prepared(largest: int, *given: tuple[torch.Tensor, Term | None]) -> tuple[list[Any], list[int]]:
+    """Tensors and their terms as the kernels take them: pointers, scalings and strides; and the rank of each term, 0
+    without one. Terms of more than `largest` ranks are added here."""
     inputs: list[Any] = []
     ranks: list[int] = []
-    # Before Ampere, tl.dot has no bfloat16.
-    largest = LARGEST_RANK if torch.cuda.get_device_capability(given[0][0].device) >= (8, 0) else 0
     for y, term in given:
         if term is not None and term.left.shape[1] > largest:
             y, term = plus(y, term), None
@@ -159,5 +254,28 @@ def _prepared(*given: tuple[torch.Tensor, Term | None]) -> tuple[list[Any], list
             left = term.left if term.left.stride(1) == 1 else term.left.contiguous()
             inputs += [y, left, term.right, float(term.scaling), left.stride(0), *term.right.stride()]
             ranks.append(left.shape[1])
-    precision = "ieee" if given[0][0].dtype == torch.float32 else "tf32"  # of float32 alone
-    return inputs, [*ranks, max(16, triton.next_power_of_2(max(ranks))), precision]
+    return inputs, ranks
+
+
+def _constants(y: torch.Tensor, *ranks: int, backward: bool) -> dict[str, Any]:
+    """What a kernel is compiled for: ranks padded to what tl.dot takes, its precision, and its tile."""
+    padded = max(16, triton.next_power_of_2(max(ranks)))
+    exact = y.dtype == torch.float32
+    tile = EXACT if exact else _tile(padded, backward, full=all(rank in (0, padded) for rank in ranks))
+    return tile | {"PADDED": padded, "PRECISION": "ieee" if exact else "tf32"}
+
+
+# Rows and columns that a program takes in each turn of its loop, how many turns ahead they are loaded, and warps.
+EXACT = {"ROWS": 16, "COLUMNS": 32, "STAGES": 1, "num_warps": 4}
+
+
+def _tile(padded: int, backward: bool, full: bool) -> dict[str, int]:
+    """The same in 16 bits: the fastest of those tried on an H200 (benchmarks/results/2026-11-25-mlp-kernels-h200.json)
+    that fit in the shared memory of consumer GPUs (99 KiB). `full`: no rank is less than `padded`."""
+    if padded == 16 and full:
+        rows, columns = 64, 64
+    elif padded == 16:
+        rows, columns = (32, 32) if backward else (64, 32)
+    else:
+        rows, columns = (32, 64) if backward and padded > 32 else (64, 32)
+    return {"ROWS": rows, "COLUMNS": columns, "STAGES": 3, "num_warps": 4}

@@ -20,6 +20,7 @@ from finetune.config import Config
 from finetune.data.template import load_template
 from finetune.engine import adapted, adapter_targets, attention, fp8, layer_kernels, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
+from finetune.runtime import flash_blocks
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -330,6 +331,7 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
+    flash_blocks.offer()
 
 
 # --- generation -----------------------------------------------------------------------------------------------------

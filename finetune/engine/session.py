@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,6 +311,16 @@ def check_space(config: Config, model: Any) -> None:
     if config.training.save_steps:
         needed, what = 2 * needed + 8 * sum(parameter.numel() for parameter in trainable), f"a checkpoint and {what}"
     checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
+
+
+def attention_computed(job: Job) -> dict[str, Any]:
+    """The kernel of packs for run.json, once the run has trained; a warning if it is not the chosen one."""
+    from finetune.engine import attention
+
+    found = attention.computed(job.attention)
+    if found != job.attention and distributed.ranks().is_main:
+        sys.stderr.write(f"warning: {found.reason}; run.json says so too.\n")
+    return found.to_dict()
 
 
 @contextlib.contextmanager

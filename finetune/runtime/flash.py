@@ -3,6 +3,9 @@
 `torch.nn.attention.varlen.varlen_attn` is what Unsloth and the transformers backend call for packs on a GPU. `offer`
 puts a switch in its place, which `finetune.engine.attention` turns after it has compared the two kernels. torch has a
 registry for such kernels; that of torch 2.11 does not fit flash-attn 4.0 (another number of results).
+
+In full fine-tuning Unsloth compiles its decoder blocks, and their graph holds torch's kernel itself.
+`flash_blocks` puts another switch there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ CAUSAL = (-1, 0)  # the window of plain causal attention
 # Tokens. The kernels only need an upper bound on the longest document. If that is a single block (at most 128 tokens),
 # other kernels are compiled, in the middle of a run: 5.7 s on an H200 (benchmarks/results/LOG.md).
 SHORTEST_BOUND = 512
-_used = False
+# Documents of one call. With more than these, flash-attn 4.0 runs and compiles further kernels: 7.9 s on an H200.
+MANY_DOCUMENTS = 256
+_used = _called = False
 
 
 def unusable() -> str | None:
@@ -69,8 +74,19 @@ def used() -> bool:
 
 def use(on: bool) -> None:
     """Compute with FlashAttention-4 from now on, or with torch's kernel."""
-    global _used
-    _used = on
+    global _used, _called
+    _used, _called = on, False
+
+
+def called() -> bool:
+    """Whether FlashAttention-4 has computed anything since `use`."""
+    return _called
+
+
+def mark_called() -> None:
+    """FlashAttention-4 computes something now."""
+    global _called
+    _called = True
 
 
 def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +101,7 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
         same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
         if not (_used and same and cu_seq_k is not None):
             return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+        mark_called()
         return kernel()(
             query,
             key,

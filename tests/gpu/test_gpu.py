@@ -183,8 +183,10 @@ def test_packed_documents_are_as_if_alone(folder: Path, backend: str, full: bool
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [(16, 16, 16), (8, 40, None), (None, 16, 100), (None, None, None)])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "ranks", [(None, None, None), (16, 16, 16), (None, 5, 32), (8, 80, None), (64, 48, 64), (4, None, 80)]
+)
 def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, ...]) -> None:
     """Against float64 and autograd; sizes that no tile divides. One GPU."""
     import torch
@@ -193,9 +195,10 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
     from finetune.engine.low_rank import Term
 
     torch.manual_seed(0)
-    dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2}[kind]
+    dtype, tolerance = getattr(torch, kind), {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[kind]
     sizes = {"device": "cuda", "dtype": dtype}
     gate, up, dh = (torch.randn(333, 1000, **sizes) for _ in range(3))
+    down = None if ranks[2] is None else torch.randn(ranks[2], 1000, **sizes)
     terms, exact = [], []
     for y, rank in zip((gate, up, dh), ranks, strict=True):
         left, right = (
@@ -206,11 +209,48 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
         exact.append(y.double() + (0 if rank is None else 0.3 * left.double() @ right.double().t()))
     g, u = (one.requires_grad_() for one in exact[:2])
     h = torch.nn.functional.silu(g) * u
-    expected = [h, h, *torch.autograd.grad(h, (g, u), exact[2])]
-    found = [adapted.silu_and_multiply(gate, up, *terms[:2]), *adapted.silu_and_multiply_backward(gate, up, dh, *terms)]
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
-        assert float(((one - other).norm() / other.norm()).detach()) < tolerance
+    dg, du = torch.autograd.grad(h, (g, u), exact[2])
+    lefts = [None if one is None else 0.3 * one.left.double() for one in terms]
+    products = [None if left is None else y.T @ left for y, left in zip((dg, du, h), lefts, strict=True)]
+    if products[2] is not None:
+        products[2] = products[2].T  # left^T h
+    expected = [h, None if down is None else h @ down.double().T, dg, du, *products]
+    *gradients, found = adapted.silu_and_multiply_backward(gate, up, dh, *terms)
+    found = [*adapted.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape and (one.dtype == dtype or index > 3)
+            assert float(((one - other).norm() / other.norm()).detach()) < tolerance, index
+
+
+@pytest.mark.gpu
+def test_rotary_gradients_keep_their_layout() -> None:
+    """Unsloth's rotary embedding with the patch against without it, over packs. One GPU."""
+    import torch
+    from unsloth.kernels import rope_embedding
+
+    from patches import core
+    from patches import unsloth_rope_gradient_layout as patch
+
+    indices = torch.arange(70, device="cuda", dtype=torch.int32).remainder(33)
+    angles = torch.randn(2, 33, 64, device="cuda", dtype=torch.bfloat16)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inputs, given = (
+            [torch.randn(1, 70, heads, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for heads in (6, 2)]
+            for _ in range(2)
+        )
+        inputs = [one.requires_grad_() for one in inputs]
+        outputs = rope_embedding.fast_rope_embedding(*inputs, *angles, indices)
+        return list(torch.autograd.grad(outputs, inputs, given))
+
+    before = gradients()
+    assert core.run([patch])[0].applied
+    for one, other in zip(gradients(), before, strict=True):
+        assert torch.equal(one, other)
+        assert one.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.gpu

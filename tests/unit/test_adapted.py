@@ -71,15 +71,17 @@ def test_an_mlp_without_a_gpu_adds_its_adapters() -> None:
     from finetune.engine.low_rank import Term
 
     torch.manual_seed(0)
-    gate, up, dh = (torch.randn(5, 12, dtype=torch.float64) for _ in range(3))
+    gate, up, dh, down = (torch.randn(n, 12, dtype=torch.float64) for n in (5, 5, 5, 3))
     terms = [Term(torch.randn(5, 3).double(), torch.randn(3, 12).double(), scaling) for scaling in (0.5, 2.0, -1.0)]
     g, u, d = (y + t.scaling * t.left @ t.right for y, t in zip((gate, up, dh), terms, strict=True))
     g, u = g.requires_grad_(), u.requires_grad_()
     h = nn.functional.silu(g) * u
-    expected = [h, h, *torch.autograd.grad(h, (g, u), d)]
+    dg, du = torch.autograd.grad(h, (g, u), d)
+    products = [0.5 * dg.T @ terms[0].left, 2.0 * du.T @ terms[1].left, -terms[2].left.T @ h]
     kept = gate.clone()
-    found = [adapted.silu_and_multiply(gate, up, *terms[:2]), *adapted.silu_and_multiply_backward(gate, up, dh, *terms)]
-    for one, other in zip(found, expected, strict=True):
+    *gradients, found = adapted.silu_and_multiply_backward(gate, up, dh, *terms)
+    found = [*adapted.silu_and_multiply(gate, up, *terms[:2], down), *gradients, *found]
+    for one, other in zip(found, [h, h @ down.T, dg, du, *products], strict=True):
         torch.testing.assert_close(one, other)
     assert torch.equal(gate, kept)  # it is computed with again
 

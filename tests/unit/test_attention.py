@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from finetune.config import load
 from finetune.engine import attention
 from finetune.errors import UserError
-from finetune.runtime import flash
+from finetune.runtime import flash, flash_blocks
 
 LENGTHS = (5, 9, 2)
 SHAPES = attention.Shapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
@@ -272,6 +272,125 @@ def test_the_switch_keeps_the_signature_that_unsloth_reads() -> None:
     assert inspect.signature(flash.switch(varlen.varlen_attn)) == inspect.signature(varlen.varlen_attn)
 
 
+# --- Unsloth's compiled blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Unsloth's module with what its blocks call, and a package with plain attention in place of its kernels."""
+
+    def _flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window):  # type: ignore[no-untyped-def]
+        return query.transpose(1, 2) * 0
+
+    def plainly(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float) -> torch.Tensor:
+        return of_each_document(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0))
+
+    def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                        return_lse, out, lse):  # type: ignore[no-untyped-def]  # fmt: skip
+        assert causal and return_lse and lse.shape == (q.shape[1], q.shape[0]) and max_seqlen_q == max_seqlen_k == 512
+        out.copy_(plainly(q, k, v, cu_seqlens_q, max_seqlen_k, softmax_scale))
+        lse.fill_(7)
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                        softmax_scale, causal, dq, dk, dv):  # type: ignore[no-untyped-def]  # fmt: skip
+        assert causal and bool((lse == 7).all()) and dout.is_contiguous()
+        # By hand: autograd does not see within an operator.
+        per_group = q.shape[1] // k.shape[1]
+        for begin, end in zip(cu_seqlens_q.tolist()[:-1], cu_seqlens_q.tolist()[1:], strict=True):
+            rows = slice(begin, end)
+            query, given = q[rows].transpose(0, 1), dout[rows].transpose(0, 1)
+            key, value = (one[rows].transpose(0, 1).repeat_interleave(per_group, 0) for one in (k, v))
+            later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+            weights = (query @ key.mT * softmax_scale).masked_fill(later, -torch.inf).softmax(-1)
+            of_weights = given @ value.mT
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * softmax_scale
+            dq[rows] = (of_scores @ key).transpose(0, 1)
+            dk[rows] = (of_scores.mT @ query).unflatten(0, (-1, per_group)).sum(1).transpose(0, 1)
+            dv[rows] = (weights.mT @ given).unflatten(0, (-1, per_group)).sum(1).transpose(0, 1)
+
+    interface = types.ModuleType("flash_attn.cute.interface")
+    functions = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
+    interface.__dict__.update(functions, flash_attn_varlen_func=None)
+    cute = types.ModuleType("flash_attn.cute")
+    cute.interface = interface  # type: ignore[attr-defined]
+    unsloths = types.ModuleType("unsloth.utils.hf_packed_attention")
+    unsloths._flash_varlen = _flash_varlen  # type: ignore[attr-defined]
+    for module in (types.ModuleType("flash_attn"), cute, interface, unsloths):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(flash, "offered", lambda: True)
+    monkeypatch.setattr(flash, "kernel", lambda: None)
+    return unsloths
+
+
+def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -> None:
+    flash_blocks.offer()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def block(x: Any, bounds: Any, longest: int, window: int | None = None) -> Any:
+        query, key, value = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in x.split([32, 16, 16], -1))
+        return blocks._flash_varlen(query, key, value, bounds, longest, 0.3, window) * 2
+
+    for lengths in (LENGTHS, (4, 12, 1, 3)):
+        torch.manual_seed(0)
+        bounds, longest = attention.boundaries(torch.tensor(lengths, dtype=torch.int32))
+        x = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
+        flash.use(True)
+        assert not flash.called()
+        found = block(x, bounds, longest)
+        assert flash.called()
+        query, key, value = (part.unflatten(-1, (-1, 8))[0] for part in x.split([32, 16, 16], -1))
+        expected = 2 * of_each_document(
+            query, key, value, bounds, bounds, longest, longest, scale=0.3, window_size=(-1, 0)
+        )
+        torch.testing.assert_close(found, expected[None])
+        given = torch.randn_like(found)
+        torch.testing.assert_close(torch.autograd.grad(found, x, given), torch.autograd.grad(expected, x, given[0]))
+        assert not block(x, bounds, longest, 4).any()  # with a window, Unsloth's own
+        flash.use(False)
+        assert not block(x, bounds, longest).any() and not flash.called()
+
+
+def test_functions_that_it_does_not_know_are_left_alone(
+    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = blocks._flash_varlen
+    interface = sys.modules["flash_attn.cute.interface"]
+    with monkeypatch.context() as patched:
+        patched.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
+        flash_blocks.offer()
+    with monkeypatch.context() as patched:
+        patched.setattr(flash, "offered", lambda: False)
+        flash_blocks.offer()
+    assert blocks._flash_varlen is theirs
+    blocks._flash_varlen = other = lambda query, key, value, sink: None  # type: ignore[attr-defined]
+    flash_blocks.offer()
+    assert blocks._flash_varlen is other
+
+
+def test_the_installed_unsloth_has_the_function_in_its_blocks() -> None:
+    """Read, not imported."""
+    import ast
+    import importlib.util
+
+    unsloth = importlib.util.find_spec("unsloth")
+    assert unsloth is not None
+    tree = ast.parse((Path(str(unsloth.origin)).parent / "utils" / "hf_packed_attention.py").read_text())
+    (function,) = (one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "_flash_varlen")
+    assert [one.arg for one in function.args.args] == flash_blocks.PARAMETERS
+
+
+def test_the_record_names_a_kernel_that_was_called() -> None:
+    chosen = attention.Choice(kernel=attention.FLASH_4, reason="faster", milliseconds={"a": 1.0}, difference=0.001)
+    flash.use(True)
+    found = attention.computed(chosen)
+    assert found.kernel == attention.OTHER and "do not call it" in found.reason and found.milliseconds == {"a": 1.0}
+    flash.mark_called()
+    assert attention.computed(chosen) == chosen
+    flash.use(False)
+    other = attention.Choice(kernel=attention.FLASH_2, reason="set by model.packed_attention")
+    assert attention.computed(other) == other
+
+
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +407,28 @@ def planted(monkeypatch: pytest.MonkeyPatch, *, ms: float, error: float = 0.0) -
     monkeypatch.setattr(flash, "unusable", lambda: None)
     monkeypatch.setattr(flash, "offered", lambda: True)
     monkeypatch.setattr(attention, "measured", measured)
+
+
+def test_kernels_for_another_number_of_documents_are_compiled_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 4.0 has others above 256 documents."""
+    counts: list[int] = []
+
+    def measured(kernel: Any, shapes: attention.Shapes, device: Any) -> tuple[list[torch.Tensor], float]:
+        if flash._used:
+            counts.append(len(shapes.lengths))
+        return [torch.ones(4)], 0.5 if flash._used else 1.0
+
+    planted(monkeypatch, ms=0.5)
+    monkeypatch.setattr(attention, "measured", measured)
+    for documents in ((2, 256), (2, 257), (300, 400), ()):
+        assert attention.choose("auto", SHAPES, "cpu", documents).kernel == attention.FLASH_4
+    many = attention.replace(SHAPES, lengths=(3,) * 300)
+    attention.choose("auto", many, "cpu", (256, 300))
+    assert counts == [3, 3, 257, 3, 300, 400, 3, 300, 256]
+    monkeypatch.setattr(attention, "FASTER", 0.1)  # not faster: nothing more is compiled
+    attention.choose("auto", SHAPES, "cpu", (2, 257))
+    assert counts[9:] == [3]
+    flash.use(False)
 
 
 @pytest.mark.parametrize(

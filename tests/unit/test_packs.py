@@ -174,3 +174,18 @@ def test_no_documents_make_no_rows():
 def test_invalid_lengths_are_refused(lengths, pack_length, message):
     with pytest.raises(ValueError, match=message):
         pack(np.array(lengths), pack_length)
+
+
+def test_documents_of_a_micro_batch_are_those_that_are_collated() -> None:
+    from finetune.data.collate import collate
+
+    lengths = np.array([900, 100, 30, 30, 30, 500], dtype=np.int64)
+    packs = pack(lengths, 1024)
+
+    def segments(row: int | None) -> int:
+        documents = [] if row is None else [(np.ones(lengths[one], np.int32),) * 2 for one in packs[row]]
+        return len(collate([documents], pad_token_id=0, pack_length=1024)["packed_seq_lengths"])
+
+    counts = [segments(row) for row in (None, *range(len(packs)))]
+    assert packs.segments(1) == (min(counts), max(counts))
+    assert packs.segments(3) == (3 * min(counts), 3 * max(counts))
