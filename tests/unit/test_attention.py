@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import varlen
@@ -391,6 +392,20 @@ def test_the_record_names_a_kernel_that_was_called() -> None:
     assert attention.computed(other) == other
 
 
+def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from types import SimpleNamespace
+
+    from finetune.engine import session
+
+    job: Any = SimpleNamespace(attention=attention.Choice(kernel=attention.FLASH_4, reason="faster"))
+    flash.use(True)
+    assert session.attention_computed(job)["kernel"] == attention.OTHER
+    assert "FlashAttention-4 was chosen, but these layers do not call it" in capsys.readouterr().err
+    flash.mark_called()
+    assert session.attention_computed(job) == job.attention.to_dict() and not capsys.readouterr().err
+    flash.use(False)
+
+
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +475,35 @@ def test_all_ranks_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "ranks", lambda: type("Two", (), {**vars(ranks), "world_size": 2}))
     assert attention.choose("auto", SHAPES, "cpu").kernel == attention.FLASH_2
     assert not flash._used
+
+
+def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from finetune.data.packs import pack
+    from finetune.engine.job import choose_attention
+
+    class Layout:
+        """Packs of documents of these lengths, as `finetune.data.layout.Layout`."""
+
+        lengths = np.array([60, 40, 30, 20, 9])
+        packs = pack(lengths, 64)
+
+        def __len__(self) -> int:
+            return len(self.packs)
+
+        def __getitem__(self, row: int) -> list[tuple[np.ndarray, None]]:
+            return [(np.ones(self.lengths[one]), None) for one in self.packs[row]]
+
+    given: list[Any] = []
+    monkeypatch.setattr(attention, "choose", lambda *words: given.append(words))
+    text = SimpleNamespace(_attn_implementation="sdpa", num_attention_heads=4, hidden_size=32)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    stack: Any = SimpleNamespace(device="cuda", backend="unsloth", torch_device="cuda")
+    choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
+    ((wanted, shapes, device, documents),) = given
+    assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 40, 20))
+    assert documents == (2, 6)  # two packs: of padding alone, or of two documents and a segment of padding each
 
 
 def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
