@@ -331,7 +331,8 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
-    flash_blocks.offer()
+    if config.model.packed_attention != "torch":
+        flash_blocks.offer()
 
 
 # --- generation -----------------------------------------------------------------------------------------------------

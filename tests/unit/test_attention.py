@@ -351,6 +351,26 @@ def test_a_compiled_block_computes_with_the_operator(blocks: types.ModuleType) -
         assert not block(x, bounds, longest).any() and not flash.called()
 
 
+@pytest.mark.parametrize(("wanted", "offered"), [("auto", True), ("flash_4", True), ("torch", False)])
+def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
+    blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch, wanted: str, offered: bool
+) -> None:
+    from types import SimpleNamespace
+
+    from finetune.engine.model import prepare_for_packs
+
+    theirs = blocks._flash_varlen
+    blocks.enable_hf_packed_attention = lambda: True  # type: ignore[attr-defined]
+    packing = types.ModuleType("unsloth.utils.packing")
+    packing.mark_allow_overlength = lambda model: None  # type: ignore[attr-defined]
+    for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.utils"), packing):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", wanted]
+    stack: Any = SimpleNamespace(device="cuda", backend="unsloth")
+    prepare_for_packs(None, load(words, command="train"), stack)
+    assert (blocks._flash_varlen is not theirs) == offered
+
+
 def test_functions_that_it_does_not_know_are_left_alone(
     blocks: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
