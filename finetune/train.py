@@ -113,7 +113,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
             steps=trainer.state.global_step,
             prediction=prediction,
             micro_batch_search=scoring.micro_batch_search(job),
-            attention=session.attention_computed(job),
+            attention=session.attention_computed(job, trainer),
             **results,
         )
         if logger.diverged is not None:

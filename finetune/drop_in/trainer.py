@@ -346,7 +346,7 @@ class SFTTrainer(engine.SFTTrainer):
             steps=self.state.global_step,
             prediction=prediction,
             micro_batch_search=scoring.micro_batch_search(self.job),
-            attention=session.attention_computed(self.job),
+            attention=session.attention_computed(self.job, self),
             **results,
         )
 

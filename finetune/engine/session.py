@@ -313,11 +313,12 @@ def check_space(config: Config, model: Any) -> None:
     checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
 
 
-def attention_computed(job: Job) -> dict[str, Any]:
-    """The kernel of packs for run.json, once the run has trained; a warning if it is not the chosen one."""
+def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
+    """The kernel of packs for run.json at the end of training; a warning if it is not the chosen one."""
     from finetune.engine import attention
 
-    found = attention.computed(job.attention)
+    trained = trainer.state.global_step > trainer.resumed_step
+    found = attention.computed(job.attention) if trained else job.attention
     if found != job.attention and distributed.ranks().is_main:
         sys.stderr.write(f"warning: {found.reason}; run.json says so too.\n")
     return found.to_dict()

@@ -418,11 +418,14 @@ def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFix
     from finetune.engine import session
 
     job: Any = SimpleNamespace(attention=attention.Choice(kernel=attention.FLASH_4, reason="faster"))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=7), resumed_step=7)
     flash.use(True)
-    assert session.attention_computed(job)["kernel"] == attention.OTHER
+    assert session.attention_computed(job, trainer) == job.attention.to_dict()  # nothing was left to train
+    trainer.resumed_step = 5
+    assert session.attention_computed(job, trainer)["kernel"] == attention.OTHER
     assert "FlashAttention-4 was chosen, but these layers do not call it" in capsys.readouterr().err
     flash.mark_called()
-    assert session.attention_computed(job) == job.attention.to_dict() and not capsys.readouterr().err
+    assert session.attention_computed(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
     flash.use(False)
 
 
