@@ -1,4 +1,4 @@
-"""Unsloth's rotary embedding returns the gradients of query and key in another memory layout than it got them in.
+"""Unsloth's rotary embedding returns the gradients of query and key in a different memory layout.
 
 Given position indices, as for packs, its backward pass writes them as [batch, heads, tokens, head_dim]. The layers that
 computed query and key need [batch, tokens, heads, head_dim], so autograd copies both.

@@ -64,7 +64,7 @@ class Packs:
         counts = np.sort(np.diff(self.offsets) + padding[size_of_row])
         dummy = len(padding_segments(self.pack_length))
         fewest, most = min(dummy, int(counts[0])), max(dummy, int(counts[-1]))
-        return rows * fewest, rows * most
+        return rows * fewest, rows * most + 1  # collate's `uneven` may append one
 
     @property
     def efficiency(self) -> float:

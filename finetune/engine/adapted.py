@@ -108,7 +108,7 @@ class Group:
         wants_x: bool,
         db: Tensors | None = None,
     ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
-        """Gradients of x, of each A and of each B, which can be given."""
+        """Gradients of x, of each A and of each B; `db` passes in those of B that are already computed."""
         dinner = [
             given @ _times(own_b, scaling)
             for own_b, scaling, given in zip(b, self.scalings, gradients, strict=True)
@@ -246,7 +246,7 @@ def silu_and_multiply_backward(
     dh_term: Term | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
     """Gradients of gate and up (n, m) from that of h, with a term added to each of the three before; in one kernel on a
-    GPU. And what the terms' left factors (n, rank) give with them: dgate^T left and dup^T left (m, rank), and
+    GPU. Also the products with the terms' left factors (n, rank): dgate^T left and dup^T left (m, rank), and
     left^T h (rank, m), times the term's scaling; None without the term. On a GPU these are in float32."""
     if gate.is_cuda:
         from finetune.engine import kernels

@@ -80,7 +80,7 @@ def choose(wanted: str, shapes: Shapes, device: torch.device | str, documents: S
     refusal = flash.unusable() or (None if flash.offered() else "Unsloth was imported before it")
     if refusal is None and shapes.dtype not in (torch.bfloat16, torch.float16):
         refusal = f"it computes in 16 bits, and the model in {str(shapes.dtype).removeprefix('torch.')}"
-    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents)
+    found = Choice(kernel=FLASH_2, reason=refusal) if refusal else compare(shapes, device, documents, wanted)
     agreed = distributed.sum_over_ranks([float(found.kernel == FLASH_4), float(found.difference is None)])
     ranks = distributed.ranks().world_size
     if wanted == "flash_4" and found.difference is None:
@@ -100,14 +100,15 @@ def computed(choice: Choice) -> Choice:
     switches kernels."""
     if choice.kernel != FLASH_4 or flash.called():
         return choice
-    reason = f"{FLASH_4} was chosen, but these layers do not call it"
+    reason = f"{FLASH_4} was chosen, but this model's layers never used it"
     return replace(choice, kernel=OTHER, reason=reason)
 
 
-def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int] = ()) -> Choice:
+def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int] = (), wanted: str = "auto") -> Choice:
     """Time both kernels and compare what they compute. Whatever FlashAttention-4 raises is a reason not to use it.
 
-    If it is faster, what it compiles for another number of `documents` is compiled now, not in the middle of the run.
+    If it is going to be used, what it compiles for another number of `documents` is compiled now, not in the middle of
+    the run.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -116,7 +117,7 @@ def compare(shapes: Shapes, device: torch.device | str, documents: Sequence[int]
         flash.use(True)
         try:
             ours, flash_ms = measured(varlen_attn, shapes, device)
-            if flash_ms < FASTER * torchs_ms:
+            if wanted == "flash_4" or flash_ms < FASTER * torchs_ms:
                 for count in documents:
                     if (count > flash.MANY_DOCUMENTS) != (len(shapes.lengths) > flash.MANY_DOCUMENTS):
                         measured(varlen_attn, replace(shapes, lengths=(8,) * count), device)
@@ -166,6 +167,8 @@ def measured(
         return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
 
     results = once()
+    with torch.no_grad():  # as in evaluation and with checkpointing; FlashAttention-4 compiles another kernel
+        attention(query, key, value, bounds, bounds, longest, longest, window_size=flash.CAUSAL, **grouped(attention))
     times = []
     for _ in range(REPEATS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -72,7 +72,7 @@ def _silu_forward(
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """A program takes some rows, and of the columns one part after the other."""
+    """Each program handles a block of rows and loops over its part of the columns."""
     part = tl.program_id(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     if GATE_RANK > 0:
@@ -124,8 +124,8 @@ def _silu_backward(
     PRECISION: tl.constexpr, KEEPS_H: tl.constexpr, STAGES: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """A program takes some columns, and of the rows one part after the other: the products with left factors are sums
-    over rows."""
+    """Each program handles a block of columns and loops over its part of the rows: the products with left factors are
+    sums over rows."""
     part = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if GATE_RANK > 0:

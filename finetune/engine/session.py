@@ -320,7 +320,7 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
     trained = trainer.state.global_step > trainer.resumed_step
     found = attention.computed(job.attention) if trained else job.attention
     if found != job.attention and distributed.ranks().is_main:
-        sys.stderr.write(f"warning: {found.reason}; run.json says so too.\n")
+        sys.stderr.write(f'warning: {found.reason}. run.json records "{found.kernel}".\n')
     return found.to_dict()
 
 

@@ -84,7 +84,7 @@ def called() -> bool:
 
 
 def mark_called() -> None:
-    """FlashAttention-4 computes something now."""
+    """FlashAttention-4 has computed something."""
     global _called
     _called = True
 
@@ -101,8 +101,7 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
         same = tuple(options.get("window_size", (-1, -1))) == CAUSAL and not any(options[name] for name in others)
         if not (_used and same and cu_seq_k is not None):
             return torchs(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-        mark_called()
-        return kernel()(
+        output = kernel()(
             query,
             key,
             value,
@@ -113,6 +112,8 @@ def switch(torchs: Callable[..., Any]) -> Callable[..., Any]:
             softmax_scale=options.get("scale"),
             causal=True,
         )[0]
+        mark_called()
+        return output
 
     varlen_attn.is_switch = True  # type: ignore[attr-defined]
     return varlen_attn

@@ -1,7 +1,7 @@
 """FlashAttention-4 in the decoder blocks that Unsloth compiles for full fine-tuning.
 
-Their graph holds torch's kernel itself, in place of the function that `flash` switches. `offer` puts a switch before
-that kernel, to an operator of torch, which a graph can hold.
+Their graph holds torch's kernel itself, in place of the function that `flash` switches. `offer` replaces the call with
+an operator of torch, which a graph can hold.
 """
 
 # pyright: reportMissingImports=false
@@ -27,13 +27,13 @@ PARAMETERS = ["query", "key", "value", "cu_seqlens", "max_seqlen", "scale", "win
 
 
 def offer() -> None:
-    """Put the switch in its place, before a block is compiled. Nothing happens where Unsloth or flash-attn have other
-    functions than this module knows: `flash.called` then tells."""
+    """Put the switch in its place, before a block is compiled. Does nothing if flash-attn cannot be imported, or if the
+    signatures are others than this module knows: `flash.called` then stays false."""
     blocks = sys.modules.get(BLOCKS)
     torchs = getattr(blocks, FUNCTION, None)
-    if not flash.offered() or torchs is None or list(inspect.signature(torchs).parameters) != PARAMETERS:
+    if not flash.offered() or torchs is None or hasattr(torchs, "is_switch"):
         return
-    if not _fits():
+    if list(inspect.signature(torchs).parameters) != PARAMETERS or not _fits():
         return
     operator = torch.ops.finetune.flash_attention_4.default
 
@@ -46,6 +46,7 @@ def offer() -> None:
         tokens_first = [one[0].transpose(0, 1) for one in (query, key, value)]
         return operator(*tokens_first, cu_seqlens, max_seqlen, scale)[0].unsqueeze(0)  # type: ignore[no-any-return]
 
+    flash_varlen.is_switch = True  # type: ignore[attr-defined]
     setattr(blocks, FUNCTION, flash_varlen)
 
 
@@ -55,7 +56,7 @@ def _fits() -> bool:
     try:
         inspect.signature(_package()._flash_attn_fwd).bind(*"qkv", return_lse=True, out=None, lse=None, **options)
         inspect.signature(_package()._flash_attn_bwd).bind(*"qkvogl", dq=None, dk=None, dv=None, **options)
-    except (AttributeError, TypeError):
+    except Exception:  # a broken installation raises many types; `attention.choose` says which
         return False
     return True
 
@@ -87,10 +88,10 @@ def attention(
     Returns:
         The output [tokens, heads, head_dim], and float32 [heads, tokens], the logarithms of the sums of exponentials.
     """
-    flash.mark_called()
     output, logsumexp = _empty(query)
     options = _options(bounds, longest, scale)
     _package()._flash_attn_fwd(query, key, value, return_lse=True, out=output, lse=logsumexp, **options)
+    flash.mark_called()
     return output, logsumexp
 
 

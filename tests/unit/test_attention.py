@@ -382,7 +382,14 @@ def test_functions_that_it_does_not_know_are_left_alone(
     with monkeypatch.context() as patched:
         patched.setattr(flash, "offered", lambda: False)
         flash_blocks.offer()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "flash_attn.cute", None)  # a broken installation: its import fails
+        flash_blocks.offer()
     assert blocks._flash_varlen is theirs
+    flash_blocks.offer()
+    switch = blocks._flash_varlen
+    flash_blocks.offer()  # as a second trainer does
+    assert blocks._flash_varlen is switch is not theirs
     blocks._flash_varlen = other = lambda query, key, value, sink: None  # type: ignore[attr-defined]
     flash_blocks.offer()
     assert blocks._flash_varlen is other
@@ -404,7 +411,7 @@ def test_the_record_names_a_kernel_that_was_called() -> None:
     chosen = attention.Choice(kernel=attention.FLASH_4, reason="faster", milliseconds={"a": 1.0}, difference=0.001)
     flash.use(True)
     found = attention.computed(chosen)
-    assert found.kernel == attention.OTHER and "do not call it" in found.reason and found.milliseconds == {"a": 1.0}
+    assert found.kernel == attention.OTHER and "never used it" in found.reason and found.milliseconds == {"a": 1.0}
     flash.mark_called()
     assert attention.computed(chosen) == chosen
     flash.use(False)
@@ -423,7 +430,7 @@ def test_a_kernel_that_was_not_called_is_a_warning_too(capsys: pytest.CaptureFix
     assert session.attention_computed(job, trainer) == job.attention.to_dict()  # nothing was left to train
     trainer.resumed_step = 5
     assert session.attention_computed(job, trainer)["kernel"] == attention.OTHER
-    assert "FlashAttention-4 was chosen, but these layers do not call it" in capsys.readouterr().err
+    assert "FlashAttention-4 was chosen, but this model's layers never used it" in capsys.readouterr().err
     flash.mark_called()
     assert session.attention_computed(job, trainer) == job.attention.to_dict() and not capsys.readouterr().err
     flash.use(False)
@@ -466,6 +473,8 @@ def test_kernels_for_another_number_of_documents_are_compiled_before_the_run(mon
     monkeypatch.setattr(attention, "FASTER", 0.1)  # not faster: nothing more is compiled
     attention.choose("auto", SHAPES, "cpu", (2, 257))
     assert counts[9:] == [3]
+    attention.choose("flash_4", SHAPES, "cpu", (2, 257))  # not faster, and wanted
+    assert counts[10:] == [3, 257]
     flash.use(False)
 
 
@@ -526,7 +535,8 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
     choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
     ((wanted, shapes, device, documents),) = given
     assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 40, 20))
-    assert documents == (2, 6)  # two packs: of padding alone, or of two documents and a segment of padding each
+    # Two packs: of padding alone; or of two documents and a segment of padding each, and one more segment.
+    assert documents == (2, 7)
 
 
 def test_what_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,5 +187,5 @@ def test_documents_of_a_micro_batch_are_those_that_are_collated() -> None:
         return len(collate([documents], pad_token_id=0, pack_length=1024)["packed_seq_lengths"])
 
     counts = [segments(row) for row in (None, *range(len(packs)))]
-    assert packs.segments(1) == (min(counts), max(counts))
-    assert packs.segments(3) == (3 * min(counts), 3 * max(counts))
+    assert packs.segments(1) == (min(counts), max(counts) + 1)
+    assert packs.segments(3) == (3 * min(counts), 3 * max(counts) + 1)

@@ -23,6 +23,12 @@ def module(newer_at_all: bool = True, known: set[str] = KNOWN) -> types.ModuleTy
     return made
 
 
+def other_arguments() -> types.ModuleType:
+    made = types.ModuleType(patch.MODULE)
+    made._use_chunked_ce = lambda kwargs: True  # type: ignore[attr-defined]
+    return made
+
+
 def test_lengths_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     made = module()
     monkeypatch.setitem(sys.modules, patch.MODULE, made)
@@ -35,7 +41,14 @@ def test_lengths_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [None, types.ModuleType(patch.MODULE), module(newer_at_all=False), module(known=KNOWN | {patch.UNUSED})]
+    "made",
+    [
+        None,
+        types.ModuleType(patch.MODULE),
+        module(newer_at_all=False),
+        module(known=KNOWN | {patch.UNUSED}),
+        other_arguments(),
+    ],
 )
 def test_nothing_to_do(made: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not loaded, another release, the newer kernels switched off, or they know the lengths."""
