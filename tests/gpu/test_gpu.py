@@ -256,7 +256,6 @@ def test_rotary_gradients_keep_their_layout() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
-@pytest.mark.filterwarnings("default")  # torchao, which transformers imports, warns while it is imported
 def test_ligers_kernels_compute_what_transformers_does(kind: str, gate: str) -> None:
     """Loss and all gradients of a small model in float32, before and after; Liger has no gate with gelu here."""
     import torch
