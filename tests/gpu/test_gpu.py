@@ -11,7 +11,8 @@ import pytest
 
 from tests import launch, tiny
 
-pytestmark = pytest.mark.process
+# Not "error": torchao, which only an installation for GPUs has, warns while it is imported.
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
 
 LIMITED = """
 import sys
@@ -366,7 +367,7 @@ def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
 def test_memory_is_taken_in_segments_that_grow(tmp_path: Path) -> None:
     """`python -m pytest -m gpu tests/gpu` on one GPU: what torch's allocator says of itself after the start-up."""
     script = (
-        "from finetune import bootstrap; bootstrap.start(); import torch; torch.ones(1, device='cuda');"
+        "from finetune.runtime import bootstrap; bootstrap.start(); import torch; torch.ones(1, device='cuda');"
         "print('RESULT', torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )
     done = subprocess.run(
