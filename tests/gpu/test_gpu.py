@@ -357,10 +357,8 @@ def test_two_gpus_are_seen_measured_and_told(folder: Path) -> None:
     subprocess.run([sys.executable, *words, "--json", str(report)], env=env, check=True)
     found = json.loads(report.read_text())
     assert found["backend"] == "nccl" and found["collectives"]["all_reduce"][0]["busbw_gb_s"] > 1
-    said = subprocess.run(
-        [sys.executable, "-m", "finetune.doctor"], env=env, check=True, capture_output=True, text=True
-    )
-    assert hardware.topology_line(machine) in said.stdout
+    said = subprocess.run([sys.executable, "-m", "finetune.doctor"], env=env, capture_output=True, text=True)
+    assert hardware.topology_line(machine) in said.stdout, said.stdout + said.stderr  # whatever else is found there
 
 
 @pytest.mark.gpu
