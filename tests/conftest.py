@@ -21,7 +21,7 @@ _free = True  # to start processes
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _free and event in STARTS_A_PROCESS and not (arguments and arguments[0] in OF_LIBRARIES):
+    if _free is False and event in STARTS_A_PROCESS and not (arguments and arguments[0] in OF_LIBRARIES):
         raise RuntimeError(f"{event}{arguments[:2]}: a test that starts a process is marked with pytest.mark.process")
 
 
@@ -37,6 +37,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _free = True
+
+
+def pytest_configure() -> None:
+    """Its workers find the session's warm servers."""
+    warm.session()
+
+
+def pytest_unconfigure() -> None:
+    """The servers end with it."""
+    warm.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -59,13 +69,6 @@ def environment_afterwards() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm_servers() -> Iterator[None]:
-    """Those that the session's tests have started end with it."""
-    yield
-    warm.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,17 @@
 """Runs of a command on ranks that are forked from a warm process (`tests.warm_server`), one for each kind of stack.
 
-A server starts when a test first asks for its kind, and ends with the session. CPU only.
+A server starts when a test of the session, in whatever worker, first asks for its kind, and ends with the session. CPU
+only.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOCKET = "FINETUNE_TESTS_WARM"  # where the server of a rank listens: a command that starts ranks itself asks there
+SESSION = "FINETUNE_TESTS_SESSION"  # the folder of its servers, which the workers of pytest-xdist share
 FOR_GPUS = "unsloth, code for GPUs"  # that it has for them, imported on a CPU
 # Read when the stack is imported: a run that needs other values than its server's needs a process of its own.
 READ_ON_IMPORT = ("UNSLOTH_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "PYTHONHASHSEED")
@@ -28,27 +32,34 @@ class Server:
     """A warm process, and how it is asked."""
 
     def __init__(self, kind: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        folder = Path(self._folder.name)
-        self.socket = folder / "socket"
-        self._environment = environment(kind, folder)
-        with (folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
+        self._folder = session() / kind
+        self._folder.mkdir(exist_ok=True)
+        self.socket = self._folder / "socket"
+        self._environment = environment(kind, self._folder)
+        self.process: subprocess.Popen[str] | None = None  # if it was started here
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.socket.exists():
+                self._start(kind)
+
+    def _start(self, kind: str) -> None:
+        with (self._folder / "log").open("w") as log, (session() / OPEN).open() as ends_with_the_session:
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm_server", kind, str(self.socket)],
-                stdin=subprocess.PIPE,
+                stdin=ends_with_the_session,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env=self._environment,
                 cwd=ROOT,
             )
-        said = self._process.stdout
+        said = self.process.stdout
         assert said is not None
-        lines = iter(said.readline, "")  # libraries may speak first
-        if not any(line == "ready\n" for line in lines):
-            log = (folder / "log").read_text()[-4000:]
-            self.close()  # what is left open is an error in some later test
-            raise AssertionError(log)
+        with said:
+            lines = iter(said.readline, "")  # libraries may speak first
+            if not any(line == "ready\n" for line in lines):
+                self.process.wait()  # what is left open is an error in some later test
+                raise AssertionError((self._folder / "log").read_text()[-4000:])
 
     def run(
         self,
@@ -70,10 +81,22 @@ class Server:
                 assert wanted == has, f"{name} is {has} in the warm process and {wanted} here: start a fresh process"
         return ask(self.socket, argv, ranks=ranks, env=env, cwd=cwd, timeout=timeout, merged=merged)
 
-    def close(self) -> None:
-        """End it, and with it whatever it runs."""
-        self._process.communicate()
-        self._folder.cleanup()
+
+OPEN = "open"  # a pipe that the session's first process holds open: servers end when it ends, however that happens
+
+
+@functools.cache
+def session() -> Path:
+    """The folder of this session's servers. The process that asks first, pytest's own, makes it for its workers."""
+    if SESSION not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        os.mkfifo(folder / OPEN)
+        _held.append(os.open(folder / OPEN, os.O_RDWR))
+        os.environ[SESSION] = str(folder)
+    return Path(os.environ[SESSION])
+
+
+_held: list[int] = []
 
 
 def environment(kind: str, folder: Path) -> dict[str, str]:
@@ -88,18 +111,25 @@ def environment(kind: str, folder: Path) -> dict[str, str]:
 @functools.cache
 def server(kind: str) -> Server:
     """The one of this session."""
-    started = Server(kind)
-    _started.append(started)
-    return started
+    found = Server(kind)
+    if found.process:
+        _started.append(found.process)
+    return found
 
 
-_started: list[Server] = []
+_started: list[subprocess.Popen[str]] = []
 
 
 def close() -> None:
-    """End all servers of this session."""
+    """End all servers of this session, if it is this process's."""
+    if not _held:
+        return
+    os.close(_held.pop())
     while _started:
-        _started.pop().close()
+        _started.pop().wait()
+    shutil.rmtree(session(), ignore_errors=True)
+    del os.environ[SESSION]
+    session.cache_clear()
     server.cache_clear()
 
 

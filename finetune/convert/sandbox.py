@@ -17,15 +17,13 @@ removes. `run_libraries` also watches the process from outside: memory, threads,
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import errno
 import os
-import platform
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -76,9 +74,9 @@ def confine(profile: Profile, writable: str | None = None) -> Confinement:
     _limit(profile)
     if not sys.platform.startswith("linux"):
         return Confinement(missing=[f"{sys.platform} has neither seccomp nor Landlock"])
-    machine = _MACHINES.get(platform.machine())
+    machine = _MACHINES.get(os.uname().machine)
     if machine is None or sys.byteorder != "little" or sys.maxsize < 2**32:
-        return Confinement(missing=[f"system calls of {platform.machine()} are not known"])
+        return Confinement(missing=[f"system calls of {os.uname().machine} are not known"])
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan, which nobody would stop
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
@@ -358,7 +356,7 @@ def _seccomp(libc: Any, filters: bytes) -> str:
     return _reason() if libc.prctl(22, 2, described, 0, 0) else ""  # PR_SET_SECCOMP, a filter
 
 
-# --- the parent's side ------------------------------------------------------------------------------------------------
+# --- the parent's side, whose larger imports would slow down each confined process ------------------------------------
 
 
 @dataclass(frozen=True)
@@ -389,6 +387,8 @@ def run(
 
     `exceeds` is asked several times per second for the limit that the process with this id exceeds, or "".
     """
+    import subprocess
+
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -414,16 +414,17 @@ def run(
         except OSError:
             pass  # it exited before it read everything
 
+    reader = threading.Thread(target=read, args=(0, process.stdout, output), daemon=True)
     workers = [
+        reader,
         threading.Thread(target=write, daemon=True),
-        threading.Thread(target=read, args=(0, process.stdout, output), daemon=True),
         threading.Thread(target=read, args=(1, process.stderr, 2**16), daemon=True),
     ]
     for worker in workers:
         worker.start()
     why = ""
     try:
-        why = _wait(process, seconds, exceeds)
+        why = _wait(process, reader, seconds, exceeds)
     finally:
         _end(process)
         process.wait()
@@ -434,16 +435,19 @@ def run(
     return Finished(process.returncode, found[0], found[1], "output" if over.is_set() else why)
 
 
-def _wait(process: Any, seconds: float, exceeds: Callable[[int], str]) -> str:
+def _wait(process: Any, reader: threading.Thread, seconds: float, exceeds: Callable[[int], str]) -> str:
     """Wait until it exits or exceeds a limit, which is returned."""
+    import subprocess
+
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        try:
-            process.wait(min(left, 0.1))
-            return ""
-        except subprocess.TimeoutExpired:
-            if why := exceeds(process.pid):
-                return why
+        reader.join(min(left, 0.1))  # its output usually ends with it, which this notices at once: `wait` polls
+        if not reader.is_alive():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(left, 0.1))
+                return ""
+        if why := exceeds(process.pid):
+            return why
     return "seconds"
 
 
@@ -466,6 +470,8 @@ def _end(process: Any) -> None:
 def run_libraries(path: str, given: bytes = b"", *, seconds: float, output: int = 2**24) -> Finished:
     """Run a Python file with the installed packages, under LIBRARIES. It can write only to its working directory, which
     is removed afterwards. If the kernel does not grant the whole profile, nothing runs (exit code 70)."""
+    import tempfile
+
     folder = tempfile.mkdtemp(prefix="finetune-sandbox-")
 
     def exceeds(process: int) -> str:

@@ -12,13 +12,23 @@ from tests import launch
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.campaign
 def test_the_demo_learns_its_task(tmp_path: Path) -> None:
-    """No --config: at least 0.9 of the held-out prompts are answered exactly, and the run explains itself."""
+    """No --config: at least 0.9 of the held-out prompts are answered exactly."""
     done = launch.run("accelerate", ["--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
     run = launch.read(tmp_path / "out")
     assert run["exact_match_before"] < 0.1
     assert run["exact_match_after"] >= 0.9
+
+
+def test_the_demo_explains_itself_and_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--training.max_steps", "4", "--training.global_batch_size", "16", "--logging.generate_samples", "4"]
+    done = launch.run("2 ranks", [*arguments, "--training.output_dir", str(tmp_path / "out")], cache=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    run = launch.read(tmp_path / "out")
+    assert (run["steps"], run["batch"]["global_batch_size"], run["world_size"]) == (4, 16, 2)
+    assert run["eval_loss_after"] < run["eval_loss_before"]
     for words in ("this is the demo", "accelerate launch -m finetune.train --config my.yaml", "after training"):
         assert words in done.stdout
     events = EventAccumulator(str(tmp_path / "out" / "runs" / "out"))
@@ -39,14 +49,3 @@ def test_the_demo_learns_its_task(tmp_path: Path) -> None:
     assert losses == pytest.approx(run["losses"])
     pages = {"1 review", "2 data", "3 run", "4 configuration", "5 samples"}
     assert {f"{page}/text_summary" for page in pages} <= set(tags["tensors"])
-
-
-def test_the_demo_takes_overrides_and_two_ranks(tmp_path: Path) -> None:
-    run = launch.train(
-        "2 ranks",
-        ["--training.max_steps", "4", "--training.global_batch_size", "16", "--logging.generate_samples", "4"],
-        out=tmp_path / "out",
-        cache=tmp_path,
-    )
-    assert (run["steps"], run["batch"]["global_batch_size"], run["world_size"]) == (4, 16, 2)
-    assert run["eval_loss_after"] < run["eval_loss_before"]

@@ -33,7 +33,12 @@ def worst(one: list[float], other: list[float]) -> float:
 FULL = ("--model.full_finetuning", "--training.learning_rate", "1e-3")
 
 
-def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [("1 rank", "2 ranks"), pytest.param(("single.yaml", "cpu_2.yaml"), marks=pytest.mark.campaign)]
+)
+def test_two_ranks_train_as_one_process_does(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, how: tuple[str, str]
+) -> None:
     """Full fine-tuning, ragged rows: losses to 1e-5, evaluation to 1e-6, final weights to 1e-5. On each of two ranks
     the gradients are DDP's buckets from the second micro-batch on (D9)."""
     script = launch.SPIES / "gradient_storage.py"
@@ -42,8 +47,8 @@ def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, 
     batch = ("--training.global_batch_size", "12", "--training.per_device_train_batch_size")
     arguments = settings(tiny_model, tiny_data, *extra, *batch)
     runs = [
-        launch.train(how, [*arguments, str(4 // ranks)], out=tmp_path / how, cache=tmp_path, script=script)
-        for how, ranks in (("single.yaml", 1), ("cpu_2.yaml", 2))
+        launch.train(started, [*arguments, str(4 // ranks)], out=tmp_path / started, cache=tmp_path, script=script)
+        for started, ranks in zip(how, (1, 2), strict=True)
     ]
     one, two = runs
     assert [run["world_size"] for run in runs] == [1, 2]
@@ -60,7 +65,7 @@ def test_two_ranks_train_as_one_process_does(tiny_model: Path, tiny_data: Path, 
     for rank in (0, 1):
         first, buckets, *others = (tmp_path / f"held-2-{rank}.txt").read_text().splitlines()
         assert len(others) == 3 * STEPS - 2 and set(others) == {buckets} and first != buckets
-    weights = [load_file(next((tmp_path / how).glob("*model.safetensors"))) for how in ("single.yaml", "cpu_2.yaml")]
+    weights = [load_file(next((tmp_path / started).glob("*model.safetensors"))) for started in how]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], rtol=1e-4, atol=1e-5), name

@@ -172,7 +172,7 @@ def test_nothing_is_looked_at_where_unsloth_is_not_loaded(monkeypatch: pytest.Mo
 
 @pytest.mark.unsloth
 @pytest.mark.process
-@pytest.mark.parametrize("path", ["default", "UNSLOTH_CHUNKED_CE"])
+@pytest.mark.parametrize("path", ["default", pytest.param("UNSLOTH_CHUNKED_CE", marks=pytest.mark.campaign)])
 def test_probes_are_silent_on_the_installed_unsloth(path: str, tmp_path: Path) -> None:
     """On both of its autograd paths; the second is the class that old releases use. The probe must have been there."""
     script = (

@@ -47,6 +47,12 @@ def test_forked_ranks_train_as_fresh_ones(
         assert trained(warm_ranks, backend, tiny_model, tiny_data, tmp_path / attempt) == expected
 
 
+def test_all_workers_ask_the_same_server() -> None:
+    assert warm.server("transformers").socket.exists()
+    again = warm.Server("transformers")  # as in another worker
+    assert again.process is None and again.socket == warm.server("transformers").socket
+
+
 WORLD = """
 import json, os, signal, sys
 found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MINE")}
