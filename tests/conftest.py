@@ -21,7 +21,7 @@ _free = True  # to start processes
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if _free is False and event in STARTS_A_PROCESS and not (arguments and arguments[0] in OF_LIBRARIES):
+    if not _free and event in STARTS_A_PROCESS and not (arguments and arguments[0] in OF_LIBRARIES):
         raise RuntimeError(f"{event}{arguments[:2]}: a test that starts a process is marked with pytest.mark.process")
 
 

@@ -123,6 +123,8 @@ _started: list[subprocess.Popen[str]] = []
 def close() -> None:
     """End all servers of this session, if it is this process's."""
     if not _held:
+        for process in _started:
+            process.returncode = 0  # it goes on, for other workers, and `subprocess` would warn of that
         return
     os.close(_held.pop())
     while _started:

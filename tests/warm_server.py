@@ -83,6 +83,8 @@ def warm(kind: str) -> dict[str, str | None]:
         assert refusal is None, refusal
     for name in KINDS[kind]:
         importlib.import_module(name)
+    if mapping := sys.modules.get("transformers.conversion_mapping"):
+        mapping.get_checkpoint_conversion_mapping("llama")  # hundreds of patterns of all models, compiled once
     for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
         del sys.modules[name]
     gc.collect()

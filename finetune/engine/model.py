@@ -20,7 +20,7 @@ from finetune.config import Config
 from finetune.data.template import load_template
 from finetune.engine import adapted, adapter_targets, attention, fp8, layer_kernels, preflight, shard, shard_loading
 from finetune.errors import RunError, UserError
-from finetune.runtime import flash_blocks
+from finetune.runtime import flash
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -331,7 +331,9 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
 
     mark_allow_overlength(model)  # several packs form one row, longer than max_seq_length
     enable_hf_packed_attention()
-    if config.model.packed_attention != "torch":
+    if config.model.packed_attention != "torch" and flash.offered():
+        from finetune.runtime import flash_blocks  # its operators take 0.1 s of every start
+
         flash_blocks.offer()
 
 

@@ -266,10 +266,12 @@ def quiet_ranks():
 
 def versions() -> dict[str, str | None]:
     """Installed versions of the libraries that affect a run's results; None if a library is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": sys.version.split()[0]} | {name: _installed(name) for name in LIBRARIES}
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -367,6 +367,12 @@ def test_packs_with_unsloth_get_the_switch_in_compiled_blocks(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--model.packed_attention", wanted]
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth")
+    with monkeypatch.context() as patched:  # as where flash-attn is not installed: it is not imported either
+        patched.setattr(flash, "offered", lambda: False)
+        patched.delitem(sys.modules, flash_blocks.__name__)
+        patched.delattr("finetune.runtime.flash_blocks")
+        prepare_for_packs(None, load(words, command="train"), stack)
+        assert blocks._flash_varlen is theirs and flash_blocks.__name__ not in sys.modules
     prepare_for_packs(None, load(words, command="train"), stack)
     assert (blocks._flash_varlen is not theirs) == offered
 
@@ -378,9 +384,6 @@ def test_functions_that_it_does_not_know_are_left_alone(
     interface = sys.modules["flash_attn.cute.interface"]
     with monkeypatch.context() as patched:
         patched.setattr(interface, "_flash_attn_bwd", lambda q, k, v, dout: None)
-        flash_blocks.offer()
-    with monkeypatch.context() as patched:
-        patched.setattr(flash, "offered", lambda: False)
         flash_blocks.offer()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "flash_attn.cute", None)  # a broken installation: its import fails
