@@ -442,10 +442,9 @@ def _wait(process: Any, reader: threading.Thread, seconds: float, exceeds: Calla
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         reader.join(min(left, 0.1))  # its output usually ends with it, which this notices at once: `wait` polls
-        if not reader.is_alive():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(left, 0.1))
-                return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0 if reader.is_alive() else min(left, 0.1))
+            return ""
         if why := exceeds(process.pid):
             return why
     return "seconds"

@@ -105,6 +105,10 @@ def test_time_and_output_are_bounded_from_outside() -> None:
     endless = sandbox.run([*command, "while True: print('x' * 1000)"], seconds=60, output=10_000)
     assert endless.why == "output" and len(endless.output) <= 10_001
     assert sandbox.run([*command, "print(input())"], b"given", seconds=60, output=10).output == b"given\n"
+    silent = "import os; os.close(1); os.close(2)\nwhile True: pass"
+    assert sandbox.run([*command, silent], seconds=0.5, output=10).why == "seconds"
+    leaves_one = "import os, time\nif os.fork() == 0: time.sleep(600)"  # which keeps its output open
+    assert sandbox.run([*command, leaves_one], seconds=60, output=10).why == ""
 
 
 def test_a_filled_folder_is_removed(tmp_path: Path) -> None:
