@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from finetune.config import Config
+from finetune.config import Config, resolve_batch
 from finetune.runtime.command import DONE, console, print_line, run_command
 
 PURPOSE = (
@@ -26,7 +26,8 @@ def run(config: Config) -> int:
         UserError: the configuration names no data, or the data is unusable.
     """
     from finetune.data import ledger
-    from finetune.data.layout import lay_out
+    from finetune.data.layout import batch_mix, lay_out
+    from finetune.data.plan import Plan
     from finetune.data.prepare import prepare
     from finetune.data.template import Encoded, preview
     from finetune.engine import model, session
@@ -48,8 +49,19 @@ def run(config: Config) -> int:
     data = prepare(config, tokenizer)
     pack_length = config.data.row_length if config.data.packing else None
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
-    layouts = {name: lay_out(rows, pack_length) for name, rows in splits.items()}
+    keyed = {"seed": config.training.seed, "fingerprint": data.fingerprint}
+    layouts = {name: lay_out(rows, pack_length, **keyed) for name, rows in splits.items()}
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}
+    packed = layouts["train"]
+    plan = Plan(
+        costs=packed.tokens,
+        label_tokens=packed.label_tokens,
+        global_batch_size=resolve_batch(config.training, 1, config.data).global_batch_size,
+        **keyed,
+        lengths=packed.padded_lengths,
+        group_by_length=config.training.train_sampling_strategy == "group_by_length",
+    )
+    mix = batch_mix(packed, plan)
 
     print_line(f"Rows: {data.format}")
     print_line(ledger.table(data.ledgers, shapes))
@@ -67,7 +79,7 @@ def run(config: Config) -> int:
         write_json(
             config.json,
             {"fingerprint": data.fingerprint, "cached": data.cached, "folder": data.folder, "format": data.format}
-            | {"ledger": ledgers, "seconds": seconds},
+            | {"ledger": ledgers, "batch_mix": mix, "seconds": seconds},
         )
     return DONE
 

@@ -34,6 +34,10 @@ SAME_AS: dict[str, dict[Any, tuple[str, Any]]] = {
     "dataset_num_proc": {ANY: ("data.num_proc", ANY)},
     "dataset_text_field": {ANY: ("data.dataset_text_field", ANY)},
     "eval_strategy": {"no": ("training.eval_steps", 0)},
+    "group_by_length": {
+        True: ("training.train_sampling_strategy", "group_by_length"),
+        False: ("training.train_sampling_strategy", "random"),
+    },
     "report_to": {ANY: ("logging.report_to", ANY)},
     "save_strategy": {"no": ("training.save_steps", 0)},
     "truncation_mode": {"keep_start": ("data.over_length", "truncate")},

@@ -344,6 +344,11 @@ def packing(config: Config, given: frozenset[str]) -> Found:
             ("data.max_length", "data.packing"),
             "packing needs a length, and max_length is null. Set data.pack_length.",
         )
+    if data.packing and config.training.train_sampling_strategy == "group_by_length":
+        yield (
+            ("training.train_sampling_strategy", "data.packing"),
+            "group_by_length reduces padding, and packs have none. Remove it, or set packing: false.",
+        )
     if data.pack_length is None:
         return
     if not data.packing:

@@ -221,6 +221,10 @@ class TrainingConfig:
     optim: str = _setting("adamw_torch_fused", "Optimizer, by its transformers name, such as adamw_8bit.")
     max_grad_norm: float = _setting(1.0, "Clip the gradient norm to this value. 0 is off.", AT_LEAST_0)
     seed: int = _setting(42, "Seed for the adapter's initial weights, dropout and data order.", SEED)
+    train_sampling_strategy: Literal["random", "group_by_length"] = _setting(
+        "random",
+        "Order of the rows. group_by_length (without packing): steps of rows of similar length, which learn less well.",
+    )
     gradient_checkpointing: Literal["unsloth"] | bool = _setting(
         "unsloth", "Recompute activations: unsloth (also offloads to CPU memory), true (standard) or false."
     )

@@ -42,8 +42,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
         "data is prepared once, and the keys of `data:` control how",
     ),
     (
-        "group_by_length length_column_name train_sampling_strategy shuffle_dataset data_seed dataloader_drop_last"
-        " accelerator_config ignore_data_skip",
+        "length_column_name shuffle_dataset data_seed dataloader_drop_last accelerator_config ignore_data_skip",
         "training.seed alone sets the order of the data, so that any number of GPUs takes the same steps",
     ),
     (

@@ -270,6 +270,12 @@ class Arguments:
                 continue
             if name == "warmup_steps" and not steps and ratio:
                 continue  # 0, so the share counts
+            if name == "group_by_length":
+                if not _is_no(item.value):
+                    item.value = ast.Constant("group_by_length")
+                    keywords.append(ast.keyword(arg="train_sampling_strategy", value=item.value))
+                    self._say(place, "`group_by_length` is `train_sampling_strategy` now")
+                continue
             item.arg = self._renamed(place, name)
             if item.arg not in sft_fields() and item.arg != "output_dir":
                 raise self._refuse(place, f"SFTConfig has no argument `{name}` in TRL 1.15; remove it")

@@ -352,7 +352,7 @@ class Argument:
 
 
 _LOADS_WHOLE = "each rank loads the whole model onto its own device"
-_ORDER = "`seed` alone sets the order of the rows, and rows of similar length are grouped anyway"
+_ORDER = "`seed` alone sets the order of the rows"
 _ONE_GPU = "each GPU holds the whole model"
 _NO_EFFECT = "it has no effect on the result"
 _METRICS = "evaluation reports loss, token accuracy and entropy, and builds no logits"
@@ -458,7 +458,9 @@ ARGUMENTS = (
     Argument(CONFIG, "use_cpu", "ignored", "the launcher chooses the device"),
     Argument(CONFIG, "log_level log_level_replica", "ignored", "logging.log_level sets it"),
     Argument(CONFIG, "infinite_sampling", "ignored"),
-    Argument(CONFIG, "group_by_length train_sampling_strategy length_column_name", "ignored", drop_in=_ORDER),
+    Argument(CONFIG, "train_sampling_strategy", "setting", "training.*", neutral=("random",)),
+    Argument(CONFIG, "group_by_length", "setting", "training.train_sampling_strategy", neutral=(False,)),
+    Argument(CONFIG, "length_column_name", "ignored", drop_in="the lengths are those of the tokenized rows"),
     Argument(
         CONFIG,
         "fsdp fsdp_config fsdp_min_num_params deepspeed parallelism_config sharded_ddp",

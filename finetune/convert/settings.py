@@ -329,6 +329,12 @@ def _training(settings: Settings, what: Described, plan: Plan) -> None:
             value = value.name.rsplit(".", 1)[-1].lower()
         if key != "max_grad_norm" or value != 1.0:
             settings.set(f"training.{key}", value)
+    sampling = given.pop("train_sampling_strategy", "random")
+    sampling = "group_by_length" if given.pop("group_by_length", False) is True else sampling
+    if sampling == "group_by_length" and not settings.sections["data"].get("packing"):
+        settings.set("training.train_sampling_strategy", sampling)
+    elif sampling != "random":
+        settings.notes.append(f"train_sampling_strategy {sampling!r}: training.seed sets the order of the rows")
     settings.set("training.gradient_checkpointing", checkpointing(what))
     settings.set(
         "logging.logging_steps",

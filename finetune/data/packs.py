@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import numpy as np
 
 MAX_PADDING_SEGMENT = 256  # tokens; padding is split into segments about as long as real documents
+OPEN_PACKS = 4096  # with more, packs of two documents are fuller, and packing is slower
+SORTED_PAIRS = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,13 +89,21 @@ def padding_segments(tokens: int) -> list[int]:
     return [size for size in (first, *[MAX_PADDING_SEGMENT] * full, rest) if size]
 
 
-def pack(lengths: np.ndarray, pack_length: int) -> Packs:
-    """Best-fit decreasing: longest document first, each into the fullest pack that still has room for it.
+def pack(lengths: np.ndarray, pack_length: int, key: str) -> Packs:
+    """Pack the documents in a random order, each into the fullest of at most OPEN_PACKS packs that has room for it.
 
-    Ties: of equally long documents the lower index goes first, of equally full packs the one opened first. The result
-    depends only on the arguments. A pack's documents are in order of decreasing length.
+    A pack is thus nearly a random sample of the documents. Packs made of the longest documents first, as in best-fit
+    decreasing, are fuller by less than a point, and each holds documents of one length: steps of such packs cost 1.8 %
+    of held-out loss on GSM8K.
+
+    Within each block of about as many documents as a pack holds, the longest comes first, which leaves the short ones
+    to fill gaps. If fewer than two documents fit a pack on average, the blocks have SORTED_PAIRS documents: their
+    lengths decide in any order which of them can share a pack, and the packs are fuller.
+
+    The result depends only on the arguments.
 
     lengths: int [n_documents], tokens per document, each in [1, pack_length]; ValueError otherwise.
+    key:     selects the order, the same on every rank and machine
     """
     lengths = _checked(lengths)
     if pack_length < 1:
@@ -104,51 +114,39 @@ def pack(lengths: np.ndarray, pack_length: int) -> Packs:
             f"document {longest} has {lengths[longest]} tokens and a pack holds {pack_length}; "
             "drop, truncate or split longer documents before packing"
         )
+    order = random_order(len(lengths), key)
+    documents_per_pack = int(pack_length * len(lengths) // max(lengths.sum(), 1))
+    block = SORTED_PAIRS if documents_per_pack < 2 else documents_per_pack
+    order = order[np.lexsort((-lengths[order], np.arange(len(order)) // block))]
 
-    # Documents of equal length are placed together, into packs with equal room left: a pack that is the best fit stays
-    # the best fit until the document no longer fits. The number of Python steps thus grows with the number of distinct
-    # lengths and rooms, not of documents. `runs[room]` is a heap of (first pack, number of packs), `rooms` its sorted
-    # keys.
-    runs: dict[int, list[tuple[int, int]]] = {}
-    rooms: list[int] = []
-    # (first, used, each): `used` packs from `first` on take the next `each` documents in turn.
-    placed: list[tuple[int, int, int]] = []
+    open_packs: list[tuple[int, int]] = []  # (room left, pack), sorted
+    placed: list[int] = []  # the pack of each document, in `order`
     n_packs = 0
-
-    def offer(room: int, first: int, n: int) -> None:
-        if room not in runs:
-            runs[room] = []
-            insort(rooms, room)
-        heappush(runs[room], (first, n))
-
-    distinct, counts = np.unique(lengths, return_counts=True)
-    for length, left in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while left:
-            best = bisect_left(rooms, length)
-            if best == len(rooms):
-                opened = -(-left // (pack_length // length))
-                offer(pack_length, n_packs, opened)
-                n_packs += opened
-            room = rooms[best]
-            first, n = heappop(runs[room])
-            each = min(room // length, left)
-            used = min(n, left // each)
-            if used < n:
-                heappush(runs[room], (first + used, n - used))
-            elif not runs[room]:
-                del runs[room], rooms[best]
-            if room > each * length:
-                offer(room - each * length, first, used)
-            placed.append((first, used, each))
-            left -= used * each
-
-    first, used, each = np.array(placed, dtype=np.int64).reshape(-1, 3).T
-    position_in_run = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
-    pack_of = np.repeat(np.repeat(first, used) + position_in_run, np.repeat(each, used))
-    longest_first = np.argsort(-lengths, kind="stable")
-    documents = longest_first[np.argsort(pack_of, kind="stable")]
+    for length in lengths[order].tolist():
+        best = bisect_left(open_packs, (length, 0))
+        if best < len(open_packs):
+            room, chosen = open_packs.pop(best)
+        else:
+            if len(open_packs) == OPEN_PACKS:
+                del open_packs[0]
+            room, chosen = pack_length, n_packs
+            n_packs += 1
+        placed.append(chosen)
+        if room > length:
+            insort(open_packs, (room - length, chosen))
+    pack_of = np.array(placed, dtype=np.int64)
+    documents = order[np.argsort(pack_of, kind="stable")]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=n_packs))])
     return _packs(lengths, documents, offsets, pack_length)
+
+
+def random_order(count: int, key: str) -> np.ndarray:
+    """A permutation of `count` indices, int64, from a counter-based generator keyed by `key`."""
+    digest = hashlib.sha256(key.encode()).digest()[:16]
+    # Sorted raw draws instead of Generator.permutation: NEP 19 guarantees the same numbers across numpy releases only
+    # for the raw stream, and a run may be resumed with a different release.
+    draws = np.random.Philox(key=int.from_bytes(digest, "little"))
+    return np.argsort(draws.random_raw(count), kind="stable")
 
 
 def unpacked(lengths: np.ndarray) -> Packs:

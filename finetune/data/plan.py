@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from finetune.data.packs import random_order
 from finetune.errors import UserError
 
-# With groups, rows are sorted within windows of this many steps: wide enough to find similar rows, narrow enough that a
-# row meets different rows in each epoch. For the same reason, small datasets are divided into at least four windows.
-# Both values are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
+# How the rows of a step are chosen, in each checkpoint's manifest: a checkpoint of another order cannot be resumed.
+ORDER = "random"
+# With `group_by_length`, rows are sorted within windows of this many steps: wide enough to find similar rows, narrow
+# enough that a row meets different rows in each epoch. For the same reason, small datasets are divided into at least
+# four windows. Both values are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.
 WINDOW_STEPS = 50
 MIN_WINDOWS = 4
 
@@ -31,10 +34,8 @@ class Plan:
     fingerprint:   digest of the data, from the cache
     lengths:       int [n_rows], tokens of each row if micro-batches are padded to their longest row; None for packs,
                    whose shape is constant
-    group_size:    rows are drawn in groups of this many rows of similar size (length if rows are padded, else cost);
-                   must divide global_batch_size. 1: all orders are equally likely. global_batch_size: a step holds
-                   similar rows and needs little padding. 8: a step holds several such groups, so that one to eight
-                   ranks have equal work and the step is still varied.
+    group_by_length: draw the rows of a step among rows of similar length, for less padding. A step is then no random
+                   sample of the data, which costs held-out loss. False: all orders are equally likely.
 
     Raises UserError for no rows or an impossible batch size; ValueError for arrays of inconsistent shapes.
     """
@@ -45,16 +46,12 @@ class Plan:
     seed: int
     fingerprint: str
     lengths: np.ndarray | None = None
-    group_size: int = 1
+    group_by_length: bool = False
     _cache: dict[str, tuple[tuple[int, ...], np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise UserError(f"global_batch_size is {self.global_batch_size}; it must be at least 1")
-        if self.group_size < 1 or self.global_batch_size % self.group_size:
-            raise ValueError(
-                f"group_size is {self.group_size}; it must divide global_batch_size, {self.global_batch_size}"
-            )
         arrays = {"costs": self.costs, "label_tokens": self.label_tokens}
         if self.lengths is not None:
             arrays["lengths"] = self.lengths
@@ -122,7 +119,7 @@ class Plan:
         Equal at every world size. Recorded in `run.json` and compared between ranks, and between a checkpoint and the
         run that resumes it.
         """
-        sha = hashlib.sha256(f"{self.seed} {self.global_batch_size} {self.group_size} {self.fingerprint}".encode())
+        sha = hashlib.sha256(f"{self.seed} {self.global_batch_size} {self.group_by_length} {self.fingerprint}".encode())
         for values, dtype in ((self.costs, "<f8"), (self.label_tokens, "<i8"), (self.lengths, "<i8")):
             sha.update(b"none" if values is None else np.asarray(values, dtype=dtype).tobytes())
         sha.update(np.asarray(self._order(0), dtype="<i8").tobytes())
@@ -135,24 +132,18 @@ class Plan:
         return self._cached("order", (epoch,), lambda: self._shuffle(epoch))
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """A new order for each epoch, from a counter-based generator keyed by (seed, epoch, fingerprint)."""
-        key = hashlib.sha256(f"{self.seed} {epoch} {self.fingerprint}".encode()).digest()[:16]
-        # Sorted raw draws instead of Generator.permutation: NEP 19 guarantees the same numbers across numpy releases
-        # only for the raw stream, and a run may be resumed with a different release.
-        draws = np.random.Philox(key=int.from_bytes(key, "little"))
-        order = np.argsort(draws.random_raw(self.n_rows), kind="stable")
-        if self.group_size == 1:
+        """A new order for each epoch."""
+        order = random_order(self.n_rows, f"{self.seed} {epoch} {self.fingerprint}")
+        if not self.group_by_length:
             return order
-
         # The remainder stays a random sample; if sorted, it would always be the longest or shortest rows.
-        n_groups = self.n_rows // self.group_size
-        grouped, rest = np.split(order, [n_groups * self.group_size])
-        n_windows = max(MIN_WINDOWS, -(-len(grouped) // (WINDOW_STEPS * self.global_batch_size)))
+        size, n_groups = self.global_batch_size, self.n_rows // self.global_batch_size
+        grouped, rest = np.split(order, [n_groups * size])
+        n_windows = max(MIN_WINDOWS, -(-n_groups // WINDOW_STEPS))
         window_of_group = np.arange(n_groups) * n_windows // max(n_groups, 1)
-        window_of_row = np.repeat(window_of_group, self.group_size)
-        grouped = grouped[np.lexsort((self._sizes[grouped], window_of_row))]
-        group_order = np.argsort(draws.random_raw(n_groups), kind="stable")
-        return np.concatenate([grouped.reshape(n_groups, self.group_size)[group_order].ravel(), rest])
+        grouped = grouped[np.lexsort((self._sizes[grouped], np.repeat(window_of_group, size)))]
+        group_order = random_order(n_groups, f"{self.seed} {epoch} {self.fingerprint} groups")
+        return np.concatenate([grouped.reshape(n_groups, size)[group_order].ravel(), rest])
 
     @property
     def _sizes(self) -> np.ndarray:

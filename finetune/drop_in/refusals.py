@@ -22,8 +22,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "average_tokens_across_devices": ((True,), f"{_EXACT} keeps. Remove it"),
     "liger_kernel_config": ((None, {}), "all of Liger's layer kernels are used, and its loss is not. Remove it"),
     "data_seed": ((None,), f"{_ORDER}. Set `seed`"),
-    "group_by_length": ((False,), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),
-    "train_sampling_strategy": (("random",), f"{_ORDER}; rows of similar length are grouped anyway. Remove it"),
+    "train_sampling_strategy": (("random", "group_by_length"), f"{_ORDER}. Remove it"),
     "dataloader_drop_last": ((False,), "an epoch trains on every row once. Remove it"),
     "auto_find_batch_size": ((False,), "the batch would depend on the GPU. Set per_device_train_batch_size"),
     "fsdp": ((None, "", [], False), _LAUNCHED),
@@ -100,6 +99,8 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """As in TRL, whose words these are in part."""
     if args.packing and args.max_length is None:
         yield "`packing=True` needs `max_length`, the tokens of a pack. Set it."
+    if args.packing and args.train_sampling_strategy == "group_by_length":
+        yield "`packing=True` makes rows of one length, which cannot be grouped by length. Remove one of them."
     if args.padding_free and not args.packing and args.max_length is not None:
         yield (
             "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "

@@ -154,6 +154,7 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch) -> Config:
         optim=str(getattr(args.optim, "value", args.optim)),
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
+        train_sampling_strategy=str(args.train_sampling_strategy),  # type: ignore[arg-type]
         gradient_checkpointing=bool(args.gradient_checkpointing),
         save_steps=_every(args, "save"),
         save_total_limit=args.save_total_limit,

@@ -157,7 +157,7 @@ class SFTTrainer(engine.SFTTrainer):
             engine_model.prepare_for_packs(model, config, stack)
         for split, found in data.splits.items():
             engine_model.check_vocabulary(model, found, split)
-        layout = lay_out(data.train, self.preparation.settings.pack_length if because is None else None)
+        layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
         return Job(
             config=config,
@@ -188,13 +188,16 @@ class SFTTrainer(engine.SFTTrainer):
             raise refusals.Refused(f"SFTTrainer: `use_liger_kernel=True`: {why}. Remove it.")
         return layer_kernels.Choice(kernels=layer_kernels.LIGER, reason="set by use_liger_kernel")
 
+    def _lay_out(self, data: Data, split: str, pack_length: int | None) -> Layout:
+        return lay_out(data.splits[split], pack_length, seed=self.given.seed, fingerprint=data.fingerprint)
+
     def _eval_layouts(self, data: Data) -> Layout | dict[str, Layout] | None:
         """The held-out rows; by name if the user gave several sets."""
         packs = self.given.packing if self.given.eval_packing is None else self.given.eval_packing
         length = self.job.layout.packs.pack_length if packs else None
         found = {
-            split.removeprefix("eval").removeprefix("_"): lay_out(one, length)
-            for split, one in data.splits.items()
+            split.removeprefix("eval").removeprefix("_"): self._lay_out(data, split, length)
+            for split in data.splits
             if split != "train"
         }
         return found.get("", found or None)
@@ -222,7 +225,7 @@ class SFTTrainer(engine.SFTTrainer):
         kept = {split: one for split, one in self.job.data.splits.items() if split != "train"}
         ledgers = self.job.data.ledgers | data.ledgers
         self.job.data = replace(data, splits=data.splits | kept, ledgers=ledgers)
-        self.layout = self.job.layout = lay_out(data.train, self.layout.packs.pack_length)
+        self.layout = self.job.layout = self._lay_out(data, "train", self.layout.packs.pack_length)
         self.plan = self.job.plan()
         self._counts_checked = False
         self._show_layouts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +23,6 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from finetune.engine.attention import Choice
-
-# Rows of similar size are drawn in groups of this many: little padding, and similar work for up to eight ranks
-# (DDP waits for the slowest). It is not the world size, because steps must not depend on that, and not the whole step,
-# whose rows would then all be similar.
-GROUP_SIZE = 8
 
 
 @dataclass(kw_only=True)
@@ -61,7 +55,7 @@ class Job:
             seed=self.config.training.seed,
             fingerprint=self.data.fingerprint,
             lengths=self.layout.padded_lengths,
-            group_size=math.gcd(self.batch.global_batch_size, GROUP_SIZE),
+            group_by_length=self.config.training.train_sampling_strategy == "group_by_length",
         )
 
 
@@ -117,7 +111,8 @@ def open_job(
         model.prepare_for_packs(loaded, config, stack)
     else:
         pack_length = None
-    layout = lay_out(prepared.train, pack_length)
+    keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
+    layout = lay_out(prepared.train, pack_length, **keyed)
     start_up.ended("model")
     return Job(
         config=config,
@@ -127,7 +122,7 @@ def open_job(
         tokenizer=tokenizer,
         data=prepared,
         layout=layout,
-        eval_layout=lay_out(prepared.eval, pack_length) if prepared.eval else None,
+        eval_layout=lay_out(prepared.eval, pack_length, **keyed) if prepared.eval else None,
         unpacked_because=because,
         attention=choose_attention(
             config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.data.plan import ORDER
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
 from finetune.errors import UserError
@@ -394,16 +395,19 @@ def check_length(config: Config, found: Found, total: int) -> None:
 # --- after the model is loaded, before the first write --------------------------------------------------------------
 
 
+_PLAN_KEYS = ("seed", "global_batch_size", "train_sampling_strategy")
+
+
 def _plan_changes(checkpoint: Path, config: Config) -> str:
     """The keys that set the plan and differ from run.json beside the checkpoint, or what may differ if none does."""
     try:
         had = files.read_json(checkpoint.resolve().parent / record.FILE_NAME)["config"]
-        was = {f"training.{key}": had["training"][key] for key in ("seed", "global_batch_size")}
+        was = {f"training.{key}": had["training"][key] for key in _PLAN_KEYS}
         was |= {f"data.{key}": value for key, value in had["data"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         was = {}
     now = {f"data.{one.name}": getattr(config.data, one.name) for one in dataclasses.fields(config.data)}
-    now |= {f"training.{key}": getattr(config.training, key) for key in ("seed", "global_batch_size")}
+    now |= {f"training.{key}": getattr(config.training, key) for key in _PLAN_KEYS}
     changed = [
         f"{key} was {json.dumps(was[key])}, now {json.dumps(files.plain(value))}"
         for key, value in now.items()
@@ -429,6 +433,12 @@ def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: i
             start = compared(config, start)
     if start.found.path is None:
         return start
+    if start.found.manifest.get("order") != ORDER:
+        raise UserError(
+            f"{start.found.path} was written by a version that trained the rows in another order: packs of the longest "
+            "documents first, and steps of rows of similar length. Its remaining steps cannot be repeated. Start a new "
+            "run in another training.output_dir, or resume with the version that wrote it (run.json has it)."
+        )
     if start.found.manifest.get("plan") != plan_digest:
         raise UserError(
             f"{start.found.path} belongs to another plan of steps: {_plan_changes(start.found.path, config)}. Restore "

@@ -327,6 +327,7 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
 @contextlib.contextmanager
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
+    from finetune.data.layout import batch_mix
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
@@ -350,6 +351,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},
+            batch_mix=batch_mix(job.layout, job.plan()),
             data_fingerprint=job.data.fingerprint,
             settings=start.settings,
             resumed_with_changes=list(start.history),

@@ -25,7 +25,7 @@ from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.data import IGNORE_INDEX
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
-from finetune.data.plan import Plan, RankView
+from finetune.data.plan import ORDER, Plan, RankView
 from finetune.engine import (
     attention,
     best,
@@ -563,7 +563,12 @@ class SFTTrainer(trl.SFTTrainer):
                 self._save_state(staging)
             distributed.barrier()
             if self.args.should_save:
-                fields = {"step": self.state.global_step, "plan": self.plan.digest(), "launch": launcher.launch_id()}
+                fields = {
+                    "step": self.state.global_step,
+                    "plan": self.plan.digest(),
+                    "order": ORDER,
+                    "launch": launcher.launch_id(),
+                }
                 checkpoints.seal(staging, fields | self.manifest)
         if self.args.should_save:
             kept = Path(self.state.best_model_checkpoint or target).name

@@ -1,7 +1,6 @@
 """The plan: equal global steps at every world size, each row once per epoch, balanced ranks, resume at any step."""
 
 import hashlib
-import math
 import os
 import subprocess
 import sys
@@ -22,10 +21,8 @@ PLACES = [  # world_size, per_device, accumulation
 ]
 MODES = [
     {},
-    {"group_size": GLOBAL_BATCH},
-    {"group_size": 4},
     {"padded": True},
-    {"padded": True, "group_size": GLOBAL_BATCH},
+    {"padded": True, "group_by_length": True},
 ]
 
 
@@ -100,7 +97,7 @@ def test_label_tokens_of_a_step_are_those_of_all_its_ranks():
 )
 def test_views_of_all_ranks_are_the_plan(n_rows, world_size, per_device, accumulation, epoch, mode):
     size = world_size * per_device * accumulation
-    plan = make_plan(n_rows, size, **mode | {"group_size": math.gcd(size, mode.get("group_size", 1))})
+    plan = make_plan(n_rows, size, **mode)
     places = {"world_size": world_size, "per_device": per_device, "accumulation": accumulation}
     views = [list(RankView(plan=plan, rank=r, epoch=epoch, **places)) for r in range(world_size)]
     assert all(len(view) == plan.steps_per_epoch * accumulation for view in views)
@@ -137,8 +134,8 @@ def test_order_is_uniform():
 def test_order_is_pinned():
     """A changed order would silently break the resumption of older runs."""
     assert epoch_rows(make_plan(10, 4), 0) == [[8, 4, 2, 6], [7, 3, 1, 0], [9, 5]]
-    grouped = make_plan(10, 2, costs=np.arange(10.0), group_size=2)
-    assert epoch_rows(grouped, 1) == [[3, 4], [0, 8], [1, 5], [6, 7], [2, 9]]
+    grouped = make_plan(10, 2, costs=np.arange(10.0), group_by_length=True)
+    assert epoch_rows(grouped, 1) == [[3, 4], [6, 7], [2, 9], [1, 5], [0, 8]]
 
 
 @pytest.mark.process
@@ -171,7 +168,7 @@ def test_the_digest_depends_on_everything_but_the_world_size():
         make_plan(100, seed=4),
         make_plan(100, fingerprint="other"),
         make_plan(100, global_batch_size=12),
-        make_plan(100, group_size=4),
+        make_plan(100, group_by_length=True),
         make_plan(100, padded=True),
         make_plan(100, label_tokens=labels),
         make_plan(100, costs=plan.costs * 1.5),
@@ -193,21 +190,20 @@ def uneven(costs: np.ndarray, dealt: np.ndarray) -> np.ndarray:
 def costs():
     """Packs of 16,384 tokens, without the last one: it is nearly all padding, which no deal can balance."""
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 60_000).round().clip(32, 2048).astype(np.int64)
-    return pack(lengths, 16384).costs(2048)[:-1]
+    return pack(lengths, 16384, "key").costs(2048)[:-1]
 
 
 @pytest.mark.parametrize(
-    ("per_device", "accumulation", "grouped"),
-    [(1, 4, 0), (2, 2, 0), (1, 8, 0), (1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 4, 1)],
+    ("per_device", "accumulation"),
+    [(1, 4), (2, 2), (1, 8), (2, 4)],
 )
-def test_ranks_are_balanced_to_one_percent_at_world_size_8(costs, per_device, accumulation, grouped):
-    plan = make_plan(len(costs), 8 * per_device * accumulation, costs=costs, group_size=8 if grouped else 1)
+def test_ranks_are_balanced_to_one_percent_at_world_size_8(costs, per_device, accumulation):
+    plan = make_plan(len(costs), 8 * per_device * accumulation, costs=costs)
     dealt = plan.deal_epoch(0, world_size=8, per_device=per_device, accumulation=accumulation)[:-1]
     as_shuffled = np.array(epoch_rows(plan, 0)[:-1]).reshape(dealt.shape)
     level = uneven(costs, dealt)
     assert level.max() <= 0.01
-    if not grouped:
-        assert level.mean() < uneven(costs, as_shuffled).mean() / 5
+    assert level.mean() < uneven(costs, as_shuffled).mean() / 5
 
 
 def test_two_packs_per_rank_are_paired_optimally(costs):
@@ -243,7 +239,7 @@ def test_grouping_by_length_saves_padding_and_stays_random():
         return int(8 * np.array(plan.lengths)[dealt].max(axis=-1).sum())
 
     plain = make_plan(5000, 32, padded=True)
-    grouped = make_plan(5000, 32, padded=True, group_size=32)
+    grouped = make_plan(5000, 32, padded=True, group_by_length=True)
     tokens = np.array(plain.lengths).sum()
     assert padded_positions(grouped, 0) < 1.03 * tokens
     assert padded_positions(plain, 0) > 1.1 * padded_positions(grouped, 0)
@@ -389,12 +385,3 @@ def test_unpacked_rows_are_planned_like_packs():
 
 if __name__ == "__main__":  # the other process of test_same_in_every_process
     sys.stdout.write(describe())
-
-
-def test_a_step_of_several_groups_is_varied(costs):
-    """Eight groups of 8 rows of similar cost per step: costs within a step spread like a random sample's."""
-    grouped, random = (make_plan(len(costs), 64, costs=costs, group_size=size) for size in (8, 1))
-    spread = [np.mean([costs[rows].std() for rows in epoch_rows(plan, 0)[:-1]]) for plan in (grouped, random)]
-    assert 0.9 < spread[0] / spread[1] < 1.1
-    with pytest.raises(ValueError, match="group_size is 5; it must divide"):
-        make_plan(100, 24, group_size=5)
