@@ -76,6 +76,7 @@ MANAGED_ARGUMENTS = {
         "load_in_fp8": "use model.load_in_fp8",
         "quantization_config": "use model.load_in_4bit or model.load_in_8bit",
         "full_finetuning": "use model.full_finetuning",
+        "float32_mixed_precision": "use training.master_weights",
         "revision": "use model.revision",
         "trust_remote_code": "use model.trust_remote_code",
         "attn_implementation": "use model.attn_implementation",
@@ -488,6 +489,30 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+# Optimizers that can round stochastically: torchao's, and torch's AdamW in torchao's form.
+STOCHASTIC_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit")
+
+
+def master_weights(config: Config, given: frozenset[str]) -> Found:
+    """Stochastic rounding needs bfloat16 weights and an optimizer that has it."""
+    training = config.training
+    if training.master_weights in ("stochastic", "none") and config.model.dtype == "float16":
+        yield (
+            ("training.master_weights", "model.dtype"),
+            f"float16 gradients need float32 weights, and master_weights is {training.master_weights}. Set it to auto.",
+        )
+    if training.master_weights == "stochastic" and config.model.dtype == "float32":
+        yield (
+            ("training.master_weights", "model.dtype"),
+            "float32 weights are not rounded. Remove master_weights: stochastic, or set dtype: bfloat16.",
+        )
+    if training.master_weights == "stochastic" and training.optim not in STOCHASTIC_OPTIMIZERS:
+        yield (
+            ("training.master_weights", "training.optim"),
+            f"optim {training.optim} cannot round stochastically. Set one of {', '.join(STOCHASTIC_OPTIMIZERS)}.",
+        )
+
+
 # Optimizers whose states are tensors of their parameter's shape, and whose step is the same for each part of it.
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd")
 
@@ -559,6 +584,7 @@ RULES: tuple[Rule, ...] = (
     loss_mask,
     trained_messages,
     packing,
+    master_weights,
     run_length,
     best_model,
     trackers,

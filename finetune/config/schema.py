@@ -219,6 +219,10 @@ class TrainingConfig:
     warmup_steps: float = _setting(0.0, "Warm-up steps. Below 1: a fraction of all steps.", AT_LEAST_0)
     weight_decay: float = _setting(0.0, "Decoupled weight decay.", AT_LEAST_0)
     optim: str = _setting("adamw_torch_fused", "Optimizer, by its transformers name, such as adamw_8bit.")
+    master_weights: Literal["auto", "float32", "stochastic", "none"] = _setting(
+        "auto",
+        "Trained weights: float32, stochastic (bfloat16, stochastic rounding) or none. auto: float32 if it fits.",
+    )
     max_grad_norm: float = _setting(1.0, "Clip the gradient norm to this value. 0 is off.", AT_LEAST_0)
     seed: int = _setting(42, "Seed for the adapter's initial weights, dropout and data order.", SEED)
     train_sampling_strategy: Literal["random", "group_by_length"] = _setting(

@@ -18,6 +18,7 @@ from finetune.config.schema import (
     TrainingConfig,
 )
 from finetune.engine import trackers
+from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
 from finetune.engine.trainer import MANAGED
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
@@ -153,6 +154,7 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch) -> Config:
         weight_decay=args.weight_decay,
         optim=str(getattr(args.optim, "value", args.optim)),
         max_grad_norm=args.max_grad_norm,
+        master_weights=kept_weights(model).kind,  # type: ignore[arg-type]
         seed=args.seed,
         train_sampling_strategy=str(args.train_sampling_strategy),  # type: ignore[arg-type]
         gradient_checkpointing=bool(args.gradient_checkpointing),
@@ -184,6 +186,11 @@ def configuration(args: Any, stack: Stack, model: Any, batch: Batch) -> Config:
         if one.default is not dataclasses.MISSING and getattr(value, one.name) != one.default
     )
     return Config(**sections, given=given)
+
+
+def kept_weights(model: Any) -> Choice:
+    """How the script keeps its trained weights: as it has loaded the model."""
+    return Choice(kind=NONE if rounded(model.parameters()) else FLOAT32, reason="as the script loads the model")
 
 
 def _dtype(args: Any, model: Any) -> Any:

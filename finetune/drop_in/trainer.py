@@ -136,6 +136,7 @@ class SFTTrainer(engine.SFTTrainer):
             layer_kernels.install(self.model)
         adapted.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
+        self.job.master_weights = settings.kept_weights(self.model)
         self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
@@ -170,6 +171,7 @@ class SFTTrainer(engine.SFTTrainer):
             eval_layout=None,
             unpacked_because=because,
             layer_kernels=layers,
+            master_weights=settings.kept_weights(model),
             attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
             model=model,
             size=model_size(model),
@@ -294,7 +296,7 @@ class SFTTrainer(engine.SFTTrainer):
         resuming = bool(config.training.resume_from_checkpoint)
         checkpoints.check_output(output_dir, resuming=resuming, overwrite=True)
         checkpoints.check_shared(output_dir)
-        start = resume.prepare(config, self.job.batch, config.model.dtype)
+        start = resume.prepare(config, self.job.batch, config.model.dtype, config.training.master_weights)
         start = resume.confirm(start, config, self.model, self.plan.digest(), self.total_steps)
         session.check_space(config, self.model)
         if not resuming and (moved := checkpoints.set_aside(output_dir)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from finetune.runtime.hardware import Hardware
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
+    from finetune.engine import master_weights
     from finetune.engine.attention import Choice
 
 
@@ -40,6 +41,7 @@ class Job:
     unpacked_because: str | None  # why rows are padded instead of packed; None if packed
     attention: Choice  # the kernel of packs
     layer_kernels: layer_kernels.Choice
+    master_weights: master_weights.Choice
     model: Any
     size: ModelSize
     hooks: Hooks = NO_HOOKS
@@ -65,19 +67,20 @@ def open_job(
     stack: Stack,
     on_failure: Any = None,
     hooks: Hooks = NO_HOOKS,
-    before_loading: Callable[[], None] = lambda: None,
+    before_loading: Callable[[str], str] = lambda weights: weights,
 ) -> Job:
     """Prepare the data, connect to the other ranks, then load the model.
 
     Args:
         on_failure: called with a message if another rank fails, just before this process exits.
-        before_loading: called on every rank once the ranks can communicate, before the model is loaded.
+        before_loading: called on every rank once the ranks can communicate, before the model is loaded, with how the
+            trained weights would be kept; returns how they are kept.
         hooks: functions of the user's script for the tokenizer, the data, the model and, later, the trainer.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import adapter_targets, model
+    from finetune.engine import adapter_targets, master_weights, model
 
     start_up = startup.of_this_process()
     start_up.ended("libraries")
@@ -95,8 +98,11 @@ def open_job(
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     start_up.ended("ranks")
+    weights = master_weights.choose(config, stack, model.resolve_dtype(config, stack))
     with activity.during("reading the checkpoint"):
-        before_loading()
+        if (kept := before_loading(weights.kind)) != weights.kind:
+            weights = master_weights.Choice(kind=kept, reason="as in the checkpoint")
+    config = replace(config, training=replace(config.training, master_weights=kept))
     pack_length = config.data.row_length if config.data.packing else None
     splits = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
@@ -128,6 +134,7 @@ def open_job(
             config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)
         ),
         layer_kernels=layer_kernels.choose(config, stack, loaded),
+        master_weights=weights,
         model=loaded,
         size=model_size(loaded),
         hooks=hooks,

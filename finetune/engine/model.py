@@ -18,7 +18,17 @@ import torch
 
 from finetune.config import Config
 from finetune.data.template import load_template
-from finetune.engine import adapted, adapter_targets, attention, fp8, layer_kernels, preflight, shard, shard_loading
+from finetune.engine import (
+    adapted,
+    adapter_targets,
+    attention,
+    fp8,
+    layer_kernels,
+    master_weights,
+    preflight,
+    shard,
+    shard_loading,
+)
 from finetune.errors import RunError, UserError
 from finetune.runtime import flash
 from finetune.runtime.bootstrap import Stack, quiet_ranks
@@ -108,6 +118,7 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
             layer_kernels.install(model)
         if config.model.load_in_fp8:
             fp8.convert(model)
+        master_weights.widen(model, config.training.master_weights)
         if not config.model.full_finetuning:
             adapted.install(model)
     bits = _quantized(config)
@@ -142,14 +153,17 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
 
     loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
     checkpointing = config.training.gradient_checkpointing
+    dtype = resolve_dtype(config, stack)
+    stored = master_weights.stored_dtype(config, dtype)
     model, _ = loader.from_pretrained(
         model_name=config.model.model_name_or_path,
         revision=config.model.revision,
         max_seq_length=row_length,
-        dtype=resolve_dtype(config, stack),
+        dtype=dtype,
         load_in_4bit=config.model.load_in_4bit,
         load_in_8bit=config.model.load_in_8bit,
         full_finetuning=config.model.full_finetuning,
+        float32_mixed_precision=stored != dtype if config.model.full_finetuning else None,
         device_map=stack.device_map,
         use_gradient_checkpointing=checkpointing,
         trust_remote_code=config.model.trust_remote_code,
@@ -186,13 +200,14 @@ def _load_transformers(
     dtype = resolve_dtype(config, stack)
     quantization = quantization_config(_quantized(config), dtype)
     base = str(PeftConfig.from_pretrained(name).base_model_name_or_path) if continue_adapter else name
+    stored = master_weights.stored_dtype(config, dtype)
     if hollow:
-        model = shard_loading.hollow(config, dtype, _attention(config))
+        model = shard_loading.hollow(config, stored, _attention(config))
     else:
         model = AutoModelForCausalLM.from_pretrained(
             base,
             revision=None if continue_adapter else config.model.revision,
-            dtype=dtype,
+            dtype=stored,
             device_map={"": "cpu"} if shard.wanted(config) else stack.device_map,
             quantization_config=quantization,
             trust_remote_code=config.model.trust_remote_code,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def print_introduction(job: Job, start: Start) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
+    from finetune.engine import master_weights
     from finetune.engine.job import layouts
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -54,6 +55,11 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line(f"Attention: {job.attention.kernel} ({job.attention.reason})")
     if job.stack.device == "cuda":
         print_line(f"Kernels of the layers: {job.layer_kernels.kernels} ({job.layer_kernels.reason})")
+    rate = scaled_learning_rate(training, batch.global_batch_size)
+    if (lost := master_weights.warning(job.model, job.master_weights, rate)) is not None:
+        print_line(f"warning: {lost}", style="yellow")
+    elif config.model.full_finetuning:
+        print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")

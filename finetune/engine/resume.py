@@ -35,6 +35,7 @@ CANNOT_CHANGE = frozenset(
         "lora.modules_to_save",
         "lora.bias",
         "training.optim",
+        "training.master_weights",
         "base weights",
         "model config",
     }
@@ -212,19 +213,39 @@ def _sampled_file(path: Path) -> list[Any]:
 # --- before the model is loaded -------------------------------------------------------------------------------------
 
 
-def prepare(config: Config, batch: Batch, dtype: str) -> Start:
+def prepare(config: Config, batch: Batch, dtype: str, weights: str) -> Start:
     """Choose the checkpoint, verify its checksums and compare its settings. Every rank calls it once the ranks can
     communicate; one process per machine reads. Writes nothing.
+
+    Args:
+        weights: how this run would keep its trained weights (`master_weights`); if the configuration leaves it open,
+            the checkpoint's decision holds, whatever the GPUs are now.
 
     Raises:
         UserError: on every rank: the checkpoint does not exist, is damaged, or the settings do not match it.
     """
     output_dir, asked = Path(config.training.output_dir), config.training.resume_from_checkpoint
     found: Found = _once_per_machine(lambda: checkpoints.find(output_dir, asked), "checkpoint")
+    if found.path is not None:
+        _check_order(found)
     base = _once_per_machine(lambda: base_model(config), "base model")
-    now = settings(config, batch, dtype) | base
+    if found.path is not None and config.training.master_weights == "auto":
+        weights = found.manifest["settings"].get("training.master_weights", weights)
+    now = settings(config, batch, dtype) | {"training.master_weights": weights} | base
     start = Start(found=found, settings=now)
     return compared(config, start) if found.path is not None else start
+
+
+def _check_order(found: Found) -> None:
+    """Raises UserError unless this version can repeat the order of the rows."""
+    settings = found.manifest.get("settings")
+    known = isinstance(settings, dict) and isinstance(settings.get("training", {}), dict)
+    if found.manifest.get("order") != ORDER or not known:
+        raise UserError(
+            f"{found.path} was written by a version that trained the rows in another order: packs of the longest "
+            "documents first, and steps of rows of similar length. Its remaining steps cannot be repeated. Start a new "
+            "run in another training.output_dir, or resume with the version that wrote it (versions in run.json)."
+        )
 
 
 def _once_per_machine(read: Callable[[], Any], what: str) -> Any:
@@ -263,13 +284,7 @@ def compared(config: Config, start: Start) -> Start:
         UserError: names all differences that are not permitted.
     """
     had = start.found.manifest
-    before, notes = had.get("settings"), []
-    if not isinstance(before, dict) or not isinstance(before.get("training", {}), dict):
-        before = _settings_of_adapter(start.found.path)
-        notes.append(
-            f"{start.found.path} was written by a version that recorded no settings. Not compared: "
-            f"{'' if before else 'adapter, '}base model, optimizer, schedule and length of the run."
-        )
+    before, notes = had["settings"], []
     steps_per_epoch, total = had.get("steps_per_epoch"), had.get("total_steps")
     now = dict(start.settings)
     if isinstance(steps_per_epoch, int) and isinstance(total, int):
@@ -284,7 +299,7 @@ def compared(config: Config, start: Start) -> Start:
     changes = tuple({"step": start.found.step, "key": key, "was": was, "now": now} for key, was, now in differing)
     earlier = had.get("resumed_with_changes")
     history = (*(earlier if isinstance(earlier, list) else ()), *changes)
-    if unknown and not notes:
+    if unknown:
         notes.append(f"{start.found.path} does not record {', '.join(unknown)}: not compared.")
     return dataclasses.replace(
         start,
@@ -293,16 +308,6 @@ def compared(config: Config, start: Start) -> Start:
         notes=tuple(notes),
         rebuild=allowed and bool(changes or notes),  # what may differ takes effect as well
     )
-
-
-def _settings_of_adapter(checkpoint: Path | None) -> dict[str, Any]:
-    """The adapter's settings from PEFT's own file in a checkpoint; empty for full fine-tuning."""
-    try:
-        content = files.read_json(Path(str(checkpoint), preflight.ADAPTER))
-    except (OSError, ValueError):
-        return {}
-    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")
-    return {f"lora.{name}": content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
@@ -433,12 +438,6 @@ def confirm(start: Start, config: Config, model: Any, plan_digest: str, total: i
             start = compared(config, start)
     if start.found.path is None:
         return start
-    if start.found.manifest.get("order") != ORDER:
-        raise UserError(
-            f"{start.found.path} was written by a version that trained the rows in another order: packs of the longest "
-            "documents first, and steps of rows of similar length. Its remaining steps cannot be repeated. Start a new "
-            "run in another training.output_dir, or resume with the version that wrote it (run.json has it)."
-        )
     if start.found.manifest.get("plan") != plan_digest:
         raise UserError(
             f"{start.found.path} belongs to another plan of steps: {_plan_changes(start.found.path, config)}. Restore "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.config.origins import evaluation_origins, training_origins
+from finetune.config.rules import STOCHASTIC_OPTIMIZERS
 from finetune.data import sources
 from finetune.engine import checkpoints, preflight, resume
 from finetune.engine.record import RunRecord
@@ -74,7 +75,7 @@ def open_session(
     hooks: Hooks = NO_HOOKS,
     without: Collection[str] = (),
     on_failure: Callable[..., None] | None = None,
-    before_loading: Callable[[Stack], None] | None = None,
+    before_loading: Callable[[Stack, str], str] | None = None,
 ) -> Job:
     """Start the backend, prepare the data, join the other ranks and load the model.
 
@@ -82,7 +83,8 @@ def open_session(
         demo: as returned by `with_demo`.
         without: names of patches to skip, even if they are needed.
         on_failure: called with a message if another rank fails, just before this process exits.
-        before_loading: called once the ranks can communicate, before the model is loaded.
+        before_loading: called once the ranks can communicate, before the model is loaded, with how the trained weights
+            would be kept (`master_weights.Choice.kind`); returns how they are kept.
 
     Raises:
         UserError, RunError: with what is wrong and what to do.
@@ -103,9 +105,8 @@ def open_session(
     if demo is not None:
         demo.materialize(bootstrap.cache_folder())
 
-    def connected() -> None:
-        if before_loading is not None:
-            before_loading(stack)
+    def connected(weights: str) -> str:
+        return weights if before_loading is None else before_loading(stack, weights)
 
     job = open_job(config, batch, stack, on_failure=on_failure, hooks=hooks, before_loading=connected)
     job.user_code = loaded
@@ -127,12 +128,13 @@ def open_and_compare(
     """
     start = resume.Start()
 
-    def choose_start(stack: Stack) -> None:
+    def choose_start(stack: Stack, weights: str) -> str:
         from finetune.engine.model import resolve_dtype
 
         nonlocal start
         checkpoints.check_shared(Path(config.training.output_dir))
-        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."))
+        start = resume.prepare(config, batch, str(resolve_dtype(config, stack)).removeprefix("torch."), weights)
+        return start.settings["training.master_weights"]
 
     job = open_session(
         config, batch, demo=demo, hooks=hooks, without=without, on_failure=record.fail, before_loading=choose_start
@@ -173,6 +175,7 @@ def build_trainer(
             tracker, and the user's callbacks are left out.
     """
     from finetune.engine import best, callbacks, shard, trackers
+    from finetune.engine.model import resolve_dtype
     from finetune.engine.trainer import SFTTrainer, arguments
 
     config = job.config
@@ -205,6 +208,8 @@ def build_trainer(
             *own,
         ],
         reduces_once=shard.reduces_once(config),
+        weights=job.master_weights.kind,
+        saved_dtype=resolve_dtype(config, job.stack) if config.model.full_finetuning else None,
     )
     with bootstrap.quiet_ranks():
         job.hooks.call("trainer", trainer)
@@ -347,6 +352,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             backend_reason=job.stack.reason,
             attention=job.attention.to_dict(),
             layer_kernels=job.layer_kernels.to_dict(),
+            master_weights=job.master_weights.to_dict(),
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],
@@ -387,6 +393,8 @@ def out_of_memory(job: Job) -> Iterator[None]:
         kind, optimizer = ("true", "adamw_torch_8bit") if sharded else ("unsloth", "adamw_8bit")
         alternatives = [] if training.gradient_checkpointing else [f"training.gradient_checkpointing: {kind}"]
         if model.full_finetuning:
+            if training.master_weights == "float32" and training.optim in STOCHASTIC_OPTIMIZERS:
+                alternatives.append("training.master_weights: stochastic")
             alternatives += [f"training.optim: {optimizer}"] if training.adam_in_full else []
             alternatives.append("LoRA (model.full_finetuning: false)")
         elif not model.load_in_4bit:

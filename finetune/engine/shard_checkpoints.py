@@ -10,21 +10,32 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from finetune.engine import shard, tensor_files
+from finetune.engine.master_weights import narrowed
 from finetune.errors import RunError
 from finetune.runtime import distributed
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write the model, or its adapter, as `save_pretrained` would. Every rank calls it."""
+def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_checkpoint: bool = False) -> None:
+    """Write the model, or its adapter, as `save_pretrained` would. Every rank calls it.
+
+    Args:
+        dtype: of the saved model, not of an adapter; None for that of the weights. The weights of a checkpoint stay as
+            they are.
+    """
     shard.reshard(model)
     if getattr(model, "peft_config", None) is not None:
         _save_adapter(model, folder)
     elif getattr(model, "_weight_conversions", None) or model.is_remote_code():
-        _save_through_transformers(model, folder)
+        _save_through_transformers(model, folder, None if in_checkpoint else dtype)
+        if dtype is not None and distributed.ranks().is_main:
+            _save_config(model, folder, dtype)
     else:
-        tensor_files.write(folder, "model", weights(model))
+        found = weights(model)
+        if dtype is not None and not in_checkpoint:
+            found = {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
+        tensor_files.write(folder, "model", found)
         if distributed.ranks().is_main:
-            _save_config(model, folder)
+            _save_config(model, folder, dtype or model.dtype)
     distributed.barrier()
 
 
@@ -41,8 +52,8 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _save_config(model: Any, folder: Path) -> None:
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
+def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a subclass
     model.config.save_pretrained(folder)
     if model.can_generate():
@@ -90,13 +101,13 @@ def check_adapter(held: int, stored: int) -> None:
         )
 
 
-def _save_through_transformers(model: Any, folder: Path) -> None:
+def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """Models whose files have other tensors than the model: transformers converts them, whole on rank 0's host."""
     kept = {}
     for name, tensor in model.state_dict().items():
         gathered = shard.whole(tensor)
         if distributed.ranks().is_main:
-            kept[name] = gathered.cpu()
+            kept[name] = gathered.cpu() if dtype is None else narrowed(gathered, dtype)
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
 

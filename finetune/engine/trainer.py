@@ -32,6 +32,7 @@ from finetune.engine import (
     checkpoints,
     eight_bit,
     invariants,
+    master_weights,
     shard,
     shard_checkpoints,
     tensor_files,
@@ -65,7 +66,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         optim=training.optim,
         max_grad_norm=training.max_grad_norm,
         seed=training.seed,
-        bf16=stack.device == "cuda" and dtype == torch.bfloat16,
+        bf16=dtype == torch.bfloat16 and (stack.device == "cuda" or training.master_weights == master_weights.FLOAT32),
         fp16=stack.device == "cuda" and dtype == torch.float16,
         use_cpu=stack.device == "cpu",
         gradient_checkpointing=checkpointing,
@@ -149,6 +150,8 @@ class SFTTrainer(trl.SFTTrainer):
         eval_layout: Layout | Mapping[str, Layout] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
         reduces_once: bool | None = None,
+        weights: str = master_weights.FLOAT32,
+        saved_dtype: torch.dtype | None = None,
         **further: Any,
     ) -> None:
         """
@@ -157,6 +160,8 @@ class SFTTrainer(trl.SFTTrainer):
             reduces_once: of a model that must be sharded: whether accumulated gradients are reduced in a step's last
                 pass only. None for other runs.
             eval_layout: the held-out rows, or several sets of them by name.
+            weights: how the trained weights are kept, as `master_weights.Choice.kind`.
+            saved_dtype: of the weights in a saved model; None saves them as they are. Checkpoints keep what they are.
             further: arguments of TRL's constructor that concern neither data nor loss, such as `peft_config`.
         """
         self.stack = stack
@@ -171,6 +176,9 @@ class SFTTrainer(trl.SFTTrainer):
         if stack.device == "cpu":
             keep_4bit_layout(model)
         self.reduces_once = reduces_once
+        self.weights = weights
+        self.saved_dtype = saved_dtype
+        self._in_checkpoint = False
         self._uneven = stack.backend == "unsloth" and flash.used()
         self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
         super().__init__(
@@ -202,18 +210,27 @@ class SFTTrainer(trl.SFTTrainer):
         self._counts_checked = False
         self._gradients_in_buckets = self._first_buckets_freed = False
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As in transformers, whose optimizers partly live in other packages.
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As in transformers, whose optimizers partly live in other packages; or one that rounds stochastically.
 
         Raises:
             UserError: the optimizer's package or one of its required arguments is missing.
         """
         try:
-            return trl.SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+            kind, settings = trl.SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
         except (ImportError, ValueError) as error:
             name = getattr(args.optim, "value", args.optim)
             raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
+        if self.weights != master_weights.STOCHASTIC:
+            return kind, settings
+        return master_weights.rounding_optimizer(kind, settings)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in transformers."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.weights == master_weights.STOCHASTIC:
+            master_weights.seed_rounding(optimizer, self.args.seed, lambda: self.state.global_step)
+        return optimizer
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As in transformers; the parts of a sharded model are in place."""
@@ -518,7 +535,7 @@ class SFTTrainer(trl.SFTTrainer):
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir or self.args.output_dir)
-        shard_checkpoints.save_model(self.model, folder)
+        shard_checkpoints.save_model(self.model, folder, self.saved_dtype, self._in_checkpoint)
         if self.args.should_save:
             self.processing_class.save_pretrained(folder)
         distributed.barrier()
@@ -552,7 +569,11 @@ class SFTTrainer(trl.SFTTrainer):
             checkpoints.staging(target, main=self.args.should_save) as staging,
         ):
             distributed.barrier()
-            self.save_model(str(staging), _internal_call=True)
+            self._in_checkpoint = True
+            try:
+                self.save_model(str(staging), _internal_call=True)
+            finally:
+                self._in_checkpoint = False
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(staging))
                 self._save_scaler(str(staging))
@@ -585,7 +606,13 @@ class SFTTrainer(trl.SFTTrainer):
         """Weights, configuration and tokenizer. Not the pickled arguments: run.json has them as text."""
         folder = str(output_dir or self.args.output_dir)
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        dtype = self.saved_dtype
+        if dtype is not None and not self._in_checkpoint:
+            state_dict = {name: master_weights.narrowed(one, dtype) for name, one in unwrapped.state_dict().items()}
         unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        if dtype is not None:  # also in a checkpoint: whoever loads it gets the model
+            unwrapped.config.dtype = dtype
+            unwrapped.config.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -119,7 +119,7 @@ SHAPES = {
 def test_a_step_is_a_random_sample_and_packs_are_full(shape, pack_length):
     """Against next-fit in random order (the spread of a step's mean document length), independent random documents, and
     best-fit decreasing (the share of padding). Sorted packs fail by a factor of 1.4 to 4."""
-    lengths = SHAPES[shape](5000, 1)
+    lengths = SHAPES[shape](8000, 1)
     packs = as_lists(pack(lengths, pack_length, "key"))
     sd, documents = mean_length_sd(lengths, packs, 8)
     order = np.random.default_rng(5).permutation(len(lengths)).tolist()

@@ -22,7 +22,6 @@ from finetune.engine import checkpoints, resume, session
 from finetune.errors import UserError
 from tests import tiny
 
-OLD = Path(__file__).parent / "checkpoint_of_148928f" / "checkpoint-2"
 RESUME = ("--training.resume_from_checkpoint", "true")
 CHANGED = (*RESUME, "--training.resume_with_changes", "true")
 FINAL = "adapter_model.safetensors"
@@ -488,63 +487,21 @@ def test_a_damaged_checkpoint_is_skipped_and_a_renamed_one_is_taken(
     assert (out / FINAL).read_bytes() == (whole_run / FINAL).read_bytes()
 
 
-# --- checkpoints of 148928f -----------------------------------------------------------------------------------------
+# --- checkpoints that this version cannot resume --------------------------------------------------------------------
 
 
-@pytest.fixture
-def old(shared: Path, tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
-    """An output folder with the checkpoint that 148928f wrote, and the arguments of its run."""
-    model, rows = tmp_path / "model", tiny.make_rows(tmp_path / "rows.jsonl", 24)
-    tiny.make_model(model, hidden=16, layers=1)
-    shutil.copytree(OLD, tmp_path / "out" / "checkpoint-2")
-    return tmp_path / "out", (
-        *("--model.model_name_or_path", str(model), "--data.train_file", str(rows), "--training.max_steps", "4"),
-        *("--training.save_steps", "2", "--training.learning_rate", "2e-4", "--lora.r", "2", "--lora.lora_alpha", "4"),
-        *("--lora.target_modules", "[q_proj, v_proj]"),
-    )
-
-
-def test_a_checkpoint_of_148928f_goes_on(
-    runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("field", ["order", "settings"])
+def test_a_checkpoint_of_another_order_is_refused_by_name(
+    runs: Runs, out: Path, capsys: pytest.CaptureFixture[str], field: str
 ) -> None:
-    """With the losses that 148928f had in the same steps, and a sentence on what could not be compared."""
-    out, arguments = old
-    again = runs(out, *arguments, *RESUME)
-    assert "recorded no settings. Not compared: base model, optimizer, schedule and length" in words(capsys)
-    assert again["resumed_from"].endswith("checkpoint-2")
-    assert again["losses"] == pytest.approx([5.779609, 5.775651], rel=1e-5)
-    assert "settings" in checkpoints.manifest(out / "checkpoint-4")
-
-
-def test_a_checkpoint_of_148928f_takes_changes_by_permission(
-    runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its adapter's own file says what the adapter was; the learning rate is not recorded, and takes effect."""
-    out, arguments = old
+    """Earlier versions recorded no order: they sorted packs and grouped steps by length."""
+    (out / FINAL).unlink()
+    manifest = checkpoints.manifest(out / "checkpoint-6")
+    checkpoints.seal(out / "checkpoint-6", {name: value for name, value in manifest.items() if name != field})
     before = state(out)
-    runs(out, *arguments, *RESUME, "--lora.lora_alpha", "64", "--lora.r", "4", code=2)
+    runs(out, *SIX, *RESUME, code=2)
     message = words(capsys)
-    assert "lora.lora_alpha: was 4, now 64" in message and "lora.r: was 2, now 4" in message
-    assert state(out) == before
-    runs.watch()
-    again = runs(out, *arguments, *CHANGED, "--training.learning_rate", "1e-3", "--lora.lora_alpha", "64")
-    assert [group["lr"] for group in runs.groups] == pytest.approx(rates("cosine", 1e-3, 4)[2:], rel=1e-12)
-    assert [change["key"] for change in again["resumed_with_changes"]] == ["lora.lora_alpha"]
-
-
-def test_a_checkpoint_of_148928f_that_does_not_fit_is_refused(
-    runs: Runs, old: tuple[Path, tuple[str, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the names and shapes of its tensors, which are recorded nowhere else."""
-    out, arguments = old
-    before = state(out)
-    for other, problem in (
-        (("--lora.target_modules", "[q_proj]"), "v_proj.lora_A.weight, which this run does not train"),
-        (("--lora.target_modules", "[q_proj, v_proj, k_proj]"), "k_proj.lora_A.weight, which the checkpoint lacks"),
-    ):
-        runs(out, *arguments, *RESUME, *other, code=2)
-        message = words(capsys)
-        assert "does not fit the model" in message and problem in message
+    assert "checkpoint-6 was written by a version that trained the rows in another order" in message
     assert state(out) == before
 
 
@@ -569,7 +526,7 @@ def test_code_in_a_checkpoint_does_not_run(runs: Runs, out: Path, tmp_path: Path
     torch.save(Payload(), out / "checkpoint-4" / name)
     manifest = checkpoints.manifest(out / "checkpoint-4")
     (out / "checkpoint-4" / checkpoints.MANIFEST).unlink()
-    checkpoints.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key in ("step", "plan")})
+    checkpoints.seal(out / "checkpoint-4", {key: value for key, value in manifest.items() if key != "files"})
     runs(out, *SIX, *RESUME, code=1)
     assert not (tmp_path / "ran").exists()
 
@@ -591,7 +548,7 @@ def test_state_files_that_hold_something_else(
         torch.save(content, checkpoint / name)
     manifest = checkpoints.manifest(checkpoint)
     (checkpoint / checkpoints.MANIFEST).unlink()
-    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key in ("step", "plan")})
+    checkpoints.seal(checkpoint, {key: value for key, value in manifest.items() if key != "files"})
     runs(out, *SIX, *RESUME, code=1)
     assert "cannot be used" in words(capsys)
 
