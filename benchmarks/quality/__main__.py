@@ -1,0 +1,274 @@
+"""Does this package learn as well as TRL? Pretrained models on GSM8K, judged alike by one program.
+
+    python -m benchmarks.quality.models MODELS smollm2
+    python -m benchmarks.quality --models MODELS --data GSM8K --work DIR --out quality.jsonl
+    python -m benchmarks.quality --report quality.jsonl
+
+GSM8K has train.jsonl and test.jsonl with the fields question and answer: github.com/openai/grade-school-math, in
+grade_school_math/data (MIT). A cell is a stack, a mode and packed or padded rows; each of its seeds is one line of the
+record. Tokens per step, steps, learning rate, schedule and masks are equal, and each stack has the micro-batch that
+suits it. Lines that are there are not run again, except failed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.peers.__main__ import ROOT, machine
+from benchmarks.processes import end_with_this_one, run, say, side_by_side
+from benchmarks.quality import cells, report, rows
+from benchmarks.quality.cells import CELLS, MODELS, Cell
+from finetune.runtime import bootstrap
+
+LIMIT = 540  # seconds of one training or judgment
+SMOKE_ROWS, SMOKE_EPOCHS, SMOKE_PACK = 4, 4, 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the record lacks. Returns the exit code: 1 if a run failed, or a check of the smoke run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, help="folder with smollm2/, qwen/ and gemma/, as the cells need them")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl of GSM8K")
+    parser.add_argument("--work", type=Path, help="scratch folder")
+    parser.add_argument("--out", type=Path, help="the record: JSON lines")
+    parser.add_argument("--cells", help="separated by commas: " + ", ".join(CELLS))
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, spread over the GPUs; their times are void"
+    )
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run is started")
+    parser.add_argument("--exact", type=int, help="held-out rows to answer; default 200, without a GPU 0")
+    parser.add_argument("--micro", type=int, help="rows or packs of a micro-batch, instead of the cell's")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps on sums, on a CPU; needs only --models, --work"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print a record as a table, and do nothing else")
+    given = parser.parse_args(argv)
+    if given.report:
+        say(report.table(report.read(given.report)))
+        return 0
+    needed = ("models", "work") if given.smoke else ("models", "data", "work", "out")
+    if missing := [f"--{name}" for name in needed if getattr(given, name) is None]:
+        parser.error(f"missing: {', '.join(missing)}")
+    names = [name.strip() for name in given.cells.split(",")] if given.cells else cells.SMOKE if given.smoke else CELLS
+    if unknown := [name for name in names if name not in CELLS]:
+        parser.error(f"--cells {', '.join(unknown)}: unknown; a cell is one of {', '.join(CELLS)}")
+    end_with_this_one()
+    given.work = given.work.resolve()
+    given.work.mkdir(parents=True, exist_ok=True)
+    given.machine = machine()
+    given.gpus = [] if given.smoke else visible(len(given.machine["gpus"]))
+    given.exact = (200 if given.gpus else 0) if given.exact is None else given.exact
+    if given.smoke:
+        given.data, given.seeds, given.out = given.work, "1", given.work / "smoke.jsonl"
+        given.jobs = os.cpu_count() or 1
+        given.out.unlink(missing_ok=True)
+        rows.write(given.work / "train.jsonl", rows.sums(SMOKE_ROWS, 1))
+        rows.write(given.work / "test.jsonl", rows.sums(8, 2))
+    done = {(one["cell"], one["seed"]) for one in report.read(given.out) if "error" not in one}
+    wanted = [(CELLS[name], seed) for seed in map(int, given.seeds.split(",")) for name in names]
+    first = wanted[0][1]
+    wanted = [(cell, seed) for cell, seed in wanted if (cell.stack or seed == first) and (cell.name, seed) not in done]
+    for cell, _ in wanted:
+        folder = given.models / cell.model
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder} is missing: python -m benchmarks.quality.models {given.models} {cell.model}")
+    failed, lock, deadline = [], threading.Lock(), time.monotonic() + given.budget
+
+    def one(cell: Cell, seed: int, alone: bool, place: tuple[int, list[str]]) -> None:
+        if time.monotonic() > deadline:
+            return
+        line = {"cell": cell.name, "seed": seed, "alone": alone} | one_run(cell, seed, place, given)
+        with lock:
+            with given.out.open("a") as record:
+                record.write(json.dumps(line) + "\n")
+            if "error" in line:
+                failed.append(line)
+            say(f"{cell.name}, seed {seed}: " + (line["error"][-1] if "error" in line else f"loss {line['loss']:.4f}"))
+
+    several = [(cell, seed) for cell, seed in wanted if cell.ranks > 1]
+    single = [pair for pair in wanted if pair not in several]
+    places = [(slot, given.gpus[slot % len(given.gpus) :][:1] if given.gpus else []) for slot in range(given.jobs)]
+    if single:
+        side_by_side({(c.name, s): functools.partial(one, c, s, given.jobs == 1) for c, s in single}, places)
+    for cell, seed in several:
+        if len(given.gpus) < cell.ranks:
+            say(f"{cell.name}: needs {cell.ranks} GPUs")
+        else:
+            one(cell, seed, True, (0, given.gpus[: cell.ranks]))
+    lines = report.read(given.out)
+    say(report.table(lines))
+    return int(bool(failed) or (given.smoke and not smoke_passed(lines)))
+
+
+def visible(count: int) -> list[str]:
+    """The GPUs to use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(count)] if named is None else [one for one in named.split(",") if one]
+
+
+def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse.Namespace) -> dict[str, Any]:
+    """Train and judge, each in a process of its own: what both measured, or the end of the log."""
+    slot, gpus = place
+    folder = given.work / f"{cell.name.replace(' ', '-')}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    here = given.work / f"slot-{slot}"  # Unsloth writes its compiled trainers into the working folder
+    here.mkdir(exist_ok=True)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "HF_HUB_OFFLINE": "1",
+        **({} if gpus else {"OMP_NUM_THREADS": "1"}),  # of several, waiting ones would take the CPU from other jobs
+    }
+    request = settings(cell, seed, folder, given)
+    about = {"micro": request["micro"]} if cell.stack else {}
+    log, asked, trained, judged = (folder / name for name in ("log", "request.json", "trained.json", "judged.json"))
+
+    def process(words: list[Any]) -> list[str] | None:
+        with log.open("a") as output:
+            code = run([sys.executable, *words], env=env, cwd=here, output=output, timeout=LIMIT)
+        if code == 0:
+            return None
+        return [
+            *log.read_text(errors="replace").strip().splitlines()[-15:],
+            f"exit code {code}" if code else "too slow",
+        ]
+
+    about |= {"date": given.machine["date"], "gpus": [given.machine["gpus"][0]] * len(gpus) if gpus else []}
+    about |= {"versions": bootstrap.versions()}
+    if cell.stack:
+        asked.write_text(json.dumps(request))
+        started = time.monotonic()
+        error = process(command(cell, request, folder, asked, trained))
+        seconds = time.monotonic() - started
+        if error:
+            return {"error": error} | about
+        found = ours(Path(request["out"])) if cell.stack == "ours" else json.loads(trained.read_text())
+        about |= found | {"seconds": seconds}
+    asked.write_text(
+        json.dumps(
+            {
+                "base": request["model"],
+                "trained": request["out"] if cell.stack else None,
+                "rows": str((given.data / "test.jsonl").resolve()),
+                "as_text": request["as_text"],
+                "four_bit": cell.mode == "qlora",
+                "exact": 0 if request["as_text"] else given.exact,
+            }
+        )
+    )
+    if error := process(["-m", "benchmarks.quality.judge", asked, judged]):
+        return {"error": error} | about
+    shutil.rmtree(request["out"], ignore_errors=True)
+    return json.loads(judged.read_text()) | about
+
+
+def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """What a run is asked to do, for every stack."""
+    model, about = MODELS[cell.model], describe(cell.model, given)
+    packs, count = (1, SMOKE_ROWS) if given.smoke else (cells.PACKS, about["rows_of_step"])
+    batch = packs if cell.packed else count
+    micro = model.packs[cell.mode] if cell.packed else model.micro.get(cell.stack or "trl", 1)
+    if cell.packed and cell.stack != "ours":
+        micro = 1  # attention over the whole micro-batch, masked: a larger one is slower
+    return {
+        "stack": cell.stack,
+        "mode": cell.mode,
+        "packed": cell.packed,
+        "model": str((given.models / cell.model).resolve()),
+        "backend": "transformers" if given.smoke else "auto",
+        "rows": about["file"],
+        "as_text": model.as_text,
+        "out": str(folder / "model"),
+        "cache": str(given.work / "cache"),
+        "seed": seed,
+        "epochs": SMOKE_EPOCHS if given.smoke else model.epochs,
+        "learning_rate": model.rates[cell.mode],
+        "warmup_steps": 0 if given.smoke else 0.03,
+        "max_length": SMOKE_PACK if given.smoke else cells.MAX_LENGTH,
+        "pack_length": SMOKE_PACK if given.smoke else cells.PACK_LENGTH,
+        "global_batch_size": batch,
+        "micro": cells.divisor(batch // cell.ranks, given.micro or micro),
+    }
+
+
+@functools.cache
+def _tokens(model: str, file: str, as_text: bool) -> int:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return sum(len(rows.encode(tokenizer, row, as_text)["input_ids"]) for row in rows.read(file))
+
+
+def describe(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """A model's file of rows for this package, and the rows of a padded step."""
+    file = given.data / "train.jsonl"
+    read, as_text = rows.read(file), MODELS[name].as_text
+    tokens = _tokens(str(given.models / name), str(file), as_text)
+    return {
+        "file": str(file.resolve()),
+        "rows_of_step": cells.rows_of_step(len(read), tokens, MODELS[name].micro["trl"]),
+    }
+
+
+def command(cell: Cell, request: dict[str, Any], folder: Path, asked: Path, trained: Path) -> list[Any]:
+    """The words after `python` that train."""
+    if cell.stack != "ours":
+        return ["-m", "benchmarks.quality.trl_peer", asked, trained]
+    file = folder / "run.yaml"
+    if request["as_text"]:  # this package reads the text from a column
+        texts = [{"text": rows.text(row)} for row in rows.read(request["rows"])]
+        request = request | {"rows": str(rows.write(folder / "text.jsonl", texts))}
+    file.write_text(yaml.safe_dump(cells.configuration(cell, request), sort_keys=False))
+    words = ["-m", "finetune.train", "--config", file]
+    if cell.order:
+        words = ["-m", "benchmarks.quality.orders", cell.order, *words[2:]]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cell.ranks)]
+    return words if cell.ranks == 1 else [*ranks, *words]
+
+
+def ours(out: Path) -> dict[str, Any]:
+    """What this package's record says of a run."""
+    record = json.loads((out / "run.json").read_text())
+    return {
+        "train_seconds": record["training_seconds"],
+        "steps": record["steps"],
+        "tokens_per_step": record["tokens"] / record["steps"],
+        "first_loss": record["losses"][0],
+        "peak_memory_gib": max(record["peak_memory_gib"], default=None),
+        "backend": record["backend"],
+        "attention": record["attention"],
+        "layer_kernels": record["layer_kernels"],
+    }
+
+
+def smoke_passed(lines: list[dict[str, Any]]) -> bool:
+    """Whether every run learned, and began with TRL's loss: the first step of all has the same rows."""
+    found = {one["cell"]: one for one in lines if "error" not in one}
+    base, peer = found.get("base"), found.get("trl lora padded")
+    for name, one in found.items():
+        if base and name != "base" and not one["loss"] < base["loss"]:
+            say(f"{name}: held-out loss {one['loss']:.4f}, not below the pretrained model's {base['loss']:.4f}")
+            return False
+        if peer and name != "base" and not math.isclose(one["first_loss"], peer["first_loss"], rel_tol=0.01):
+            say(f"{name}: loss of step 1 {one['first_loss']:.4f}, TRL's {peer['first_loss']:.4f}")
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

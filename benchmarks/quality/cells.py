@@ -1,0 +1,143 @@
+"""What is compared: a cell is one stack, one mode and one kind of rows of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PACK_LENGTH, PACKS = 4096, 8  # of a pack, and in a step
+MAX_LENGTH = 1024  # tokens of a row
+FULL_PACKS = 0.99  # share of a pack that random best-fit packing fills
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """How a model is trained, by every stack. A text model has no chat template: its rows are raw text."""
+
+    rates: dict[str, float]
+    micro: dict[str, int]  # rows of a padded micro-batch of each stack
+    packs: dict[str, int]  # packs of a micro-batch of this package, by mode
+    epochs: int = 3
+    as_text: bool = False
+
+
+MODELS = {
+    "smollm2": Model(
+        rates={"lora": 1e-3, "qlora": 1e-3, "full": 1e-4},
+        micro={"ours": 75, "trl": 50, "unsloth": 75},
+        packs={"lora": 8, "qlora": 8, "full": 8},
+    ),
+    "qwen": Model(
+        rates={"lora": 2e-4, "full": 2e-5},
+        micro={"ours": 15, "trl": 15},
+        packs={"lora": 4, "full": 2},
+        epochs=1,
+    ),
+    "gemma": Model(
+        rates={"lora": 1e-3, "full": 1e-4},
+        micro={"ours": 25, "trl": 25},
+        packs={"lora": 4, "full": 4},
+        as_text=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training, repeated with several seeds."""
+
+    name: str
+    stack: str = "ours"  # ours, trl or unsloth; "" only judges the pretrained model
+    mode: str = "lora"  # lora, qlora or full
+    packed: bool = False
+    model: str = "smollm2"
+    ranks: int = 1  # several are sharded
+    order: str = ""  # sorted or grouped: see `orders`
+
+    @property
+    def reference(self) -> str:
+        """The cell that this one is compared with: TRL on padded rows, in the same mode."""
+        return " ".join(filter(None, ["trl", "" if self.model == "smollm2" else self.model, self.mode, "padded"]))
+
+
+def _cell(name: str) -> Cell:
+    words = name.split()
+    model = next((word for word in words if word in MODELS), "smollm2")
+    if words[-1] == "base":
+        return Cell(name=name, stack="", model=model)
+    if words[0] == "order":
+        return Cell(name=name, packed=True, order=words[1])
+    return Cell(
+        name=name,
+        stack=words[0] if words[0] in ("trl", "unsloth") else "ours",
+        mode=next(word for word in words if word in ("lora", "qlora", "full")),
+        packed="padded" not in words,
+        model=model,
+        ranks=2 if "sharded" in words else 1,
+    )
+
+
+CELLS = {
+    name: _cell(name)
+    for name in (
+        *("base", "lora packed", "lora padded", "trl lora padded", "trl lora packed"),
+        *("full packed", "full padded", "trl full padded", "trl full packed"),
+        *("order grouped", "order sorted", "full sharded", "lora sharded"),
+        *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
+        *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
+        *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
+    )
+}
+SMOKE = ("base", "lora packed", "lora padded", "full padded", "trl lora padded")
+
+
+def rows_of_step(rows: int, tokens: int, micro: int) -> int:
+    """Rows of a padded step for as many steps as with packs, of the possible numbers the one whose largest divisor up
+    to `micro` is largest."""
+    steps = -(-tokens // int(PACKS * PACK_LENGTH * FULL_PACKS))
+    fewest, most = -(-rows // steps), -(-rows // (steps - 1)) - 1 if steps > 1 else rows
+    return max(range(fewest, max(fewest, most) + 1), key=lambda count: (divisor(count, micro), -count))
+
+
+def divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` up to `most`."""
+    return max(one for one in range(1, min(count, most) + 1) if count % one == 0)
+
+
+def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
+    """The configuration file of a run of this package."""
+    how = {"format": "text"} if request["as_text"] else {
+        "format": "alpaca", "columns": {"instruction": "question", "output": "answer"}
+    }  # fmt: skip
+    return {
+        "model": {
+            "model_name_or_path": request["model"],
+            "full_finetuning": cell.mode == "full",
+            "load_in_4bit": cell.mode == "qlora",
+            "backend": request["backend"],
+        },
+        **({} if cell.mode == "full" else {"lora": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0}}),
+        "data": how | {
+            "train_file": request["rows"],
+            "max_length": request["max_length"],
+            "packing": cell.packed,
+            "pack_length": request["pack_length"] if cell.packed else None,
+            "cache_dir": request["cache"],
+        },
+        "training": {
+            "output_dir": request["out"],
+            "overwrite_output_dir": True,
+            "global_batch_size": request["global_batch_size"],
+            "per_device_train_batch_size": request["micro"],
+            "num_train_epochs": request["epochs"],
+            "learning_rate": request["learning_rate"],
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": request["warmup_steps"],
+            "weight_decay": 0.0,
+            "seed": request["seed"],
+            "gradient_checkpointing": False,
+            "save_steps": 0,
+            "strategy": "shard" if cell.ranks > 1 else "single",
+        },
+        "logging": {"generate_samples": 0},
+    }  # fmt: skip
