@@ -85,10 +85,14 @@ def special_in(folder: Path) -> str | None:
     """The first entry of a folder that is neither a regular file nor a folder, as "NAME is a FIFO"; None without one.
     A library that loads the folder would block on it, or read it without end. Links are judged by their target.
     """
-    for path in sorted(folder.iterdir()):
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:  # whoever opens the folder reports it
+        return None
+    for name in names:
         with contextlib.suppress(OSError):  # a link that leads nowhere is as good as missing
-            if (kind := special(path)) and kind != _KINDS[stat.S_IFDIR]:
-                return f"{path.name} is {kind}"
+            if (kind := special(folder / name)) and kind != _KINDS[stat.S_IFDIR]:
+                return f"{name} is {kind}"
     return None
 
 

@@ -98,3 +98,4 @@ def test_what_a_folder_holds_beside_files(tmp_path: Path) -> None:
     assert files.special_in(tmp_path) is None
     (tmp_path / "zero").symlink_to("/dev/zero")
     assert files.special_in(tmp_path) == "zero is a device"
+    assert files.special_in(tmp_path / "none") is None
