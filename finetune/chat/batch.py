@@ -89,10 +89,5 @@ def _print(prompts: Sequence[str], given: dict[str, list[Answer]]) -> None:
         shown.add_column(column, overflow="fold", ratio=1)
     for place, prompt in enumerate(prompts):
         texts = [prompt, *(given[name][place].text for name in ("base", "answer") if name in given)]
-        shown.add_row(*(Text(printable(text)) for text in texts))  # Text: nothing is markup
+        shown.add_row(*(Text(text) for text in texts))  # Text: nothing is markup
     console().print(shown)
-
-
-def printable(text: str) -> str:
-    """The text without control characters: a model may say what moves a terminal's cursor or sets its title."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)

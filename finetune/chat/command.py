@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
+from finetune.runtime import files
 from finetune.runtime.command import DONE, print_line, run_with_options
-from finetune.runtime.files import write_json
 from finetune.runtime.options import Options, count, one_of, path
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
         commands = serve.commands(found)
         print_line(serve.text(commands))
         if options.json:
-            write_json(options.json, commands)
+            files.write_json(options.json, commands)
         return DONE
     if found.note:
         print_line(found.note, style="yellow")
@@ -138,12 +138,14 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, is not UTF-8, or has no such line.
     """
-    if file.exists() and not file.is_file():
-        raise UserError(f"--prompts is not a regular file: {file}. Give a text file with one prompt per line.")
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = files.read_text(file, "utf-8-sig")
+    except files.NotRegular:
+        raise UserError(
+            f"--prompts is not a regular file: {file}. Give a text file with one prompt per line."
+        ) from None
     except UnicodeDecodeError as error:
-        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        line = files.read_bytes(file)[: error.start].count(b"\n") + 1
         raise UserError(f"--prompts is not UTF-8: {file}, line {line}. Save it as UTF-8.") from None
     except OSError as error:
         raise UserError(f"--prompts cannot be read: {file} ({error.strerror}). Give a text file.") from None

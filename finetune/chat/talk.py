@@ -16,11 +16,10 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import TextStreamer
 
-from finetune.chat.batch import printable
 from finetune.chat.speaker import Answer, Messages, Speaker
 from finetune.errors import UserError
 from finetune.plural import counted
-from finetune.runtime.command import DONE, INTERRUPTED, console, print_line
+from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, printable
 from finetune.runtime.files import write_json
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."

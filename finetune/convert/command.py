@@ -6,17 +6,19 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RunError, UserError
-from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_line, run_with_options
+from finetune.errors import RunError, UserError, describe
+from finetune.runtime.command import BAD_INPUT, DONE, FAILED, console, print_line, printable, run_with_options
 from finetune.runtime.options import Options, path
 
 REFUSED = 3
 FORMS = ("auto", "settings", "drop-in")
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", wit
     from finetune.convert.read import Refusal
     from finetune.convert.verify import NotVerified
     from finetune.redact import redact
+    from finetune.runtime import disk
 
     start = time.perf_counter()
 
@@ -134,6 +137,20 @@ def convert(path: Path, *, keep_inference: bool = False, form: str = "auto", wit
         return outcome("failed", FAILED, reason=str(error))
     except UserError as error:
         return outcome("bad input", BAD_INPUT, reason=str(error))
+    except (OSError, MemoryError) as error:  # of this machine, not of the notebook
+        return outcome("failed", FAILED, reason=str(disk.failure(error) or describe(error)))
+    except Exception as error:  # of whatever library meets the notebook's code; it must not end --check
+        return outcome("refused", REFUSED, code="E-CODE", reason=_unforeseen(error))
+
+
+def _unforeseen(error: Exception) -> str:
+    """The reason for a refusal by an error that nothing expected."""
+    places = [one for one in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(one.filename).parents]
+    at = f" at {Path(places[-1].filename).relative_to(_PACKAGE)}:{places[-1].lineno}" if places else ""
+    return (
+        f"the converter cannot process its code ({describe(error)[:200]}{at}). Split its longest expressions, or report"
+        " the notebook"
+    )
 
 
 def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
@@ -309,7 +326,10 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
 
 
 def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Write a conversion's files. Raises UserError if an existing file differs and `overwrite` is not set."""
+    """Write a conversion's files. Raises UserError if an existing file differs and `overwrite` is not set, or if what
+    exists is not a regular file."""
+    from finetune.runtime import files
+
     report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
     texts = {
         f"{conversion.name}.py": conversion.script,
@@ -321,10 +341,12 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
         texts[f"{conversion.name}_infer.py"] = conversion.infer
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out is not a folder: {folder}. Choose another one.")
+    for name in texts:
+        files.check_output(folder / name)
     different = [
         name
         for name, text in texts.items()
-        if (folder / name).exists() and (folder / name).read_bytes() != text.encode()
+        if (folder / name).exists() and files.read_bytes(folder / name, len(text.encode()) + 1) != text.encode()
     ]
     if different and not overwrite:
         raise UserError(
@@ -332,9 +354,8 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
             " --overwrite."
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_bytes(text.encode())
+            files.write_text(folder / name, text)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}. Choose another --out.") from None
     return [folder / name for name in texts]
@@ -362,7 +383,7 @@ def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     cell = "" if outcome.cell is None else f", cell {outcome.cell}"
     code = f" ({outcome.code}{cell})" if outcome.code else ""
     what = {"refused": "refused", "failed": "not written, a verification failed", "bad input": "error"}[outcome.result]
-    sys.stderr.write(f"{what}{code}: {outcome.reason}\n")
+    sys.stderr.write(printable(f"{what}{code}: {outcome.reason}\n"))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -395,8 +416,8 @@ def check_folder(folder: Path, *, form: str = "auto", witness: bool = False) -> 
     for outcome in outcomes:
         cell = "" if outcome.cell is None else f"cell {outcome.cell}: "
         code = f"{outcome.result} {outcome.code}".strip()
-        name = str(Path(outcome.notebook).relative_to(folder))
-        table.add_row(escape(name), code, escape(cell + outcome.reason), f"{outcome.seconds:.2f}")
+        name = printable(str(Path(outcome.notebook).relative_to(folder)))
+        table.add_row(escape(name), code, escape(cell + printable(outcome.reason)), f"{outcome.seconds:.2f}")
     console().print(table)
     counts = Counter(f"{outcome.result} {outcome.code}".strip() for outcome in outcomes)
     console().print(", ".join(f"{number} {what}" for what, number in sorted(counts.items())))

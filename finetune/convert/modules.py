@@ -17,6 +17,7 @@ from pathlib import Path
 from finetune.convert.knowledge import known_packages
 from finetune.convert.names import effects
 from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.runtime.files import read_text
 
 MAX_BYTES = 2**20  # of a module; larger ones are data
 _PARENTS = 3  # how far above the notebook a folder that it adds to sys.path is looked for
@@ -31,6 +32,10 @@ class MissingModule(Refusal):
 
 class _Unclear(Exception):
     """A module's code cannot replace its import."""
+
+
+class _Outside(Exception):
+    """A module's file is outside of the notebook's repository. The message completes "it imports NAME, "."""
 
 
 def own_modules(notebook: Notebook) -> set[str]:
@@ -78,8 +83,13 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
     """Replace top-level imports from modules beside the notebook by their code, in place. Returns notes for the report.
 
     An import stays as it is if the module is not found, does not parse, or shares a name with the notebook.
+
+    Raises:
+        MissingModule: a module's file is outside of the repository. A notebook cannot choose which of the user's files
+            becomes part of a script that may be published.
     """
     roots = _roots(notebook, folder)
+    repository = _repository(folder)
     notes: list[str] = []
     done: set[str] = set()  # sources that are in the notebook already
     statements = list(notebook.statements)
@@ -87,17 +97,20 @@ def inline_modules(notebook: Notebook, folder: Path) -> list[str]:
         node = statement.node
         if not isinstance(node, ast.ImportFrom) or node.level or _package(node.module or ""):
             continue
-        path = _file(roots, node.module or "")
-        if path is None:
-            continue
-        part = _Part(roots=roots, done=set(done))
+        part = _Part(roots=roots, repository=repository, done=set(done))
         try:
+            path = part.file(roots, node.module or "")
+            if path is None:
+                continue
             wanted = _wanted(node, path, statements)
             part.add(path, wanted)
             part.alias(node)
             _refuse_clashes(part, statements, statement)
         except _Unclear:
             continue
+        except _Outside as error:
+            reason = f"it imports {node.module}, {error}; paste its code into a cell"
+            raise MissingModule("R4", reason, statement.cell) from None
         done |= part.done
         taken = max(one.id for one in statements) + 1
         made = [
@@ -132,18 +145,15 @@ def _roots(notebook: Notebook, folder: Path) -> list[Path]:
     return [folder, folder / "src", *(one for above in folder.parents[:_PARENTS] for one in (above, above / "src"))]
 
 
-def _file(roots: list[Path], module: str) -> Path | None:
-    parts = module.split(".")
-    for root in roots:
-        for path in (root.joinpath(*parts).with_suffix(".py"), root.joinpath(*parts, "__init__.py")):
-            if path.is_file() and path.stat().st_size <= MAX_BYTES:
-                return path
-    return None
+def _repository(folder: Path) -> Path:
+    """The repository that a folder belongs to; the folder itself if it belongs to none."""
+    folder = folder.resolve()
+    return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
 
 
 def _body(path: Path) -> tuple[str, list[ast.stmt]]:
     try:
-        text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
+        text = read_text(path)
         return text, ast.parse(text).body
     except (OSError, ValueError, SyntaxError) as error:
         raise _Unclear from error
@@ -183,10 +193,24 @@ class _Part:
     """What replaces one import. `names` are bound by its statements, except those that it imports."""
 
     roots: list[Path]
+    repository: Path
     done: set[str]
     sources: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # name -> source that binds it
     open: set[Path] = field(default_factory=set)
+
+    def file(self, roots: list[Path], module: str) -> Path | None:
+        """The file of a module, or None. Raises _Outside if it leads out of the repository."""
+        parts = module.split(".")
+        for root in roots:
+            for path in (root.joinpath(*parts).with_suffix(".py"), root.joinpath(*parts, "__init__.py")):
+                if not path.is_file() or path.stat().st_size > MAX_BYTES:
+                    continue
+                if not path.resolve().is_relative_to(self.repository):
+                    leads = "a link that leads" if path.absolute().is_relative_to(self.repository) else "a module"
+                    raise _Outside(f"{leads} out of the notebook's repository or folder ({self.repository})")
+                return path
+        return None
 
     def add(self, path: Path, wanted: set[str]) -> None:
         """Add what a module needs for these names, after what it imports itself."""
@@ -209,7 +233,9 @@ class _Part:
 
     def _add(self, path: Path, node: ast.stmt, source: str, needed: set[str]) -> None:
         if isinstance(node, ast.ImportFrom) and (node.level or not _package(node.module or "")):
-            found = _file([path.parents[node.level - 1]] if node.level else self.roots, node.module or "__init__")
+            if node.level > len(path.parents):
+                raise _Unclear
+            found = self.file([path.parents[node.level - 1]] if node.level else self.roots, node.module or "__init__")
             if found is not None and not node.level or found is not None and node.module:
                 self.add(found, {alias.name for alias in node.names if (alias.asname or alias.name) in needed})
                 self.alias(node)

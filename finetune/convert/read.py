@@ -18,6 +18,7 @@ from typing import Any
 from finetune.convert.knowledge import named
 from finetune.errors import UserError
 from finetune.redact import redact
+from finetune.runtime import files
 
 MAX_BYTES = 64 * 2**20  # notebooks, with their images, stay below 20 MB
 
@@ -86,7 +87,7 @@ def read(path: Path) -> Notebook:
     """Read a notebook.
 
     Raises:
-        UserError: the file is missing, a folder, empty, too large, binary, not JSON, or has no code.
+        UserError: the file is missing, not a regular file, empty, too large, binary, not JSON, or has no code.
         Refusal: another language (E-LANGUAGE) or an unknown magic (E-MAGIC).
     """
     raw = _bytes(path)
@@ -115,13 +116,19 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"{path} does not exist. Give the path of a notebook (.ipynb, or .py exported from one).")
     if path.suffix not in (".ipynb", ".py"):
         raise UserError(f"unsupported file type: {path}. Give a notebook (.ipynb, or .py exported from one).")
-    size = path.stat().st_size
-    if size > MAX_BYTES:
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the file name is not UTF-8: {path}. Rename the notebook.") from None
+    try:
+        size, content = path.stat().st_size, files.read_bytes(path, at_most=MAX_BYTES + 1)
+        if len(content) <= MAX_BYTES:
+            return content
         raise UserError(
             f"{path} is too large: {size / 2**20:.0f} MiB, limit {MAX_BYTES // 2**20}. Clear its outputs and try again."
         )
-    try:
-        return path.read_bytes()
+    except files.NotRegular as error:
+        raise UserError(f"cannot read {path}: {error.strerror}. Give a notebook (.ipynb, or .py).") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}. Check the path and its permissions.") from None
 
@@ -147,7 +154,8 @@ def _notebook_cells(path: Path, text: str) -> list[tuple[str, str]]:
         raise UserError(f"{path} is not valid JSON: {error}. Give a notebook saved by Jupyter or Colab.") from None
     cells = data.get("cells") if isinstance(data, dict) else None
     if cells is None and isinstance(data, dict) and isinstance(data.get("worksheets"), list):  # format 3
-        cells = [cell for sheet in data["worksheets"] if isinstance(sheet, dict) for cell in sheet.get("cells", [])]
+        sheets = [sheet.get("cells", []) for sheet in data["worksheets"] if isinstance(sheet, dict)]
+        cells = [cell for one in sheets for cell in one] if all(isinstance(one, list) for one in sheets) else None
     if not isinstance(cells, list):
         raise UserError(f"{path} is not a notebook: it has no list `cells`. Give a notebook saved by Jupyter or Colab.")
     _check_language(data)
@@ -232,6 +240,7 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
         notebook.install.add(index)
     try:
         tree = ast.parse(source)
+        ast.unparse(tree)  # fails for an integer of 5,000 digits or 500 nested operators
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         notebook.unparsed.append((index, str(error), source))
         return

@@ -23,6 +23,7 @@ from finetune.convert.names import dotted_imports, effects
 from finetune.convert.read import Notebook, Refusal
 from finetune.convert.roles import Plan
 from finetune.convert.trace import ASSUMPTIONS, Trace, trace_script
+from finetune.runtime import files
 
 OLDEST = (3, 11)
 
@@ -285,7 +286,7 @@ def load_config(conversion: Conversion) -> Config:
     """The YAML, read by the loader that the script uses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{conversion.name}.yaml"
-        path.write_text(conversion.config, encoding="utf-8")
+        files.write_text(path, conversion.config)
         try:
             return load(["--config", str(path)], script=f"{conversion.name}.py")
         except ConfigError as error:

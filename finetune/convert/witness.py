@@ -25,6 +25,8 @@ from typing import Any
 from finetune.convert import sandbox
 from finetune.convert.witness_notebook import is_unsloth, read_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
+from finetune.runtime.command import printable
+from finetune.runtime.files import read_text
 
 SECONDS = 120  # wall clock of both sides; a busy machine needs several times as long as an idle one
 OUTPUT = 8 * 2**20  # bytes of a report, which takes up to 30 times as much memory when it is read
@@ -123,7 +125,7 @@ def run_scripts(
 
 def _cells(notebook: Path) -> list[str]:
     try:
-        cells = read_cells(notebook.read_text(encoding="utf-8-sig"), notebook.name)
+        cells = read_cells(read_text(notebook, "utf-8-sig"), notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
     return [_SERVICE_FOLDER.sub("", cell) for cell in cells]
@@ -143,17 +145,17 @@ def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
         report = json.loads(done.output)
     except (ValueError, RecursionError):
         lines = done.errors.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CouldNotRun(f"{side} ended early: {printable(lines[-1])}") from None
+        raise CouldNotRun(f"{side} ended early: {_shown(lines[-1])}") from None
     if not isinstance(report, dict) or report.get("key") != key:
         raise _unreadable(side, "it was not written by the witness")
     if "error" in report:
-        raise CouldNotRun(f"{side}: {printable(report['error'])}")
+        raise CouldNotRun(f"{side}: {_shown(report['error'])}")
     return report.get("found")
 
 
-def printable(text: Any, limit: int = 400) -> str:
-    """What a confined process reports, safe for a terminal and for a file in UTF-8."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text)[:limit])
+def _shown(text: Any, limit: int = 400) -> str:
+    """What a confined process reports, on one line, safe for a terminal and for a file in UTF-8."""
+    return printable(" ".join(str(text)[:limit].split()))[:limit]
 
 
 def _unreadable(side: str, why: str) -> CouldNotRun:
@@ -174,7 +176,7 @@ def _runs(found: Any, side: str, count: int | None = None) -> list[dict[str, Any
         if (why := _incomplete(run, refusable=count is not None)) is not None:
             raise _unreadable(side, why)
         if "refused" in run:
-            run["refused"] = printable(run["refused"])
+            run["refused"] = _shown(run["refused"])
     return found
 
 
@@ -244,7 +246,7 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
         if "token ids differ" in difference:
             difference += _on_length(one["rows"], two["rows"], two["settings"]["max_length"])
         if difference:
-            return printable(difference, 2000)
+            return _shown(difference, 2000)
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError
+from finetune.runtime.files import open_regular, read_bytes, special
 
 Row = dict[str, Any]
 File = Path | RemoteFile
@@ -67,7 +69,7 @@ def content_digest(files: Sequence[str | File]) -> str:
             continue
         for part in _arrow_parts(path) if path.is_dir() else [path]:
             digest.update(f"{_kind(part)}:{part.stat().st_size}:".encode())
-            with part.open("rb") as file:
+            with open_regular(part) as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
     return digest.hexdigest()
@@ -130,8 +132,8 @@ def _expand_one(name: str) -> Sequence[File]:
     if path.is_dir():
         return _expand_folder(path)
     if path.exists():
-        if not path.is_file():
-            raise UserError(f"{path} is a pipe, socket or device, not a file or folder. {_SUPPORTED}")
+        if kind := special(path):
+            raise UserError(f"{path} is {kind}, not a file or folder. {_SUPPORTED}")
         if _kind(path) not in KINDS:
             raise UserError(f"{path} has an unsupported extension: {''.join(path.suffixes) or 'none'}. {_SUPPORTED}")
         return [path]
@@ -166,7 +168,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 def _arrow_parts(folder: Path) -> list[Path]:
     try:
-        state = json.loads((folder / "state.json").read_bytes())
+        state = json.loads(read_bytes(folder / "state.json"))
         parts = [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -236,26 +238,32 @@ def _read_text(path: File, reader: Any) -> Iterator[tuple[Row, str]]:
         raise
 
 
-def _open(path: File) -> IO[bytes]:
+@contextlib.contextmanager
+def _open(path: File) -> Iterator[IO[bytes]]:
+    """The contents of a file, decompressed."""
     suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(path if isinstance(path, Path) else path.open(), "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        if importlib.util.find_spec("zstandard") is None:
-            raise UserError(
-                f"{path} needs the package zstandard. Run `pip install zstandard`, or decompress it with `zstd -d`."
-            )
-        return io.BufferedReader(_ZstdFile(path))
-    return path.open("rb")
+    if suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
+        raise UserError(
+            f"{path} needs the package zstandard. Run `pip install zstandard`, or decompress it with `zstd -d`."
+        )
+    with open_regular(path) if isinstance(path, Path) else path.open() as file:
+        if suffix == ".gz":
+            with gzip.open(file) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        elif suffix == ".zst":
+            with io.BufferedReader(_ZstdFile(file)) as unpacked:
+                yield unpacked
+        else:
+            yield file
 
 
 class _ZstdFile(io.RawIOBase):
     """A .zst file as a byte stream. zstandard's own reader accepts a truncated file as complete; this one does not."""
 
-    def __init__(self, path: File) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         import zstandard  # pyright: ignore[reportMissingImports]
 
-        self._file, self._context = path.open("rb"), zstandard.ZstdDecompressor()
+        self._file, self._context = file, zstandard.ZstdDecompressor()
         self._frame, self._pending = None, memoryview(b"")
 
     def readable(self) -> bool:
@@ -274,10 +282,6 @@ class _ZstdFile(io.RawIOBase):
         count = min(len(buffer), len(self._pending))
         buffer[:count], self._pending = self._pending[:count], self._pending[count:]
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _read_jsonl(path: File) -> Iterator[tuple[Row, str]]:

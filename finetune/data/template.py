@@ -42,6 +42,7 @@ from finetune.data.reasoning import Reasoning
 from finetune.data.render import check_syntax, render
 from finetune.data.unrendered import Unrendered
 from finetune.errors import UserError
+from finetune.runtime import files
 
 if TYPE_CHECKING:
     import rich.text
@@ -121,7 +122,7 @@ def load_template(tokenizer: Any, name_or_path: str | None = None) -> str | None
     elif Path(name_or_path).is_file():
         source = f"in {name_or_path}"
         try:
-            template = Path(name_or_path).read_text(encoding="utf-8")
+            template = files.read_text(Path(name_or_path))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"The chat template {source} cannot be read: {error}. Set model.chat_template to a Jinja file in UTF-8."

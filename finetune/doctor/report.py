@@ -12,6 +12,7 @@ from typing import Any
 from finetune.doctor.look import Found
 from finetune.plural import counted
 from finetune.redact import MASK, is_secret_name, redact_tree
+from finetune.runtime.command import new_console
 
 Rows = list[tuple[str, str]]
 _SHORTEST_SECRET = 8  # characters; a shorter value of a secret name may be a word that the report needs
@@ -39,11 +40,10 @@ def without_secrets(found: Any) -> Any:
 
 def show(found: Found) -> None:
     """The verdict first; in color on a terminal, plain lines elsewhere."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, markup=False)
+    console = new_console(highlight=False, markup=False)
     if not console.is_terminal:
         sys.stdout.write(plain(found))
         return

@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.drop_in.refusals import Refused
 from finetune.engine.model import with_padding
+from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
 
 
@@ -72,7 +73,7 @@ def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) ->
     from trl import clone_chat_template
 
     if Path(source).is_file() and source.endswith((".jinja", ".j2")):
-        tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
+        tokenizer.chat_template = files.read_text(Path(source))
         return model, tokenizer, peft_config
     model, tokenizer, added = clone_chat_template(model, tokenizer, source)
     if added and peft_config is not None:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune.engine import invariants, shard
 from finetune.errors import RunError, UserError
-from finetune.runtime import distributed, interrupt, user_code
+from finetune.runtime import distributed, files, interrupt, user_code
 
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
@@ -106,6 +106,7 @@ class Profile(TrainerCallback):
 
     def _export(self, profiler: torch.profiler.profile) -> None:
         """Write the trace. A disk that cannot take it costs the trace, not the training."""
+        files.remove(self._file)  # torch would follow a link
         try:
             profiler.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:

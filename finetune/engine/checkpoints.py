@@ -140,6 +140,8 @@ def damage(checkpoint: Path, *, verify: bool = False, unread: tuple[str, ...] = 
         content = manifest(checkpoint)
     except Damaged as error:
         return str(error)
+    if found := files.special_in(checkpoint):
+        return f"{found}, not a regular file"
     for name, size in content["files"].items():
         path = checkpoint / name
         if not path.is_file():

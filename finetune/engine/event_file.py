@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from finetune.runtime import disk
+from finetune.runtime import disk, files
 
 
 class EventFile:
@@ -118,9 +118,7 @@ class RankLog:
         if self._failed:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            files.append_text(self._path, json.dumps(line) + "\n")
         except OSError as error:
             if disk.reason(error) is None:
                 raise

@@ -17,6 +17,7 @@ from finetune.config.origins import evaluation_origins, training_origins
 from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
+from finetune.runtime.files import open_regular, read_json, read_text, special_in
 
 HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
 ADAPTER = "adapter_config.json"
@@ -58,6 +59,7 @@ def check_model(config: Config) -> None:
     """
     name = str(config.model.model_name_or_path)
     folder = Path(name)
+    check_regular(folder)
     if folder.is_dir() and not any((folder / file).is_file() for file in SHAPES):
         raise UserError(
             f"model.model_name_or_path is {name}, a folder with neither {SHAPES[0]} nor {ADAPTER}. Give the folder "
@@ -76,6 +78,7 @@ def check_model(config: Config) -> None:
     if folder.is_dir():
         _check_folder(folder)
     _check_adapter(config, _found(config))
+    base_folder(config)
     _check_code(config)
 
 
@@ -97,7 +100,7 @@ def _json(config: Config, name: str) -> dict:
     folder = Path(str(config.model.model_name_or_path))
     file = folder / name if folder.is_dir() else _cached(config, name)
     try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+        content = read_json(file) if file and file.is_file() else {}
     except (OSError, ValueError):  # loading reports the error better
         return {}
     return content if isinstance(content, dict) else {}
@@ -125,7 +128,7 @@ def check_refused(name: str, what: str, error: Exception) -> None:
         files = ("tokenizer_config.json", "config.json") if what == "tokenizer" else ("config.json",)
         for file in files:
             path = Path(name) / file
-            content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            content = read_text(path, errors="replace") if path.is_file() else ""
             if "auto_map" in content:
                 raise _needs_code(name, file, json.loads(content).get("auto_map")) from None
         file = "custom_generate" if (Path(name) / "custom_generate").is_dir() else files[0]
@@ -220,6 +223,19 @@ def _try_to_connect(tries: int) -> str | None:
     return why
 
 
+def check_regular(folder: Path) -> None:
+    """Check that a folder, if it exists, holds only regular files: libraries that load a model open whatever is there.
+
+    Raises:
+        UserError: it holds a FIFO, a socket or a device.
+    """
+    for part in (folder, folder / "additional_chat_templates"):
+        if part.is_dir() and (found := special_in(part)):
+            raise UserError(
+                f"{part} cannot be loaded as a model: {found}, not a regular file. Remove it, or copy the model again."
+            )
+
+
 def _check_folder(folder: Path) -> None:
     """Check that configuration files are JSON objects and that weight files match the sizes in their headers."""
     for name in (*SHAPES, *TOKENIZER):
@@ -235,8 +251,8 @@ def _check_folder(folder: Path) -> None:
 def read_object(file: Path) -> dict:
     """A JSON object of a model's folder. Raises UserError if it cannot be read or is something else."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = read_json(file)
+    except ValueError as error:
         raise UserError(f"{file} is not valid JSON: {error}. Copy or download the model again.") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}. Check the permissions of the model.") from None
@@ -249,7 +265,7 @@ def why_damaged(file: Path) -> str | None:
     """What is wrong with a safetensors file, judged by its header: 8 bytes of length, JSON with offsets, data."""
     try:
         size = file.stat().st_size
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             length = int.from_bytes(content.read(8), "little")
             if size < 8 or length > size - 8:
                 return f"it has {size:,} bytes, too few for its header"
@@ -284,11 +300,16 @@ def base_folder(config: Config) -> Path | None:
 
 
 def folder_of(name: str, revision: str | None = None) -> Path | None:
-    """Folder of a model: local, or a snapshot in the Hub's cache. None if it is not on this machine."""
-    if Path(name).is_dir():
-        return Path(name)
-    file = _cached_file(name, SHAPES[0], revision)
-    return file.parent if file is not None else None
+    """Folder of a model: local, or a snapshot in the Hub's cache. None if it is not on this machine.
+
+    Raises:
+        UserError: it holds something else than regular files.
+    """
+    file = None if Path(name).is_dir() else _cached_file(name, SHAPES[0], revision)
+    folder = Path(name) if Path(name).is_dir() else file and file.parent
+    if folder is not None:
+        check_regular(folder)
+    return folder
 
 
 def _found(config: Config) -> dict | None:
@@ -324,7 +345,7 @@ def _on_hub(config: Config) -> dict | None:
     try:
         if not file_exists(name, ADAPTER, revision=revision):
             return None
-        return json.loads(Path(hf_hub_download(name, ADAPTER, revision=revision)).read_text(encoding="utf-8"))
+        return read_json(Path(hf_hub_download(name, ADAPTER, revision=revision)))
     except (httpx.HTTPError, HFValidationError, OSError):
         return None  # loading the model reports the error better
 

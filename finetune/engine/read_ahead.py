@@ -13,6 +13,7 @@ from finetune.config import Config
 from finetune.engine import preflight
 from finetune.errors import UserError
 from finetune.runtime import distributed
+from finetune.runtime.files import open_regular
 
 BLOCK_BYTES = 1 << 23
 # Bytes that a container may use.
@@ -57,7 +58,7 @@ def _read(files: list[Path]) -> None:
     block = bytearray(BLOCK_BYTES)
     for path in files:
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path) as file:
                 while file.readinto(block):  # releases the interpreter's lock
                     pass
         except OSError:  # loading reports it

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from finetune.config import Config
 from finetune.engine import checkpoints
 from finetune.engine.record import FILE_NAME
-from finetune.runtime import distributed, launcher
+from finetune.runtime import distributed, files, launcher
 from finetune.runtime.command import print_line
 
 
@@ -50,7 +49,7 @@ def _may_be_restart() -> bool:
 def _launches_of(output_dir: Path) -> set[str]:
     """Ids of the launchers, one on each machine, of the launch that wrote the folder's run.json."""
     try:
-        content = json.loads((output_dir / FILE_NAME).read_text(encoding="utf-8"))
+        content = files.read_json(output_dir / FILE_NAME)
         found = {content.get("launch"), *(host["launch"] for host in content.get("hosts", ()))}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return set()

@@ -178,7 +178,7 @@ def _sampled_tensors(path: Path) -> Iterator[list[Any]]:
     """[name, type, shape, checksum of the samples] of each tensor in a safetensors file."""
     import xxhash
 
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         header, data = _header(file)
         for name, tensor in header.items():
             begin, end = tensor["data_offsets"]
@@ -203,7 +203,7 @@ def _sampled_file(path: Path) -> list[Any]:
     import xxhash
 
     size, digest = path.stat().st_size, xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         for part in range(16):
             file.seek(max(size - 2**20, 0) * part // 15)
             digest.update(file.read(2**20))
@@ -481,7 +481,7 @@ def check_shapes(model: Any, checkpoint: Path) -> None:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return _header(file)[0]
 
 

@@ -30,6 +30,7 @@ from finetune.engine.samples import Result
 from finetune.engine.trackers import Tracker
 from finetune.errors import RunError
 from finetune.runtime import distributed, startup
+from finetune.runtime.command import printable
 from finetune.runtime.hardware import Hardware
 from finetune.runtime.tags import BY_NAME, PHASES, SHOWN_RANKS, tag
 
@@ -648,6 +649,5 @@ def _clock(seconds: float) -> str:
 
 
 def _one_line(text: str, longest: int) -> str:
-    words = " ".join(text.split())
-    printable = "".join(character if character.isprintable() else "?" for character in words)
-    return printable if len(printable) <= longest else f"{printable[: longest - 3]}..."
+    shown = printable(" ".join(text.split()))
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

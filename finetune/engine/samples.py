@@ -19,6 +19,7 @@ from finetune.engine.model import generate
 from finetune.errors import RunError
 from finetune.plural import counted
 from finetune.runtime import activity, distributed, user_code
+from finetune.runtime.command import printable
 
 MOST_NEW_TOKENS = 256
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
@@ -179,5 +180,5 @@ def table(
 
 
 def _shortened(text: str) -> str:
-    clean = "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
-    return clean if len(clean) < 400 else clean[:400] + " ..."
+    shown = printable(text)
+    return shown if len(shown) < 400 else shown[:400] + " ..."

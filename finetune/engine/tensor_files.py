@@ -227,7 +227,7 @@ def write_optimizer(folder: Path, optimizer: Any) -> None:
             for group in state["param_groups"]
         ]
         text = json.dumps({"param_groups": groups, "state": plain}, allow_nan=False)
-        (folder / f"{OPTIMIZER}.json").write_text(text + "\n", encoding="utf-8")
+        files.write_text(folder / f"{OPTIMIZER}.json", text + "\n")
     distributed.barrier()
 
 

@@ -18,6 +18,7 @@ from transformers.integrations import integration_utils
 from finetune.engine.callbacks import EVENTS
 from finetune.errors import RunError, UserError, describe
 from finetune.runtime import distributed
+from finetune.runtime.command import printable
 from finetune.runtime.tags import METRICS
 
 # Usage statistics that the services' own libraries send, beside what they are asked to log.
@@ -116,8 +117,9 @@ class Tracker:
             if not self._begun:
                 raise _refusal(self.name, error) from error
             self._failed = True
+            why = printable(" ".join(describe(error).split()))[:300]
             sys.stderr.write(
-                f"warning: {self.name} failed ({' '.join(describe(error).split())[:300]}). The training continues "
+                f"warning: {self.name} failed ({why}). The training continues "
                 "without it; TensorBoard's files are complete.\n"
             )
 

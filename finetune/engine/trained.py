@@ -172,8 +172,9 @@ def _checked(found: Trained) -> Trained:
     """Check the sizes of the weights' files against their headers.
 
     Raises:
-        UserError: one of them is missing or damaged.
+        UserError: one of them is missing or damaged, or not a regular file.
     """
+    preflight.check_regular(found.folder)
     for file in _weights(found.folder) or []:
         why = preflight.why_damaged(file) if file.is_file() else "it is missing"
         if why:

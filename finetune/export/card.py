@@ -14,6 +14,7 @@ from finetune.export.source import Source
 from finetune.plural import counted
 from finetune.redact import redact, redact_tree
 from finetune.runtime import launch_lines
+from finetune.runtime.files import write_text
 
 # Settings that say nothing about the model: where files were, and what was logged.
 _LEFT_OUT = ("training.output_dir", "training.resume_from_checkpoint", "data.cache_dir", "data.num_proc", "logging.")
@@ -28,7 +29,7 @@ def write(folder: Path, source: Source, form: str, verified: str | None) -> None
         form: adapter, merged or gguf.
         verified: what the check found, in a sentence; None if it was skipped.
     """
-    (folder / "README.md").write_text(redact(text(source, form, verified)), encoding="utf-8")
+    write_text(folder / "README.md", redact(text(source, form, verified)))
 
 
 def text(source: Source, form: str, verified: str | None) -> str:

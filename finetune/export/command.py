@@ -184,7 +184,7 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     copy_tokenizer(found.folder, folder)
     name = found.model.get("chat_template")
     if name not in (None, "none"):
-        (folder / "chat_template.jinja").write_text(str(load_template(None, str(name))), encoding="utf-8")
+        files.write_text(folder / "chat_template.jinja", str(load_template(None, str(name))))
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

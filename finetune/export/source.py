@@ -54,6 +54,7 @@ def find(path: Path, base: str | None = None) -> Source:
     """
     if not path.is_dir():
         raise UserError(f"There is no such folder: {path}. Give the output folder of a run, or one of its checkpoints.")
+    preflight.check_regular(path)
     if (path / checkpoints.MANIFEST).is_file() or path.name.startswith("checkpoint-"):
         content, settings, step = _checkpoint(path)
     else:

@@ -79,7 +79,7 @@ class Weights:
             raise self._wrong(f"{path.name} is missing")
         if why := preflight.why_damaged(path):
             raise self._wrong(f"{path.name} is damaged ({why})")
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -91,7 +91,7 @@ class Weights:
         entry, (begin, end) = self._stored(name), stored["data_offsets"]
         content = torch.empty(entry.bytes, dtype=torch.uint8)
         view = content.numpy().data
-        with path.open("rb", buffering=0) as file:
+        with files.open_regular(path) as file:
             file.seek(start + begin)
             while len(view) and (count := file.readinto(view)):
                 view = view[count:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +18,7 @@ from finetune.errors import UserError
 from finetune.measure import strategy
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.plural import counted
+from finetune.runtime import files
 from finetune.runtime.hardware import Hardware
 
 BYTES_PER_PARAMETER = 2  # bfloat16
@@ -82,7 +82,7 @@ def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in TEMPLATE_FILES):
         return True
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+        return bool(files.read_json(folder / "tokenizer_config.json").get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -27,7 +27,7 @@ from finetune.config import Config
 from finetune.measure import measurements, sharding
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, Prediction, Work
-from finetune.runtime.files import write_json
+from finetune.runtime.files import read_json, write_json
 
 VARIABLE = "FINETUNE_SLICE"  # set in a dry run that measures a slice
 GRADIENT_BYTES = 4  # gradients are reduced in float32
@@ -44,7 +44,7 @@ def counts(layers: int) -> tuple[int, int] | None:
 def layers_of(folder: Path) -> int | None:
     """The number of layers in a model's config.json; None if it does not say."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return None
     found = config.get("num_hidden_layers") if isinstance(config, dict) else None
@@ -58,7 +58,7 @@ def write(source: Path, layers: int, folder: Path) -> Path:
     for file in source.iterdir():
         if file.is_file() and file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     config["num_hidden_layers"] = layers
     for name in _PER_LAYER:
         if isinstance(config.get(name), list):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from finetune.review import run as runs
 from finetune.review.assemble import Review, review
-from finetune.runtime.command import DONE, FAILED, print_line, run_with_options
-from finetune.runtime.files import write_json
+from finetune.runtime.command import DONE, FAILED, new_console, print_line, run_with_options
+from finetune.runtime.files import write_json, write_text
 from finetune.runtime.options import Options, path
 
 PURPOSE = (
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     if options.html:
         from finetune.review import page
 
-        options.html.write_text(page.html(result.to_dict()), encoding="utf-8")
+        write_text(options.html, page.html(result.to_dict()))
         print_line(f"wrote {options.html}")
     return FAILED if options.strict and result.warned else DONE
 
@@ -61,9 +61,7 @@ def expand(folders: list[Path]) -> list[Path]:
 
 def show(result: Review) -> None:
     """Print it."""
-    from rich.console import Console
-
     from finetune.review import report
 
-    console = Console(highlight=False, markup=False)
+    console = new_console(highlight=False, markup=False)
     report.show(result, console)

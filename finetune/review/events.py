@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.runtime.files import open_regular
+
 PATTERN = "*tfevents*"
 MOST_BYTES = 1 << 26  # of one record; a larger one holds pictures or text, no scalars, and is skipped
 _HEADER = struct.Struct("<Q")
@@ -113,7 +115,7 @@ def _once(series: Series) -> Series:
 
 def _began(file: Path) -> float:
     """When a file was begun, by its first record; by its name if it has none."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         for payload in records(stream):
             with_time = _parse(payload)
             if with_time is not None:
@@ -159,7 +161,7 @@ def _read_one(file: Path) -> dict[str, Series]:
 
     found: dict[str, tuple[array, array, array]] = {}
     parse = Event.FromString
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         for payload in records(stream):
             try:
                 event = parse(payload)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from finetune.review.values import count, mapping, number, sequence, text
+from finetune.runtime.files import open_regular
 from finetune.runtime.tags import PHASES
 
 MOST_RANKS = 1024
@@ -80,7 +81,7 @@ def read(path: Path) -> Ranks | None:
     """
     starts: list[tuple[int, dict[str, Any]]] = []  # (how many records precede, line)
     lines: list[dict[str, Any]] = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while line := file.readline(MOST_LINE):
             entry = _entry(line)
             if entry.get("kind") == "start":

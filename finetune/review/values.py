@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
+from finetune.runtime.command import printable
+from finetune.runtime.files import read_bytes
+
 MOST_BYTES = 1 << 28  # of a JSON file
 MOST_CHARACTERS = 300  # of a name or a sentence that is shown
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 
 
 def number(value: Any) -> float | None:
@@ -31,10 +32,10 @@ def count(value: Any) -> int | None:
 
 
 def text(value: Any) -> str | None:
-    """A short text on one line, without control characters (terminals would obey them), or None."""
+    """A short text on one line, without control characters, or None."""
     if not isinstance(value, str):
         return None
-    clean = _CONTROL.sub(" ", value.encode("utf-8", "replace").decode()).strip()
+    clean = printable(" ".join(value.split()))
     return clean if len(clean) <= MOST_CHARACTERS else clean[: MOST_CHARACTERS - 3] + "..."
 
 
@@ -60,7 +61,7 @@ def json_object(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         if path.stat().st_size > MOST_BYTES:
             return {}, f"{path.name} is larger than {MOST_BYTES >> 20} MiB and was not read."
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, RecursionError):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RunError, UserError, describe
 from finetune.redact import redact
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     from finetune.config import Config
 
@@ -81,7 +83,7 @@ def report(error: UserError, place: str = "") -> None:
 
 
 def _report(error: Exception, text: str) -> None:
-    """Write the error to stderr on the one rank that reports it."""
+    """Write the error to stderr on the one rank that reports it. It may quote a file's content or name."""
     from finetune.runtime import failures
 
     try:
@@ -89,7 +91,7 @@ def _report(error: Exception, text: str) -> None:
     except UserError:  # the launcher's variables themselves are wrong
         mine = True
     if mine or failures.wait_for_launcher():
-        sys.stderr.write(text)
+        sys.stderr.write(printable(text))
         sys.stderr.flush()
 
 
@@ -108,11 +110,43 @@ def print_line(text: RenderableType, style: str | None = None) -> None:
     console().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
+# Terminals obey C0 and C1 controls; bidirectional controls and line separators show a text in another order. A stream
+# cannot encode a lone surrogate, as in a file name that is not UTF-8.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters shown as escapes (`\\x1b`). Line ends and tabs stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 @functools.cache
 def console() -> Console:
     """A console that prints on rank 0 and is quiet on the other ranks."""
-    from rich.console import Console
-
     from finetune.runtime import distributed
 
-    return Console(quiet=not distributed.ranks().is_main)
+    return new_console(quiet=not distributed.ranks().is_main)
+
+
+def new_console(**options: Any) -> Console:
+    """A console that shows every text as `printable`, whatever it is part of."""
+    from rich.console import Console, RenderHook
+
+    class Hook(RenderHook):
+        def process_renderables(self, renderables: list[Any]) -> list[Any]:
+            return [_Printable(one) for one in renderables]
+
+    made = Console(**options)
+    made.push_render_hook(Hook())
+    return made
+
+
+class _Printable:
+    """A rich object whose text is `printable`. Rich's own control codes, such as of a progress bar, stay."""
+
+    def __init__(self, renderable: Any) -> None:
+        self.renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))

@@ -1,16 +1,25 @@
-"""Atomic file and folder writes (temporary name, fsync, rename), and checksums to verify files later."""
+"""Reading of regular files only, atomic file and folder writes (temporary name, fsync, rename), and checksums.
+
+A folder that others made (a repository, a model, a run) may hold anything under the name of a file: a FIFO that blocks
+its reader, a device without end, a link to a file of the user. Such a file is read and written through this module.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from finetune.errors import UserError
+from finetune.redact import redact
 
 BLOCK_BYTES = 1 << 22  # read at a time for a checksum
 READERS = 8  # threads that compute checksums; xxhash and reads release the GIL
@@ -33,21 +42,140 @@ def private_folder(path: Path) -> Path | None:
     return None if foreign or found.st_mode & 0o022 or not os.access(path, os.W_OK) else path
 
 
+# --- regular files --------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+class NotRegular(UserError, OSError):
+    """A regular file was expected, and the path is something else: `strerror` says what."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        super().__init__(f"{path} is {kind}, not a regular file. Remove it, or give another path.")
+        self.filename, self.strerror = str(path), f"it is {kind}, not a regular file"
+
+    def __str__(self) -> str:
+        return redact(self.args[0])  # OSError's own text would be "[Errno None] ..."
+
+
+def special(path: Path, *, follow: bool = True) -> str | None:
+    """What `path` is ("a FIFO", "a folder", ...) if it is not a regular file, else None. Nothing is opened.
+
+    Args:
+        follow: False to report a symbolic link instead of what it points to.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return _special(os.stat(path, follow_symlinks=follow))
+
+
+def _special(found: os.stat_result) -> str | None:
+    return None if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+
+
+def special_in(folder: Path) -> str | None:
+    """The first entry of a folder that is neither a regular file nor a folder, as "NAME is a FIFO"; None without one.
+    A library that loads the folder would block on it, or read it without end. Links are judged by their target.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:  # whoever opens the folder reports it
+        return None
+    for name in names:
+        with contextlib.suppress(OSError):  # a link that leads nowhere is as good as missing
+            if (kind := special(folder / name)) and kind != _KINDS[stat.S_IFDIR]:
+                return f"{name} is {kind}"
+    return None
+
+
+def open_descriptor(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
+    """Open a regular file, and return its file descriptor. A FIFO or a device is never opened.
+
+    Args:
+        follow: False to refuse a symbolic link.
+
+    Raises:
+        NotRegular: it is not a regular file.
+        OSError: it cannot be opened.
+    """
+    if kind := special(path, follow=follow):
+        raise NotRegular(path, kind)
+    # Without waiting, and checked again: the file may have been replaced since.
+    names = ["O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY", "O_BINARY", *([] if follow else ["O_NOFOLLOW"])]
+    for name in names:
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags)
+    if kind := _special(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise NotRegular(path, kind)
+    return descriptor
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A regular file, opened for reading as bytes. Raises as `open_descriptor`."""
+    return open(open_descriptor(path), "rb")
+
+
+def read_bytes(path: Path, at_most: int | None = None) -> bytes:
+    """The content of a regular file, or its first `at_most` bytes. Raises as `open_descriptor`."""
+    with open_regular(path) as file:
+        return file.read(-1 if at_most is None else at_most)
+
+
+def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """The content of a regular file as text, with line ends as `\n`. Raises as `open_descriptor`; ValueError if it has
+    another encoding."""
+    with io.TextIOWrapper(open_regular(path), encoding=encoding, errors=errors) as file:
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError, or ValueError if it is not JSON (deep nesting included)."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+
+
+def check_output(path: Path) -> None:
+    """Raise NotRegular if something other than a regular file is in the place of an output: a link would choose
+    another place for it."""
+    if os.path.lexists(path) and (kind := special(path, follow=False)):
+        raise NotRegular(path, kind)
+
+
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
     write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write `content` to `path`, atomically: a reader sees either the old file or the new one.
+    """`write_bytes` of `content` in UTF-8."""
+    write_bytes(path, content.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, atomically: a reader sees either the old file or the new one. A symbolic link is
+    replaced, not followed.
 
     Raises:
+        NotRegular: `path` is a FIFO, a device or a folder, or a link to one.
         OSError: the file cannot be written; the error's `filename` is `path`.
     """
+    if path.exists() and (kind := special(path)):
+        raise NotRegular(path, kind)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with open_new(temporary) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -61,12 +189,27 @@ def write_text(path: Path, content: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError, or ValueError if it is not JSON (deep nesting included)."""
+def open_new(path: Path) -> io.BufferedWriter:
+    """An empty file, opened for writing bytes. What was there is removed; a link is not followed."""
+    remove(path)
+    return open(path, "xb")
+
+
+def append_text(path: Path, content: str) -> None:
+    """Add `content` to the end of a file in UTF-8.
+
+    Raises:
+        NotRegular: it is a symbolic link or not a regular file.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
+        descriptor = open_descriptor(path, flags, follow=False)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+    with open(descriptor, "ab") as file:
+        file.write(content.encode())
 
 
 def plain(value: Any) -> Any:
@@ -171,7 +314,7 @@ def checksum(path: Path) -> str:
     import xxhash
 
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()

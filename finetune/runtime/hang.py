@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.runtime import activity
-from finetune.runtime.files import write_json
+from finetune.runtime.files import open_new, write_json, write_text
 
 POLL_SECONDS = 1.0
 SLOW_SECONDS = 120.0  # in one phase, before it is reported; or so many median steps if that is longer:
@@ -473,8 +473,8 @@ class Watch:
             return
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"rank-{self.rank}.txt").open("w", encoding="utf-8") as file:
-                file.write(f"{self.standing()}\n\n")
+            with open_new(self.folder / f"rank-{self.rank}.txt") as file:
+                file.write(f"{self.standing()}\n\n".encode())
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         if kind == TIMEOUT and self.world_size > 1:
@@ -486,13 +486,14 @@ class Watch:
 
             for name, file in (("_dump_nccl_trace", "nccl"), ("_dump_fr_trace", "gloo")):
                 if hasattr(c10d, name):  # collectives, but not their stacks, which need the interpreter's lock
-                    (folder / f"{file}-rank-{self.rank}").write_bytes(getattr(c10d, name)(True, False, False))
+                    with open_new(folder / f"{file}-rank-{self.rank}") as written:
+                        written.write(getattr(c10d, name)(True, False, False))
 
     def _write_report(self, report: Report) -> None:
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 write_json(self.folder / "report.json", report.to_dict())
-                (self.folder / "report.md").write_text(report.markdown(), encoding="utf-8")
+                write_text(self.folder / "report.md", report.markdown())
 
 
 class _StepTimes:

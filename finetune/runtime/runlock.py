@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from finetune.errors import UserError
-from finetune.runtime import distributed
+from finetune.runtime import distributed, files
 from finetune.runtime.command import print_line
 
 try:
@@ -30,6 +30,8 @@ except ImportError:  # Windows
     fcntl = None
 
 FILE_NAME = ".finetune.lock"
+_MOST_BYTES = 4096  # of an owner
+_YEAR_2200 = 7_258_118_400  # seconds since 1970
 
 _held: set[Path] = set()  # a process is never blocked by its own record locks
 
@@ -41,7 +43,7 @@ def held(output_dir: Path) -> Iterator[None]:
     The folder is created if needed, and removed at the end if nothing else was written to it.
 
     Raises:
-        UserError: another run is using the folder.
+        UserError: another run is using the folder, or the lock file is not one of a run.
     """
     if not distributed.ranks().is_main:
         yield
@@ -52,6 +54,8 @@ def held(output_dir: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _acquire(path, output_dir)
+    except UserError:
+        raise
     except OSError as error:
         existing = next(folder for folder in folders if os.path.lexists(folder))
         if existing.is_dir() and os.access(existing, os.W_OK):
@@ -79,12 +83,14 @@ def _acquire(path: Path, output_dir: Path) -> int:
             lock, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
         except FileExistsError:
             try:
-                lock, is_new = os.open(path, os.O_RDWR), False
+                lock, is_new = files.open_descriptor(path, os.O_RDWR, follow=False), False
             except FileNotFoundError:  # its owner has just removed it
                 continue
+            except files.NotRegular as error:
+                raise _not_a_lock(path, str(error.strerror)) from None
         try:
             free = _lock(lock)
-            owner = _read(lock)
+            owner = _read(lock, path)
             if free is None:  # the file system does not support locks
                 free = is_new or (owner is not None and _has_ended(owner))
             if not free:
@@ -134,13 +140,32 @@ def _is_same_file(path: Path, lock: int) -> bool:
         return False
 
 
-def _read(lock: int) -> dict[str, Any] | None:
-    """The process that wrote the file; None if it is empty, as just after its creation."""
-    try:
-        found = json.loads(os.pread(lock, 4096, 0))
-        return {"host": str(found["host"]), "pid": int(found["pid"]), "started": float(found["started"])}
-    except (ValueError, KeyError, TypeError):
+def _read(lock: int, path: Path) -> dict[str, Any] | None:
+    """The process that wrote the file; None if it is empty, as just after its creation.
+
+    Raises:
+        UserError: a run did not write this file, which would be overwritten.
+    """
+    if os.fstat(lock).st_nlink > 1:
+        raise _not_a_lock(path, "it is a second name of another file")
+    content = os.pread(lock, _MOST_BYTES + 1, 0)
+    if not content:
         return None
+    try:
+        found = json.loads(content) if len(content) <= _MOST_BYTES else None
+        host, pid, started = found["host"], found["pid"], found["started"]  # pyright: ignore[reportOptionalSubscript]
+        if type(host) is str and type(pid) is int and 0 < pid < 2**31 and 0 <= float(started) < _YEAR_2200:
+            return {"host": host, "pid": pid, "started": float(started)}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        pass
+    raise _not_a_lock(path, "its content does not name a process")
+
+
+def _not_a_lock(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} is not the lock of a run: {why}. Nothing was written to it. Remove it if no run uses the folder, or "
+        "use another training.output_dir."
+    )
 
 
 def _this_process() -> dict[str, Any]:

@@ -122,6 +122,82 @@ def test_only_one_file_reads_the_launchers_variables() -> None:
         assert not strings & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}, path
 
 
+# Who opens files other than through runtime/files, which neither waits for a FIFO nor follows a link out of the folder.
+OPENS_ITSELF = {
+    "the module that all others use": ["runtime.files"],
+    "creates the lock with O_EXCL, which follows no link": ["runtime.runlock:_acquire"],
+    "the user names the file and may give a pipe: --config <(...)": ["config.load"],
+    "what is installed: this package, TRL, accelerate": [
+        "config.sft_fields",
+        "convert.drop_in_form:_trl_source",
+        "convert.knowledge",
+        "convert.witness:_run",
+        "doctor",
+        "review.board.plugin",
+        "review.page",
+        "runtime.distributed",
+    ],
+    "/proc, /sys and /dev": [
+        "convert.sandbox",
+        "engine.read_ahead:_free_bytes",
+        "runtime.activity",
+        "runtime.cpu_threads",
+        "runtime.interrupt",
+        "runtime.machines",
+    ],
+    "in the sandbox, which the kernel confines": [
+        "convert.witness_notebook",
+        "convert.witness_script",
+        "convert.witness_stand_ins",
+    ],
+    "a process without this package, after its parent has checked the folders": ["export.check"],
+    "its own output, cache or temporary folder": [
+        *("advise", "bench", "dryrun", "parity", "measure.measurements", "measure.slices", "measure.strategy"),
+        *("data.store", "engine.demo", "export.verify", "export.weights:_write_file", "init.command", "runtime.flash"),
+    ],
+    "the user's own code": ["runtime.hooks"],
+    "an object's own method `open`": [
+        *("data.remote", "data.prepare:_build"),
+        *("data.sources:_open", "data.sources:rows", "data.sources:_arrow_source"),
+    ],
+}
+
+
+def opened_directly(module: str, tree: ast.AST, within: str = "") -> set[str]:
+    """`module:function` of each call that opens, reads or writes a file without runtime/files."""
+    names = {"open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes"}
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            direct = isinstance(called, ast.Name) and called.id == "open"
+            method = isinstance(called, ast.Attribute) and called.attr in names and ast.unparse(called.value) != "files"
+            found |= {f"{module}:{within}"} if direct or method else set()
+        inside = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else within
+        found |= opened_directly(module, node, inside)
+    return found
+
+
+def test_files_of_strangers_are_opened_in_one_way() -> None:
+    allowed = {f"finetune.{name}" for names in OPENS_ITSELF.values() for name in names}
+    used: set[str] = set()
+    wrong = []
+    for module, path in MODULES.items():
+        for place in opened_directly(module, ast.parse(path.read_text(encoding="utf-8"))):
+            match = {one for one in allowed if place == one or place.startswith((f"{one}:", f"{one}."))}
+            used |= match
+            wrong += [] if match else [place]
+    assert not wrong, f"use finetune.runtime.files: {wrong}"
+    assert used == allowed, f"remove from OPENS_ITSELF: {allowed - used}"
+
+
+def test_the_search_finds_each_way_to_open_a_file() -> None:
+    for call in ("open(p)", "p.open('w')", "os.open(p, 0)", "os.fdopen(1)", "p.read_text()", "q(p).write_bytes(b'')"):
+        tree = ast.parse(f"def f():\n    with a(): {call}")
+        assert opened_directly("m", tree) == {"m:f"}, call
+    assert not opened_directly("m", ast.parse("files.read_text(p)\nfiles.write_bytes(p, b'')\nread_text(p)"))
+
+
 def test_no_private_name_is_imported_from_another_module() -> None:
     private = [
         f"{module}: {name}"

@@ -249,8 +249,8 @@ def test_a_conversation_remembers(
         expected = [first, reference(tiny_model, adapter, second), reference(tiny_model, adapter, asked("sing"))]
         assert [turn[side]["text"] for turn in turns] == expected
         for text in expected:
-            clean = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
-            assert f"{'base' if side == 'base' else 'trained'}: {clean}\n" in printed
+            shown = "".join(one if ord(one) >= 32 or one in "\n\t" else f"\\x{ord(one):02x}" for one in text)
+            assert f"{'base' if side == 'base' else 'trained'}: {shown}\n" in printed
     assert not any(ord(one) < 32 and one not in "\n\t" for one in printed)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune.config import load
-from finetune.engine import checkpoints, session
+from finetune.engine import checkpoints, session, trained
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError, UserError
 from finetune.runtime import disk, files
@@ -115,6 +115,18 @@ def test_a_damaged_checkpoint_is_skipped_and_named_and_refused_by_path(tmp_path:
     assert "checkpoint-6 is damaged" in sentence
     with pytest.raises(UserError, match="checkpoint-6: it is damaged.*: checkpoint-5"):
         checkpoints.find(tmp_path, str(tmp_path / "checkpoint-6"))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", checkpoints.MANIFEST, "tokenizer.json"])
+def test_a_fifo_in_a_checkpoint_is_never_read(name: str, tmp_path: Path) -> None:
+    """Also one that the manifest does not list: a library may look for it."""
+    path = make_checkpoint(tmp_path, 5)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    why = "cannot be read" if name == checkpoints.MANIFEST else f"{name} is a FIFO, not a regular file"
+    assert why in str(checkpoints.damage(path, verify=True))
+    with pytest.raises(UserError, match="not a complete checkpoint|is damaged"):
+        trained.find(path)
 
 
 def test_checksums_are_xxh3_of_the_content_of_every_file(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +19,13 @@ import pytest
 
 from benchmarks.convert_mutations import mutants
 from finetune.config import load
-from finetune.convert import main
+from finetune.convert import command, main
 from finetune.convert.command import Outcome, convert, steps
-from finetune.convert.emit import formatted, ruff
+from finetune.convert.emit import Conversion, formatted, ruff
 from finetune.convert.read import Refusal, read
 from finetune.convert.trace import trace_notebook, trace_script
 from finetune.convert.verify import CHECKS, NotVerified, verify
+from finetune.errors import UserError
 
 INSTALL = '%%capture\nimport os\nif "COLAB_" not in "".join(os.environ.keys()):\n    !pip install unsloth\nelse:\n    !pip install "trl==0.22.2" \\\n        "peft>=0.17"'
 LOADER = """from unsloth import FastLanguageModel
@@ -761,6 +765,85 @@ def test_bad_input_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--check", str(tmp_path / "none")]) == 2
 
 
+def test_a_notebook_that_is_no_regular_file_is_never_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "fifo.ipynb")
+    (tmp_path / "zero.ipynb").symlink_to("/dev/zero")
+    for name, what in (("fifo", "FIFO"), ("zero", "device")):
+        assert main([str(tmp_path / f"{name}.ipynb")]) == 2
+        assert f"{name}.ipynb: it is a {what}, not a regular file" in capsys.readouterr().err
+    assert main(["--check", str(tmp_path)]) == 0
+    assert "2 bad input" in capsys.readouterr().out
+
+
+# Each ended in a traceback, and --check with it. (cell or notebook, result, what the reason says)
+TRACEBACKS = {
+    "null in format 3": ({"worksheets": [{"cells": None}]}, "bad input", "no list `cells`"),
+    "a number in format 3": ({"worksheets": [{"cells": 7}]}, "bad input", "no list `cells`"),
+    "20,000 digits": ("x = 0x" + "f" * 20_000, "refused", "limit .4300 digits."),
+    "900 attributes": ("x = a" + ".b" * 900, "refused", "recursion"),
+    "a sum of 1,500": ("x = " + "+".join(["1"] * 1500), "refused", "recursion"),
+    "900 added strings": (f"prompt = {'+'.join(['prompt'] * 900)}", "refused", "recursion"),
+}
+
+
+@pytest.mark.parametrize("name", TRACEBACKS)
+def test_a_notebook_that_meets_a_limit_of_python_is_an_outcome(name: str, tmp_path: Path) -> None:
+    content, result, reason = TRACEBACKS[name]
+    content = content if isinstance(content, dict) else document(*with_cells(extra=content))
+    (tmp_path / "x.ipynb").write_text(json.dumps(content))
+    outcome = convert(tmp_path / "x.ipynb")
+    assert outcome.result == result and re.search(reason, outcome.reason), outcome
+    assert outcome.exit_code == {"bad input": 2, "refused": 3}[result]
+    assert result == "bad input" or "cell 4" in f"cell {outcome.cell}"
+
+
+def test_an_error_that_nothing_expected_is_an_outcome(
+    notebook: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = notebook("x = 1")
+
+    def raising(error: Exception) -> Callable[..., None]:
+        def broken(*arguments: object, **options: object) -> None:
+            raise error
+
+        return broken
+
+    monkeypatch.setattr(command, "_verified", raising(ZeroDivisionError("of a library")))
+    outcome = convert(path)
+    assert (outcome.result, outcome.exit_code, outcome.code) == ("refused", 3, "E-CODE")
+    assert "ZeroDivisionError: of a library at convert/command.py:" in outcome.reason
+    assert main(["--check", str(path.parent)]) == 0
+    assert "refused E-CODE" in capsys.readouterr().out
+    for error, reason in ((OSError(errno.ENOSPC, "full"), "No space left on the disk"), (MemoryError(), "MemoryError")):
+        monkeypatch.setattr(command, "_verified", raising(error))
+        outcome = convert(path)
+        assert (outcome.result, outcome.exit_code) == ("failed", 1) and outcome.reason.startswith(reason)
+
+
+def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mine-\xff.ipynb"))
+    path.write_text(json.dumps(document(*with_cells())))
+    assert main([str(path), "--no-witness"]) == 2
+    assert "file name is not UTF-8" in capsys.readouterr().err
+    assert main(["--check", str(tmp_path), "--json", str(tmp_path / "result.json")]) == 0
+    assert "bad input" in capsys.readouterr().out.encode().decode()
+    assert json.loads((tmp_path / "result.json").read_text())["notebooks"][0]["exit_code"] == 2
+
+
+def test_no_control_character_of_a_notebook_reaches_the_terminal(
+    notebook: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;pwned\x07\x1b[31m\u202e\x9b"
+    for path in (notebook(f"%{hostile}foo"), notebook(f"x = {hostile}"), tmp_path / f"{hostile}.ipynb"):
+        assert main([str(path), "--no-witness"]) in (2, 3)
+        said = capsys.readouterr().err
+        assert "\\x1b]0;pwned\\x07\\x1b[31m\\u202e\\x9b" in said
+        assert not any(letter in said for letter in "\x1b\x07\x9b\u202e")
+    notebook(f"%{hostile}foo", name=f"{hostile}.ipynb")
+    assert main(["--check", str(tmp_path)]) == 0
+    assert not any(letter in capsys.readouterr().out for letter in "\x1b\x07\x9b\u202e")
+
+
 # --- files that are notebooks in other ways ---------------------------------------------------------------------------
 
 
@@ -819,6 +902,29 @@ def test_the_same_bytes_again_and_never_over_another_file(notebook: Callable[...
     assert (out / "mine.yaml").read_text() == "mine: 1\n"
     assert main([str(path), "--out", str(out), "--overwrite", "--no-witness"]) == 0
     assert (out / "mine.yaml").read_bytes() == first["mine.yaml"]
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "dangling link", "FIFO", "folder"])
+@pytest.mark.parametrize("name", ["mine.py", "mine.yaml", "mine.report.json"])
+def test_an_output_is_never_written_through_a_link(name: str, kind: str, tmp_path: Path) -> None:
+    """The default output folder is the notebook's own: a repository would choose where its code is written."""
+    target = tmp_path / "elsewhere.py"
+    if kind == "link to a file":
+        target.write_text("precious")
+    if kind == "FIFO":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to(target)
+    before = sorted(tmp_path.iterdir())
+    made = Conversion(name="mine", script="import os\n", config="a: 1\n", report={})
+    shown = kind if kind in ("FIFO", "folder") else "symbolic link"
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=f"{name} is a {shown}, not a regular file. Remove it, or give another"):
+            command.write(made, tmp_path, overwrite=overwrite)
+    assert sorted(tmp_path.iterdir()) == before
+    assert kind != "link to a file" or target.read_text() == "precious"
 
 
 @pytest.mark.process

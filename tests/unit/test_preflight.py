@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import types
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def test_a_folder_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     preflight.check_model(config(tmp_path))
     assert preflight.adapter(config(tmp_path)) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_fifo_in_a_model_folder_is_found_before_a_library_waits_for_it(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    if name != "config.json":
+        (base / "config.json").write_text("{}")
+    os.mkfifo(base / name)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    content = {"base_model_name_or_path": str(base), "r": 16, "lora_alpha": 16}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    for given in (config(base), config(adapter, "--lora.continue_adapter", "true")):
+        with pytest.raises(UserError, match=f"{base} cannot be loaded as a model: {name} is a FIFO, not a regular"):
+            preflight.check_model(given)
 
 
 def test_a_name_that_only_the_hub_can_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_every_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             read.append(super().readinto(block))
             return read[-1]
 
-    monkeypatch.setattr(Path, "open", lambda self, mode, buffering: Watched(self, mode))
+    monkeypatch.setattr(read_ahead, "open_regular", Watched)
     thread = read_ahead.start(config_of(folder))
     assert thread is not None and thread.daemon
     thread.join()

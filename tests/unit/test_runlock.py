@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -146,6 +146,52 @@ def test_without_locks_the_owner_decides(
     with pytest.raises(UserError, match="in use by another run") as error, runlock.held(tmp_path):
         raise AssertionError("two runs in one folder")
     assert ("delete" in str(error.value)) == ("host" in values)
+
+
+NO_LOCKS = {
+    "text": b"precious",
+    "a list": b"[1]",
+    "nested": b"[" * 4000,
+    "a long owner": json.dumps(owner()).encode() + b" " * 5000,
+    "no process": json.dumps(owner(pid=-1)).encode(),
+    "a process of no system": json.dumps(owner(pid=10**30)).encode(),
+    "no time": json.dumps(owner(started=1e300)).encode(),
+    "another type": json.dumps(owner(host=["x"])).encode(),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOCKS)
+def test_a_file_that_no_run_wrote_is_refused_and_kept(name: str, tmp_path: Path) -> None:
+    path = tmp_path / runlock.FILE_NAME
+    path.write_bytes(NO_LOCKS[name])
+    with pytest.raises(UserError, match="is not the lock of a run: its content .*Remove it") as error:
+        with runlock.held(tmp_path):
+            raise AssertionError
+    assert error.value.exit_code == 2 and str(path) in str(error.value)
+    assert path.read_bytes() == NO_LOCKS[name]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path, victim: path.symlink_to(victim), "it is a symbolic link"),
+        (lambda path, victim: path.symlink_to(victim.parent / "none"), "it is a symbolic link"),
+        (lambda path, victim: path.hardlink_to(victim), "it is a second name of another file"),
+        (lambda path, victim: os.mkfifo(path), "it is a FIFO"),
+        (lambda path, victim: path.mkdir(), "it is a folder"),
+    ],
+    ids=["link", "dangling link", "hard link", "FIFO", "folder"],
+)
+def test_a_lock_that_names_another_file_leaves_it_alone(
+    make: Callable[[Path, Path], None], why: str, tmp_path: Path
+) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("")  # empty, as a lock just after its creation
+    out.mkdir()
+    make(out / runlock.FILE_NAME, victim)
+    with pytest.raises(UserError, match=f"is not the lock of a run: {why}"), runlock.held(out):
+        raise AssertionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "victim"] and victim.read_text() == ""
 
 
 def test_folders_that_cannot_be_written_keep_their_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

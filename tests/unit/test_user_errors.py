@@ -12,6 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from finetune import train
 from finetune.config import load
@@ -64,6 +67,45 @@ def test_configuration_files(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("path", ["/", "a\0b", "x" * 5000])
 def test_configuration_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be read" in ends(capsys, lambda: bool(load(["--config", path])), 2)
+
+
+ESCAPES = "\x1b]0;pwned\x07\x1b[31m\x9b\u202e\ud800"
+SHOWN = r"\x1b]0;pwned\x07\x1b[31m\x9b\u202e\ud800"
+
+
+def test_no_control_character_of_a_file_reaches_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name of a section, of a column, of a file, and the text of an error that nobody expected."""
+    (tmp_path / "c.yaml").write_text('"tr\\e[31maining": {a: 1}\n')
+    said = ends(capsys, lambda: bool(load(["--config", str(tmp_path / "c.yaml")])), 2)
+    assert r"tr\x1b[31maining" in said and "\x1b" not in said
+    row = {"q" + ESCAPES: "a", "r": "b"}
+    said = ends(capsys, lambda: bool(formats.detect(list(row), [row])), 2)
+    assert SHOWN in said and "\x1b" not in said
+    assert SHOWN in ends(capsys, lambda: bool(list(sources.expand([str(tmp_path / ESCAPES)]))), 2)
+
+    def unexpected() -> int:
+        raise ValueError(ESCAPES)
+
+    assert command.guarded(unexpected) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and f"ValueError: {SHOWN}\n" in said and "\x1b" not in said
+
+
+def test_what_is_printed_is_filtered_whatever_it_is_part_of(capsys: pytest.CaptureFixture[str]) -> None:
+    made = command.new_console(width=200)
+    table = Table(ESCAPES, title=Text(ESCAPES))
+    table.add_row(Panel(Text(ESCAPES)))
+    for printed in (ESCAPES, Text(ESCAPES), table):
+        made.print(printed, markup=False, highlight=False)
+        said = capsys.readouterr().out
+        assert (
+            r"\x1b]0;pwned" in said
+            and r"\x9b\u202e\ud800" in said
+            and not any(letter in said for letter in "\x1b\x07\x9b\u202e")
+        )
+    assert command.printable("a\tb\nÄ 漢\u3000字 \u200d👩 \xa0") == "a\tb\nÄ 漢\u3000字 \u200d👩 \xa0"
 
 
 # name: (the error that a write raises, the message)
@@ -400,7 +442,7 @@ def test_data_that_is_not_for_this_program(tmp_path: Path) -> None:
         formats.detect(["prompt", "chosen", "rejected"], [])
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="pipe"):
+    with pytest.raises(UserError, match="FIFO"):
         sources.expand([str(pipe)])
     for number, content in enumerate((b'{"a": ' + b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}")):
         for kind in ("json", "jsonl"):
