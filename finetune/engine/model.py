@@ -154,20 +154,20 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     loader = getattr(unsloth, config.model.loader or "FastLanguageModel")
     checkpointing = config.training.gradient_checkpointing
     dtype = resolve_dtype(config, stack)
-    stored = master_weights.stored_dtype(config, dtype)
+    stored, on_gpu = master_weights.stored_dtype(config, dtype), stack.device != "cpu"
     model, _ = loader.from_pretrained(
         model_name=config.model.model_name_or_path,
         revision=config.model.revision,
         max_seq_length=row_length,
-        dtype=dtype,
+        dtype=dtype if on_gpu else stored,  # Unsloth's loader for CPUs casts no weights
         load_in_4bit=config.model.load_in_4bit,
         load_in_8bit=config.model.load_in_8bit,
         full_finetuning=config.model.full_finetuning,
-        float32_mixed_precision=stored != dtype if config.model.full_finetuning else None,
         device_map=stack.device_map,
         use_gradient_checkpointing=checkpointing,
         trust_remote_code=config.model.trust_remote_code,
         random_state=config.training.seed,
+        **({"float32_mixed_precision": stored != dtype} if on_gpu and config.model.full_finetuning else {}),
         **_attention(config),
         **config.model.loader_kwargs,
     )
