@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 GGUF = "gguf==0.19.0"  # reads the file for transformers
 # Packages, the member of each that is (a part of) the GGUF file, and the padding token.
@@ -79,13 +80,13 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, name = str(gguf.resolve().parent), gguf.name
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    config = copy.deepcopy(read.config)
+    config: Any = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):  # of the file; the weights are dequantized
         del config.quantization_config
     config.architectures = [type(read).__name__]
-    model = type(read)(config).to(torch.bfloat16)
+    model: Any = type(read)(config).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
