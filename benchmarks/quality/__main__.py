@@ -243,6 +243,7 @@ def ours(out: Path) -> dict[str, Any]:
         "first_loss": record["losses"][0],
         "peak_memory_gib": max(record["peak_memory_gib"], default=None),
         "backend": record["backend"],
+        "dtype": record["dtype"],
         "attention": record["attention"],
         "layer_kernels": record["layer_kernels"],
     }
