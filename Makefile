@@ -24,22 +24,17 @@ help:
 
 install: $(INSTALLED)
 
-# On a host without an NVIDIA GPU torch is pinned to the tested build, and Unsloth goes in without its dependencies: they
-# ask for CUDA libraries. Where even that fails, the transformers backend serves.
-# On a GPU host the versions that ran on GPUs go in; constraints-gpu.txt says why Unsloth comes without its dependencies.
+# On a host without an NVIDIA GPU Unsloth goes in without its dependencies: it asks for 1 GB of Triton, and for torchvision,
+# whose build for CUDA does not load with a CPU build of torch. If even that fails, the transformers backend serves.
 $(INSTALLED): pyproject.toml constraints.txt constraints-gpu.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 ifeq ($(GPU),)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps unsloth unsloth_zoo || echo "Unsloth could not be installed; the transformers backend will be used."
 else
-	$(BIN)/python -m pip install -q -c constraints-gpu.txt torch
-	$(BIN)/python -m pip install -q -c constraints-gpu.txt -e '.[dev]' bitsandbytes torchvision torchao liger-kernel tyro cut_cross_entropy \
-		einops msgspec hf_transfer diffusers sentencepiece protobuf typer pydantic json5 nest-asyncio structlog
-	$(BIN)/python -m pip install -q -c constraints-gpu.txt --no-deps unsloth unsloth_zoo
+	$(BIN)/python -m pip install -q -c constraints-gpu.txt -e '.[dev,unsloth,flash,liger]'
 endif
 	@touch $@
 
@@ -72,7 +67,6 @@ test-newest:
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install -q --upgrade pip
-	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt torch
 	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m pip freeze | grep -E '^(accelerate|datasets|peft|torch|transformers|trl)=='
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -53,6 +54,11 @@ def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Turn activation checkpointing on. transformers 5.24 deprecates the name that 5.17 has for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
 def make_rows(path: Path, count: int, *, seed: int = 0, longest: int = 40) -> Path:

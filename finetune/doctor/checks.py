@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from finetune.config import Config
-from finetune.doctor import tested_versions
+from finetune.doctor import pinned_versions
 from finetune.doctor.look import Found, cut_batch, wants_cpu
 from finetune.engine import checkpoints, session
 from finetune.errors import UserError
@@ -83,16 +83,16 @@ def _requirements() -> list[str] | None:
     return [*project["dependencies"], *extra]
 
 
-def _tested_versions(config: Config, found: Found) -> Verdict:
-    """Whether the libraries have exactly the versions that this release was tested with."""
+def _pinned_versions(config: Config, found: Found) -> Verdict:
+    """Whether the libraries have exactly the versions that `make install` installs."""
     versions, is_gpu = found["versions"], bool(found["devices"])
-    tested, file = (tested_versions.GPU, "constraints-gpu.txt") if is_gpu else (tested_versions.CPU, "constraints.txt")
-    installed = {name: (versions.get(name) or "").partition("+")[0] for name in tested}  # torch has +cu130 or +cpu
-    other = [name for name in tested if installed[name] not in ("", tested[name])]
+    pinned, file = (pinned_versions.GPU, "constraints-gpu.txt") if is_gpu else (pinned_versions.CPU, "constraints.txt")
+    installed = {name: (versions.get(name) or "").partition("+")[0] for name in pinned}  # torch has +cu130 or +cpu
+    other = [name for name in pinned if installed[name] not in ("", pinned[name])]
     if other:
-        differences = ", ".join(f"{name} {installed[name]} (tested: {tested[name]})" for name in other)
-        return "warning", f"not the tested set: {differences}. The tested set is in {file} of the project"
-    return "ok", f"the tested set, {file}"
+        differences = ", ".join(f"{name} {installed[name]} (pinned: {pinned[name]})" for name in other)
+        return "warning", f"not the versions of the project's {file}: {differences}"
+    return "ok", f"the versions of the project's {file}"
 
 
 def _stack(config: Config, found: Found) -> Verdict:
@@ -252,7 +252,7 @@ def _4bit(config: Config, found: Found) -> Verdict:
 CHECKS: dict[str, Callable[[Config, Found], Verdict]] = {
     "one device per rank": _ranks,
     "versions": _allowed_versions,
-    "tested versions": _tested_versions,
+    "pinned versions": _pinned_versions,
     "backend and patches": _stack,
     "attention": _attention,
     "layers": _layers,

@@ -111,7 +111,13 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
     name = str(config.model.model_name_or_path)
     continued = check(config, stack)
     load_with = _load_unsloth if stack.backend == "unsloth" else functools.partial(_load_transformers, hollow=hollow)
-    with _model_not_found(name, "model"), _out_of_memory("loading the model"), _unknown_argument(config), quiet_ranks():
+    with (
+        _model_not_found(name, "model"),
+        _out_of_memory("loading the model"),
+        _unknown_argument(config),
+        _unusable_attention(config),
+        quiet_ranks(),
+    ):
         torch.manual_seed(config.training.seed)  # adapters are initialized at random, equally on every rank
         model = load_with(config, stack, row_length, continue_adapter=continued)
         if layer_kernels.choose(config, stack, model).kernels == layer_kernels.LIGER:
@@ -547,6 +553,22 @@ def _unknown_argument(config: Config) -> Iterator[None]:
         raise UserError(
             f"{key} has `{found[1]}`, which no loader of this model accepts ({error}). Check its spelling, or "
             "remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _unusable_attention(config: Config) -> Iterator[None]:
+    """Name the configuration key if the model or this installation lacks the attention implementation."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        chosen = config.model.attn_implementation
+        message = " ".join(str(error).split())
+        if chosen is None or not any(sign in message for sign in ("attn_implementation", "Attention", "attention")):
+            raise
+        raise UserError(
+            f"model.attn_implementation is {chosen}, which this model or this installation does not have. Set it to "
+            f"null, or to eager. (The library reports: {message[:200]})"
         ) from error
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine import adapted
+from tests import tiny
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -97,7 +98,7 @@ def test_with_biases_and_checkpointing() -> None:
     for name, one in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(one)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tiny.checkpoint_activations(model)
     model.enable_input_require_grads()
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)).train()
     assert check_equal(peft) == 14

@@ -19,6 +19,7 @@ from finetune.config import load
 from finetune.engine import attention
 from finetune.errors import UserError
 from finetune.runtime import flash, flash_blocks
+from tests import tiny
 
 LENGTHS = (5, 9, 2)
 SHAPES = attention.Shapes(heads=4, key_value_heads=2, head_dim=8, lengths=LENGTHS, dtype=torch.bfloat16)
@@ -65,7 +66,7 @@ def model_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_packs_as_each_document_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind, monkeypatch)
     if kind == "checkpointing":
-        model.gradient_checkpointing_enable()
+        tiny.checkpoint_activations(model)
     model.train()
     ids = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -144,7 +145,8 @@ def test_a_model_that_needs_more_keeps_its_attention(monkeypatch: pytest.MonkeyP
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=50, head_dim=8, attn_implementation="sdpa",
     )  # fmt: skip
-    softcap = Gemma2ForCausalLM(Gemma2Config(**sizes)).bfloat16()  # soft-capped scores, which the kernel lacks
+    # Soft-capped scores, which the kernel lacks, as SDPA does: its default is eager in transformers 5.24, SDPA in 5.17.
+    softcap = Gemma2ForCausalLM(Gemma2Config(**sizes | {"attn_implementation": None})).bfloat16()
     dropout = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).bfloat16()
     wide = LlamaForCausalLM(LlamaConfig(**sizes))
     chosen = LlamaForCausalLM(LlamaConfig(**sizes | {"attn_implementation": "eager"})).bfloat16()
@@ -398,6 +400,7 @@ def test_functions_that_it_does_not_know_are_left_alone(
     assert blocks._flash_varlen is other
 
 
+@pytest.mark.unsloth
 def test_the_installed_unsloth_has_the_function_in_its_blocks() -> None:
     """Read, not imported."""
     import ast

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import patches
 from finetune.config import Config, load
-from finetune.doctor import checks, look, report, tested_versions
+from finetune.doctor import checks, look, pinned_versions, report
 from finetune.engine import checkpoints
 from finetune.runtime import bootstrap
 from tests import launch
@@ -244,7 +247,7 @@ def verdict(name: str, found: dict[str, Any], *arguments: str) -> tuple[str, str
 
 @pytest.mark.process
 def test_two_healthy_gpus(two_gpus: dict[str, Any]) -> None:
-    two_gpus["versions"] |= tested_versions.GPU | {"torch": tested_versions.GPU["torch"] + "+cu130"}
+    two_gpus["versions"] |= pinned_versions.GPU | {"torch": pinned_versions.GPU["torch"] + "+cu130"}
     states = {one["name"]: one["state"] for one in checks.judge(Config(), two_gpus)}
     assert set(states.values()) == {"ok"}, states
     assert verdict("devices", two_gpus) == ("ok", "2 x NVIDIA H200; each ran a kernel")
@@ -340,26 +343,48 @@ def test_versions_that_are_missing_or_not_tested(two_gpus: dict[str, Any], monke
 
 
 @pytest.mark.parametrize(
-    ("file", "pins"), [("constraints.txt", tested_versions.CPU), ("constraints-gpu.txt", tested_versions.GPU)]
+    ("file", "pins"), [("constraints.txt", pinned_versions.CPU), ("constraints-gpu.txt", pinned_versions.GPU)]
 )
-def test_tested_versions_are_those_of_the_constraints(file: str, pins: dict[str, str]) -> None:
+def test_pinned_versions_are_those_of_the_constraints(file: str, pins: dict[str, str]) -> None:
     lines = (launch.ROOT / file).read_text(encoding="utf-8").splitlines()
     assert set(pins) == set(bootstrap.LIBRARIES)
     assert {f"{name}=={number}" for name, number in pins.items()} <= set(lines)
 
 
 @pytest.mark.parametrize(
-    ("devices", "pins"), [([], tested_versions.CPU), (gpus(1), tested_versions.GPU)], ids=["cpu", "gpu"]
+    ("file", "extras"),
+    [("constraints.txt", ("dev", "unsloth")), ("constraints-gpu.txt", ("unsloth", "flash", "liger"))],
 )
-def test_another_set_than_the_tested_one_is_a_warning(devices: list[dict[str, Any]], pins: dict[str, str]) -> None:
+def test_constraints_pin_what_is_installed_within_its_range(file: str, extras: tuple[str, ...]) -> None:
+    """All direct dependencies on a CPU; on a GPU, those of the extras."""
+    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for line in (launch.ROOT / file).read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+        for pin in [Requirement(line)]
+    }
+    direct = [Requirement(text) for text in project["dependencies"]]
+    chosen = [Requirement(text) for extra in extras for text in project["optional-dependencies"][extra]]
+    needed = {canonicalize_name(one.name) for one in (direct + chosen if "dev" in extras else chosen)}
+    assert needed <= set(pins)
+    for one in direct + chosen:
+        name = canonicalize_name(one.name)
+        assert name not in pins or one.specifier.contains(pins[name]), f"{one}, pinned: {pins[name]}"
+
+
+@pytest.mark.parametrize(
+    ("devices", "pins"), [([], pinned_versions.CPU), (gpus(1), pinned_versions.GPU)], ids=["cpu", "gpu"]
+)
+def test_other_versions_than_the_pinned_ones_are_a_warning(devices: list[dict[str, Any]], pins: dict[str, str]) -> None:
     def found_with(**other: str | None) -> tuple[str, str]:
-        verdict = checks.CHECKS["tested versions"](Config(), {"devices": devices, "versions": pins | other})
+        verdict = checks.CHECKS["pinned versions"](Config(), {"devices": devices, "versions": pins | other})
         assert verdict is not None
         return verdict
 
     assert found_with(torch=pins["torch"] + "+cu130", unsloth=None)[0] == "ok"
     state, reason = found_with(trl="1.99.0")
-    assert state == "warning" and f"trl 1.99.0 (tested: {pins['trl']})" in reason and "torch" not in reason
+    assert state == "warning" and f"trl 1.99.0 (pinned: {pins['trl']})" in reason and "torch" not in reason
 
 
 def test_requirements_are_those_of_pyproject() -> None:

@@ -91,6 +91,7 @@ def test_nothing_to_do_without_a_gpu_or_without_the_function(monkeypatch: pytest
     patch.apply()
 
 
+@pytest.mark.unsloth
 def test_the_installed_unsloth_has_the_function() -> None:
     """Read, not imported: on a CPU Unsloth leaves its kernels out."""
     import importlib.util

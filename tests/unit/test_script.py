@@ -310,6 +310,13 @@ def test_arguments_that_the_backend_does_not_take(tiny_model: Path) -> None:
         model.check(load(named), PLAIN)
 
 
+@pytest.mark.parametrize("chosen", ["nonsense", "flash_attention_3"])
+def test_an_attention_that_is_not_there_is_named_with_its_key(chosen: str, tiny_model: Path) -> None:
+    """transformers has no such name; its package is not installed."""
+    with pytest.raises(UserError, match=f"model.attn_implementation is {chosen}, .*Set it to null"):
+        loaded(tiny_model, "--model.attn_implementation", chosen)
+
+
 UNSLOTH = """
 import json, sys
 from finetune.runtime import bootstrap

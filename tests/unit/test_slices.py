@@ -17,6 +17,7 @@ from finetune.measure import measurements, sharding, slices
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve
 from finetune.measure.trial import saved_bytes, saved_bytes_without_checkpointing
+from tests import tiny
 
 
 def build(layers: int, folder: Path) -> Any:
@@ -99,7 +100,7 @@ def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_
     for layers in (2, 4, 7):
         model = build(layers, tmp_path / str(layers))
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            tiny.checkpoint_activations(model)
         found[layers] = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
     each = (found[4] - found[2]) / 2
     assert found[7] == found[2] + 5 * each
@@ -110,7 +111,7 @@ def test_activations_of_slices_give_those_of_the_whole(checkpointing: bool, tmp_
 def test_activations_without_checkpointing_are_counted_with_it_and_it_stays_on(tmp_path: Path) -> None:
     model = build(2, tmp_path / "model")
     plain = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
-    model.gradient_checkpointing_enable()
+    tiny.checkpoint_activations(model)
     with_it = saved_bytes(Trains(model), Rows(), 2)  # type: ignore[arg-type]
     assert saved_bytes_without_checkpointing(Trains(model), Rows(), 2) == plain > with_it  # type: ignore[arg-type]
     assert saved_bytes(Trains(model), Rows(), 2) == with_it  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ def planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+@pytest.mark.unsloth
 def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
     *_, right = steps(write(tmp_path / "mine.ipynb", *cells))

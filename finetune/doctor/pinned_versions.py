@@ -13,10 +13,10 @@ CPU = {
 }
 
 GPU = {
-    "torch": "2.11.0",
+    "torch": "2.14.1",
     "transformers": "5.17.0",
     "trl": "1.15.0",
-    "peft": "0.21.0",
+    "peft": "0.21.2",
     "accelerate": "1.15.0",
     "datasets": "4.8.5",
     "unsloth": "2026.10.9",
