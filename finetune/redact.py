@@ -79,7 +79,8 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     (r"https?://api\.softlayer\.com/soap/v3(?:\.1)?/[a-z0-9]{64}", "SOFTLAYER_API_KEY"),
     (r"AGE-SECRET-KEY-1[0-9A-Z]{50,}", "AGE_SECRET_KEY"),
     (r"KGAT_[A-Za-z0-9]{20,}", "KAGGLE_API_TOKEN"),
-    (r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?", "TOKEN"),
+    # The start alone matches as well, and is none: from `eyJ-eyJ-eyJ-...`, each would look for the rest again.
+    (r"eyJ[A-Za-z0-9_-]{8,}+(?:\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?|(?P<start>))", "TOKEN"),
     # Any other prefix, followed by a long random sequence of letters and digits.
     (
         r"[A-Za-z][A-Za-z0-9]{1,9}[_-](?:[A-Za-z0-9]{1,8}[_-]){0,2}"
@@ -102,11 +103,13 @@ _AWS = re.compile(r"aws[^\n]{0,20}?(?:key|pwd|pw|password|pass|token)[^\n]{0,20}
 # A name, quoted or as an option, followed by its value: `api_key = "..."`, `'token': ...`, `--password ...`,
 # `-u me:...`. Quotes may be escaped, as for JSON inside a string.
 _NAMED = re.compile(
-    r"(?:(?P<option>(?<!\S)--?[A-Za-z][\w.-]{0,80})\s+"
-    r"|(?P<name>[A-Za-z_][\w.-]{0,80})\\{0,3}['\"]?\]?\s{0,9}"
-    r"(?:(?::\s{0,9}[\w.\[\], |]{1,30}?)?=(?!=)|:(?![:/]))\s{0,9})"
-    r"(?:(?P<quote>\\{0,3}['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)(?P=quote)|(?P<bare>[^\s'\",;(){}\[\]<>`]+))"
+    r"(?P<option>(?<!\S)--?[A-Za-z][\w.-]{0,80}+)\s++"
+    r"|(?P<name>[A-Za-z_][\w.-]{0,80}+)\\{0,3}['\"]?\]?\s{0,9}(?=[:=])"
 )
+_VALUE = r"(?:(?P<quote>\\{0,3}['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)(?P=quote)|(?P<bare>[^\s'\",;(){}\[\]<>`]++))"
+_AFTER_OPTION = re.compile(_VALUE)
+_AFTER_NAME = re.compile(r"(?:(?::\s{0,9}[\w.\[\], |]{1,30}?)?=(?!=)|:(?![:/]))\s{0,9}" + _VALUE)
+_MAX_WORD = 1_000  # characters of an unquoted value that may be a word or an expression, and no secret
 _CURL_USER = re.compile(r"\bcurl\b[^\n]{0,300}?\s(?:-u|--user)\s*['\"]?[^\s:'\"]{1,100}:([^\s'\"]+)")
 
 _STRONG = re.compile(
@@ -157,7 +160,7 @@ def shaped(text: str) -> Iterator[Found]:
     may overlap."""
     for pattern, variable in _SHAPED:
         for match in pattern.finditer(text):
-            if not is_placeholder(match.group()):
+            if match.lastgroup != "start" and not is_placeholder(match.group()):
                 yield Found(*match.span(), variable)
     for match in _PRIVATE_KEY.finditer(text):
         yield Found(*match.span(), "PRIVATE_KEY")
@@ -183,12 +186,17 @@ def find(text: str) -> list[Found]:
 
 
 def _named(text: str) -> Iterator[Found]:
+    """Values next to secret names. Linear: a value is only read after such a name, and one that is longer than
+    `_MAX_WORD` is masked, so that it is not read again from each name in it."""
     position = 0
     while match := _NAMED.search(text, position):
-        name, group = match["option"] or match["name"], "bare" if match["quoted"] is None else "quoted"
-        if holds_secret(name, match[group], quoted=group == "quoted"):
-            yield Found(*match.span(group), variable_for(name))
-            position = match.end()
+        name, follows = match["option"] or match["name"], _AFTER_OPTION if match["option"] else _AFTER_NAME
+        value = follows.match(text, match.end()) if is_secret_name(name) else None
+        group = "bare" if value is None or value["quoted"] is None else "quoted"
+        is_long = value is not None and group == "bare" and len(value[group]) > _MAX_WORD
+        if value is not None and (is_long or holds_secret(name, value[group], quoted=group == "quoted")):
+            yield Found(*value.span(group), variable_for(name))
+            position = value.end()
         else:  # the apparent value may be the next name: `-x TOKEN=...`
             position = match.start("option") + 1 if match["option"] else match.end("name")
 

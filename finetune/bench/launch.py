@@ -107,7 +107,7 @@ def _failure(code: int, output: str, world_size: int) -> UserError:
         return (UserError if 2 in own else RunError)(message)
     ended = [
         (rank, int(number))
-        for rank, number in re.findall(r"rank\s*:\s*(\d+) [^\n]*\n\s*exitcode\s*:\s*(-?\d+)", output)
+        for rank, number in re.findall(r"rank\s*:\s*(\d+) \([^()\n]*\)\n\s*exitcode\s*:\s*(-?\d+)", output)
     ]
     # A rank that died comes first, because the errors of others may only be about the lost peer. Ranks ended by the
     # launcher, with SIGTERM, come last.

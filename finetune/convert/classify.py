@@ -152,7 +152,7 @@ def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
         raise Refusal("R1", reason, loaders[heads[0]])
 
 
-_LOADS = re.compile(r"\w+For[A-Z]\w+|Fast\w*Model")
+_LOADS = re.compile(r"(?>\w+?For[A-Z])\w+|Fast\w*Model")
 
 
 def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[str, int]]:
@@ -288,7 +288,7 @@ def _makes_other(value: ast.expr | None, imported: set[str]) -> bool:
 # Classes of models that read images as well, which train on text with a tokenizer in place of a processor.
 _ALSO_TEXT = re.compile(r"AutoModelForImageTextToText|AutoModelForMultimodalLM|\w+ForConditionalGeneration")
 _IMAGES = re.compile(
-    r"images?|pixel_values|videos?|PIL|process_vision_info|\w*(Image|Vision)Processor\w*|\w*VisionData\w*"
+    r"images?|pixel_values|videos?|PIL|process_vision_info|(?>\w*?(?:Image|Vision)Processor)\w*|(?>\w*?VisionData)\w*"
 )
 
 
@@ -342,8 +342,8 @@ def unparsed_after_training(notebook: Notebook) -> list[int]:
 
 
 _CODE = re.compile(
-    r"^\s*(?:print|exec|del|return|import|from|for|if|while|with|def|class|else|elif|try|except|finally|raise|pass|global"
-    r"|nonlocal|assert|yield|lambda|async|await|break|continue)\b|[=@{}\[\]\\]|\w\(|[A-Za-z_]\w*\.[A-Za-z_]",
+    r"^[^\S\n]*(?:print|exec|del|return|import|from|for|if|while|with|def|class|else|elif|try|except|finally|raise|pass|global"
+    r"|nonlocal|assert|yield|lambda|async|await|break|continue)\b|[=@{}\[\]\\]|\w\(|\b[^\WA-Za-z_]*+[A-Za-z_]\w*+\.[A-Za-z_]",
     re.MULTILINE,
 )
 
@@ -375,4 +375,4 @@ def _shown(text: str, number: int) -> str:
     lines = text.split("\n")
     line = redact(lines[number - 1].strip() if number <= len(lines) else "", "...")
     line = re.sub(r"(['\"]).*?(\1|$)", r"\1...\1", line)
-    return re.sub(r"(?=\w*\d)[\w-]{12,}", "...", line)[:80]
+    return re.sub(r"\b(?=\w*\d)[\w-]{12,}", "...", line)[:80]

@@ -71,7 +71,7 @@ def _text(node: ast.stmt) -> str:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
             inner.value = ast.Constant(" ".join(inner.value.value.split()))
-    return re.sub(r"^(\s*)global ", r"\1nonlocal ", ast.unparse(node), flags=re.MULTILINE)
+    return re.sub(r"^([^\S\n]*)global ", r"\1nonlocal ", ast.unparse(node), flags=re.MULTILINE)
 
 
 def has_its_frame(conversion: Conversion) -> None:
@@ -80,7 +80,7 @@ def has_its_frame(conversion: Conversion) -> None:
     last = tree.body[-1]
     if ast.unparse(last) != "if __name__ == '__main__':\n    main()":
         raise NotVerified("V3", "main() is not called at the end")
-    if not re.search(r"^\s*(from|import) unsloth", conversion.script, re.M) and not any(
+    if not re.search(r"^[^\S\n]*(from|import) unsloth", conversion.script, re.M) and not any(
         "FINETUNE_BACKEND" in ast.unparse(node) for node in tree.body
     ):
         raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
@@ -213,7 +213,7 @@ def _statements(script: str, selects: bool) -> list[Statement]:
     found = []
     for number, node in enumerate(nodes):
         node = _Formatted(selects).visit(node)
-        source = re.sub(r"^(\s*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
+        source = re.sub(r"^([^\S\n]*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
         source = re.sub(r"^from finetune import", "from trl import", source)
         found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
     return found

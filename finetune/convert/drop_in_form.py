@@ -203,16 +203,15 @@ def _roles(form: Form) -> None:
 def _bound_role(form: Form, names: list[str], call: ast.Call) -> None:
     plan, name = form.plan, form.program.dotted(call.func)
     last = name.rsplit(".", 1)[-1] or code.method(call)
+    owner = name.rpartition(".")[0].rpartition(".")[2] if last == "from_pretrained" else ""
     if last in ("SFTTrainer", "train_on_responses_only"):
         plan.trainers.update(names)
     elif last in ("from_pretrained", "setup_chat_format") and len(names) == 2:
         plan.models.add(names[0])
         plan.tokenizers.append(names[1])
-    elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or (
-        last == "from_pretrained" and re.search(r"Model\w*\.from_pretrained$", name)
-    ):
+    elif last in ("get_peft_model", "prepare_model_for_kbit_training", "merge_and_unload") or "Model" in owner:
         plan.models.update(names)
-    elif last == "get_chat_template" or re.search(r"(Tokenizer\w*|AutoProcessor)\.from_pretrained$", name):
+    elif last == "get_chat_template" or "Tokenizer" in owner or owner.endswith("AutoProcessor"):
         plan.tokenizers += names
 
 
@@ -271,7 +270,7 @@ _FORMER = {
 def _refuse_former(form: Form, node: ast.AST, cell: int) -> None:
     """Refuse arguments of a loader that transformers 5 has no more and that only the user can replace."""
     name = form.program.dotted(node.func) if isinstance(node, ast.Call) else ""
-    if not re.search(r"^transformers\.\w*Model\w*\.from_pretrained$", name):
+    if not re.search(r"^transformers\.(?>\w*?Model)\w*\.from_pretrained$", name):
         return
     given = {item.arg: item.value for item in node.keywords}  # type: ignore[attr-defined]
     for old, new in _FORMER.items():
@@ -412,7 +411,7 @@ def _makes_trainer(form: Form, node: ast.AST) -> bool:
 
 _DTYPE = re.compile(r"dtype|float|half")
 _LOGIN = re.compile(r"(^|\.)(HfApi|whoami|HfFolder|notebook_login|login|userdata|mount|ensurepip|bootstrap|pip)\b")
-_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\bpipeline\(|pipe\w*\(")
+_INFERENCE = re.compile(r"\.generate\(|for_inference|TextStreamer|TextIteratorStreamer|\b(?>\w*?pipe)\w*\(")
 _STATISTICS = re.compile(r"torch\.cuda\.|max_memory|gpu_stats|used_memory|start_gpu|nvidia-smi|psutil")
 
 

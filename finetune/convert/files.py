@@ -13,7 +13,7 @@ from finetune.convert.read import Notebook
 
 _WORKING_FOLDERS = ("/content/", "/kaggle/working/")  # where the services start a notebook
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
-_CHANGES_FOLDER = re.compile(r"^\s*[%!]?cd\s|\bchdir\(", re.MULTILINE)
+_CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
 
 def one_name_per_file(notebook: Notebook) -> list[str]:

@@ -319,7 +319,7 @@ def _patches(plan: Plan, node: ast.stmt) -> bool:
     return any(plan.program.dotted(one).split(".")[0] not in _PATCHED for one in owners)
 
 
-_TRACKER = re.compile(r"(Wandb|Comet|MLflow|Neptune|ClearML|DVCLive|Dagshub|AzureML|SwanLab)\w*Callback")
+_TRACKER = re.compile(r"\b(?>\w*?(?:Wandb|Comet|MLflow|Neptune|ClearML|DVCLive|Dagshub|AzureML|SwanLab))\w*Callback")
 
 
 def is_tracker(program: Program, node: ast.stmt) -> bool:

@@ -305,7 +305,7 @@ def _note_unseeded(plan: Plan, places: set[int]) -> None:
 
 def seeded_generators(program: Program) -> set[str]:
     """Names of generators such as `random.Random(42)`."""
-    made = r"\b(random\.Random|Random|default_rng|RandomState)\(.+\)$"
+    made = r"(?m:^)(?>.*?\b(?:Random|default_rng|RandomState)\().+\)\Z"
     nodes = [statement.node for statement in program.statements]
     return {
         name
@@ -573,7 +573,7 @@ def keep_trainer(plan: Plan) -> None:
 
 
 PLACEHOLDER = re.compile(
-    r"YOUR_|your[-_]|hf_username|HF_USERNAME|HF_ACCOUNT|USERNAME|<.*>|repo_id/|^hf/", re.IGNORECASE
+    r"YOUR_|your[-_]|hf_username|HF_USERNAME|HF_ACCOUNT|USERNAME|<[^<>\n]*>|repo_id/|^hf/", re.IGNORECASE
 )
 
 

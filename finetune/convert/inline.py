@@ -21,7 +21,8 @@ from finetune.convert.read import Notebook, Statement
 from finetune.convert.trace import Trace, trace_notebook
 
 _SETS_LIBRARY = re.compile(
-    r"(torch\.backends|os\.environ)\b[^\n=]*[^=!<>\n]=[^=]|torch\.(set_float32_matmul_precision|use_deterministic)\w*\("
+    r"(torch\.backends|os\.environ)\b(?:(?!torch\.b|os\.e)[^\n=])++(?<![!<>])=[^=]"
+    r"|torch\.(set_float32_matmul_precision|use_deterministic)\w*\("
 )
 
 

@@ -21,7 +21,7 @@ from finetune.runtime.files import read_text
 
 MAX_BYTES = 2**20  # of a module; larger ones are data
 _PARENTS = 3  # how far above the notebook a folder that it adds to sys.path is looked for
-_MOVES = re.compile(r"\bsys\.path\b|\bchdir\(|^\s*%cd\b|PYTHONPATH", re.MULTILINE)
+_MOVES = re.compile(r"\bsys\.path\b|\bchdir\(|^[^\S\n]*%cd\b|PYTHONPATH", re.MULTILINE)
 # Names that people give to modules of their own repository.
 _USUAL = re.compile(r"^(utils?|helpers?|helper_functions|configs?|src|common|prompts?|prompting|my_\w+|\w+_utils)$")
 

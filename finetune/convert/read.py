@@ -21,6 +21,7 @@ from finetune.redact import redact
 from finetune.runtime import files
 
 MAX_BYTES = 64 * 2**20  # notebooks, with their images, stay below 20 MB
+_MAX_HEADING = 1_000  # characters of a heading that are read
 
 
 class Refusal(Exception):
@@ -100,7 +101,7 @@ def read(path: Path) -> Notebook:
     for index, (kind, source) in enumerate(cells):
         source = source.replace("\r\n", "\n").replace("\r", "\n")
         if kind == "markdown":
-            heading = _heading(redact(source, "[removed]")) or heading
+            heading = _heading(source) or heading
         elif kind == "code":
             notebook.headings[index] = heading
             notebook.text += source + "\n"
@@ -203,10 +204,18 @@ def _python_cells(text: str) -> list[tuple[str, str]]:
     return cells
 
 
+_MARKUP = re.compile(r"<[^>]{0,999}>|!?\[([^\]]{0,999})\]\([^)]{0,999}\)|[*_`#]")
+_DATA_URI = re.compile(r"\bdata:[\w/.+;=-]{1,99},[\w+/=%-]*")  # an image in the text
+
+
 def _heading(markdown: str) -> str:
-    for line in markdown.splitlines():
-        if match := re.match(r"#{1,6}\s+(.*)", line.strip()):
-            title = re.sub(r"<[^>]*>|!?\[([^\]]*)\]\([^)]*\)|[*_`#]", r"\1", match.group(1)).strip()
+    """The first heading of a text, without markup and secrets. Nothing but lines of headings is searched."""
+    for line in map(str.strip, markdown.splitlines()):
+        if match := re.match(r"#{1,6}\s+(?=\S)", line):
+            line = _DATA_URI.sub("", line[match.end() :])
+            if len(line) > _MAX_HEADING:  # a secret that is cut in two would not be found
+                line = line[:_MAX_HEADING].rpartition(" ")[0]
+            title = _MARKUP.sub(r"\1", redact(line, "[removed]")).strip()
             if title:
                 return title[:100]
     return ""
@@ -432,7 +441,7 @@ def _without_magics(notebook: Notebook, index: int, source: str) -> str:
             kept += [""] * blanks
         elif (
             quotes is None
-            and (match := re.match(r"(\s*[\w.\[\]'\", ]+?=\s*)([!%])(.*)$", line))
+            and (match := re.match(r"(\s*+[\w.\[\]'\", ]+?=\s*)([!%])(.*)$", line))
             and not _parses(stripped)
         ):
             _shell(notebook, index, number + 1, match.group(3))
@@ -510,7 +519,7 @@ def _line_magic(notebook: Notebook, index: int, number: int, text: str) -> str |
     words = text.lstrip("%").split(None, 1)
     name, rest = (words[0] if words else ""), (words[1] if len(words) > 1 else "")
     if name in ("env", "set_env") and (match := re.match(r"(\w+)\s*[= ]\s*(.*)$", rest)):
-        value = re.sub(r"\s+#.*$", "", match.group(2)).strip()
+        value = re.sub(r"(?<!\s)\s+#.*$", "", match.group(2)).strip()
         return f"os.environ[{match.group(1)!r}] = {value!r}"
     if name in ("time", "timeit") and rest and _parses(rest):
         return rest

@@ -148,7 +148,9 @@ def _has_completions(plan: Plan, columns: set[str]) -> bool:
     if not {"prompt", "completion"} <= columns or columns & {"messages", "conversations"}:
         return False
     text = "\n".join(plan.program.statements[place].source for place in plan.hooks["dataset"])
-    return "text" not in columns or not re.search(r"column_names|remove_columns\W.*\b(prompt|completion)\b", text)
+    return "text" not in columns or not re.search(
+        r"column_names|(?m:^)(?>.*?remove_columns\W).*\b(?:prompt|completion)\b", text
+    )
 
 
 def _unsloth_reads_text(what: Described, columns: set[str], text_field: Any) -> bool:

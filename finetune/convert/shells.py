@@ -13,13 +13,13 @@ from finetune.convert.roles import HOOKS, Plan, only_installs
 from finetune.convert.secrets import REMOVED
 
 INSTALLS = re.compile(
-    r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:\S*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
+    r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:[^\s;&]*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"
 )
 NO_TRACE = re.compile(
     r"^(?:sudo\s+)?(?:nvidia-smi|rocm-smi|rocminfo|amd-smi|ls|pwd|df|du|free|whoami|which|lscpu|nvcc|cat|head|tail|wc|uname|date|echo|export"
     r"|huggingface-cli|hf|wandb|kill|pkill|sleep|env|printenv|clear|mkdir|chmod|set|tree|python3?\s+--?V|git\s+(?:config|--version|lfs)"
     r"|ldconfig|export\s|source|unset|nproc|top|ps|accelerate\s+env|python3?\s+-m\s+(?:bitsandbytes|xformers\.info|torch\.utils\.collect_env))\b"
-    r"|^(?:\w+=[\w.,:/-]*\s*)+$"
+    r"|^(?:\w+=[\w.,:/=-]*+(?:\s+|$))+$"
 )
 _READS_LOCAL = re.compile(
     r"data_files|read_csv|read_json|read_parquet|read_excel|from_csv|from_json|load_from_disk|data_dir|open\(|/content/|\.jsonl|\.csv|\.parquet"
@@ -89,7 +89,7 @@ def leaves_nothing(command: str) -> bool:
 
 def _commands(line: str) -> list[str]:
     """The commands of a line: `a && b; c`. Separators in quotes are none."""
-    hidden = re.sub(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'", lambda quoted: "_" * len(quoted[0]), line)
+    hidden = re.sub(r"\\.|\"(?:[^\"\\]|\\.)*+\"|'[^']*'", lambda quoted: "_" * len(quoted[0]), line)
     ends = [(0, 0), *(found.span() for found in re.finditer(r"&&|\|\||;|&(?!>)", hidden)), (len(line), len(line))]
     parts = [line[one[1] : two[0]].strip() for one, two in pairwise(ends)]
     return [part for part in parts if part]

@@ -106,7 +106,7 @@ def _was_there(line: str, notebook: Notebook, own_imports: set[int]) -> bool:
     unused = " F401 " in line
     tests = unused and "importlib.util.find_spec" in line
     own = unused and number is not None and int(number[1]) in own_imports
-    twice = re.search(r" F811 .*`(\w+)` redefined", line)
+    twice = re.search(r"`(\w+)` redefined", line) if " F811 " in line else None
     again = twice is not None and _bindings(notebook, twice[1]) > 1
     return tests or own or again or " F841 " in line or " F601 " in line
 

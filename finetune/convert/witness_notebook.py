@@ -70,7 +70,7 @@ def _dedented(cell: str) -> str:
 
 def is_unsloth(cells: list[str]) -> bool:
     """Whether the cells import Unsloth."""
-    return any(re.search(r"^\s*(from|import) unsloth", cell, re.M) for cell in cells)
+    return any(re.search(r"^[^\S\n]*(from|import) unsloth", cell, re.M) for cell in cells)
 
 
 # --- arguments of older versions, from the signatures of the installed libraries --------------------------------------
@@ -398,7 +398,8 @@ def missing(error: BaseException) -> str | None:
         if match := re.match(r"'(?:DataFrame|Series)' object has no attribute '(\w+)'", text):
             return match[1]
         if re.search(
-            r"not in the dataset|[Cc]olumn '.*' doesn't exist|not found in axis|are in the \[columns\]|not in index",
+            r"not in the dataset|[Cc]olumn '.{0,200}' doesn't exist|not found in axis|are in the \[columns\]"
+            r"|not in index",
             text,
         ):
             text = text.partition("urrent columns")[0]  # what follows are the columns that it has
@@ -601,7 +602,7 @@ def labels(name: str, source: str) -> str:
     """The kind of a column whose values the code compares with constants, or goes through; else ""."""
     constant, column = r"[\"']([\w \-]{1,30})[\"']", re.escape(name)
     found = re.findall(rf"[.\"']{column}[\"'\]]*\s*==\s*{constant}", source)
-    for listed in re.findall(rf"\bfor\s+{column}\s+in\s+\[([^\]\n]*)\]", source):
+    for listed in re.findall(rf"\bfor\s+{column}\s+in\s+\[([^\]\n]{{0,1000}})\]", source):
         found += re.findall(constant, listed)
     return "choice:" + "|".join(dict.fromkeys(found)) if len(set(found)) > 1 else ""
 

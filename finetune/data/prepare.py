@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,16 +28,17 @@ from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
 from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
-from finetune.data.template import Encoded, Encoder, load_template
+from finetune.data.template import Encoded, Encoder, TokenizerError, load_template
 from finetune.errors import UserError
 from finetune.plural import counted
-from finetune.runtime import bootstrap, distributed
+from finetune.runtime import bootstrap, distributed, interrupt
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 CHUNK_ROWS = 1000  # rows that one process encodes at a time
 SAMPLE_ROWS = 100  # rows used to detect the format
 # The first chunks are encoded in this process: starting workers takes seconds, because they import transformers.
 POOL_FROM_CHUNK = 20
+SLOW_SECONDS = 30.0  # of a chunk, before it is reported: a second is usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +302,11 @@ class _Chunk:
     format: str  # and its evidence
     work: tuple  # how to encode the rows, see `_encode`
 
+    @property
+    def places(self) -> list[str]:
+        """The position of each row in the source."""
+        return [where for where, _, _ in self.placed]
+
 
 def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
     opened = {name: [(source, rows) for source in split if (rows := source.open())] for name, split in splits.items()}
@@ -446,7 +454,7 @@ def _encoded_chunks(
     processes = num_proc or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     inline = chunks if processes == 1 else islice(chunks, POOL_FROM_CHUNK)
     for chunk in inline:
-        yield chunk, _encode(chunk.rows, chunk.work)
+        yield chunk, _encode(chunk.rows, chunk.places, chunk.work)
     following = next(chunks, None)
     if following is None:
         return
@@ -455,7 +463,7 @@ def _encoded_chunks(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
         pending: deque[tuple[_Chunk, Future]] = deque()
         for chunk in chain([following], chunks):
-            pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.work)))
+            pending.append((chunk, pool.submit(_encode, chunk.rows, chunk.places, chunk.work)))
             if len(pending) > 2 * processes:
                 encoded, future = pending.popleft()
                 yield encoded, future.result()
@@ -476,7 +484,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] | RowError]:
+def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> list[list[Encoded] | RowError]:
+    """What becomes of each row. Raises UserError if the tokenizer gives up on one."""
     encoder, format, system_prompt, has_template = work
     results: list[list[Encoded] | RowError] = []
     positions, conversations = [], []
@@ -495,9 +504,50 @@ def _encode(rows: Sequence[dict[str, Any]], work: tuple) -> list[list[Encoded] |
             results.append([])
         except RowError as error:
             results.append(error)
-    for position, result in zip(positions, encoder.encode_batch(conversations), strict=True):
+    with _watched(places):
+        try:
+            encoded = encoder.encode_batch(conversations)
+        except TokenizerError:
+            for position, conversation in zip(positions, conversations, strict=True):
+                _encode_alone(encoder, conversation, places[position])
+            raise
+    for position, result in zip(positions, encoded, strict=True):
         results[position] = result
     return results
+
+
+def _encode_alone(encoder: Encoder, conversation: Any, where: str) -> None:
+    """Raise UserError if the tokenizer gives up on this row."""
+    try:
+        encoder.encode_batch([conversation])
+    except TokenizerError as error:
+        raise UserError(
+            f"{where}: the tokenizer failed on this row: {error}. Shorten or remove the row, or use a model with "
+            "another tokenizer: a regular expression in tokenizer.json may take too many steps on such a text."
+        ) from None
+
+
+@contextlib.contextmanager
+def _watched(places: list[str]) -> Iterator[None]:
+    """Inside, rows are tokenized, and reported if that takes long: the tokenizer's regular expressions have no limit on
+    time, and Python handles no signal until they end."""
+    timer = threading.Timer(SLOW_SECONDS, _report_slow, [places])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _report_slow(places: list[str]) -> None:
+    rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
+    sys.stderr.write(
+        f"warning: tokenizing {rows} has taken {SLOW_SECONDS:.0f} s so far. If they are not very long, a regular "
+        "expression of the tokenizer (tokenizer.json) is slow on one of them. To stop, press Ctrl-C and wait up to "
+        f"{interrupt.STUCK_SECONDS:.0f} s; then shorten or remove the row, or use a model with another tokenizer.\n"
+    )
+    sys.stderr.flush()
 
 
 def _nothing_left(split: str, ledger: Ledger, sources: Iterable[Source]) -> str:

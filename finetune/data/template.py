@@ -161,6 +161,10 @@ class Encoded:
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
+class TokenizerError(UserError):
+    """The tokenizer gave up, such as after too many steps of a regular expression in tokenizer.json."""
+
+
 class Encoder:
     """Tokenizes and labels conversations and texts. Picklable, so that it can be sent to worker processes.
 
@@ -366,7 +370,12 @@ class Encoder:
         backend.no_truncation()  # truncation stays enabled after an earlier call with it
         backend.no_padding()
         encode = backend.encode_batch if offsets else backend.encode_batch_fast
-        return encode(texts, add_special_tokens=add_special_tokens)
+        try:
+            return encode(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and no module has its class
+                raise
+            raise TokenizerError(str(error)) from None
 
     def _pieces(self, ids: np.ndarray, labels: np.ndarray, notes: tuple[str, ...] = ()) -> list[Encoded]:
         length, limit = len(ids), self._max_length

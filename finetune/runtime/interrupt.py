@@ -271,7 +271,7 @@ def _end(idle: float) -> None:
     """End this process, whatever its main thread is blocked in."""
     message = (
         f"process {os.getpid()} was stopped by {reason()}, but finished no step for {idle:.0f} s and did not exit: "
-        "another rank may be stuck. The newest complete checkpoint is unchanged."
+        "a call of a library or another rank may be stuck. The newest complete checkpoint is unchanged."
     )
 
     def report() -> None:

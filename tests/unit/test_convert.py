@@ -1095,3 +1095,26 @@ def test_a_script_is_not_named_like_a_library(notebook: str, script: str) -> Non
     from finetune.convert.emit import slug
 
     assert slug(notebook, {"mylib"}) == script
+
+
+@pytest.mark.parametrize(
+    ("text", "heading"),
+    [
+        ("intro\n## The [data](http://x) of **today** <br>", "The data of today"),
+        ("# " + "[" * 200_000, ""),
+        ("# Rows " + "[" * 200_000, "Rows"),
+        ("token:" * 33_000, ""),
+        ("# Rows token:" + "token:" * 33_000, "Rows"),
+        ("![x](data:image/png;base64," + "iVBORw0K" * 2**20 + ")\n# After the image", "After the image"),
+        ("# ![x](data:image/png;base64," + "iVBORw0K" * 2**20 + ") Beside the image", "x Beside the image"),
+        ("# [a](http://" + "u" * 970 + ") hf" + "_" + "aB3xK9qZ7mW2" * 3, "a"),
+    ],
+    ids=["markup", "brackets", "words and brackets", "no heading", "names", "image", "image beside", "cut"],
+)
+def test_headings_of_any_text(notebook: Callable[..., Path], text: str, heading: str) -> None:
+    """Under an expression that backtracks, each of these took from a minute to hours: the test then never ends."""
+    path = notebook("x = 1")
+    content = json.loads(path.read_text())
+    content["cells"][0]["source"] = text
+    path.write_text(json.dumps(content))
+    assert read(path).headings == {1: heading}

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from finetune.config import load
 from finetune.data import prepare as preparing
@@ -367,3 +370,80 @@ def test_resident_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         check=True,
     )
     assert float(done.stdout) < 50  # MiB
+
+
+class Backend:
+    """A tokenizer's backend whose `encode_batch_fast` first calls `before(texts)`."""
+
+    def __init__(self, backend: Any, before: Any) -> None:
+        self._backend, self._before = backend, before
+
+    def encode_batch_fast(self, texts: list[str], **given: Any) -> Any:
+        self._before(texts)
+        return self._backend.encode_batch_fast(texts, **given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def with_backend(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    from finetune.data import template
+
+    tokenize = template.Encoder._tokenize
+
+    def tokenized(self: Any, texts: list[str], special: bool, *, offsets: bool) -> Any:
+        tokenizer = SimpleNamespace(backend_tokenizer=Backend(self._tokenizer.backend_tokenizer, before))
+        return tokenize(SimpleNamespace(_tokenizer=tokenizer), texts, special, offsets=offsets)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(template.Encoder, "_tokenize", tokenized)
+
+
+def test_a_slow_tokenizer_is_reported(
+    tmp_path: Path,
+    tokenizer: Any,
+    train: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The line comes while the tokenizer is at work. Here it goes on once the line is there."""
+    reported = threading.Event()
+    report = preparing._report_slow
+
+    def noted(places: list[str]) -> None:
+        report(places)
+        reported.set()
+
+    monkeypatch.setattr(preparing, "_report_slow", noted)
+    monkeypatch.setattr(preparing, "SLOW_SECONDS", 0.0)
+    with_backend(monkeypatch, lambda texts: reported.wait(30))
+    data = prepared(tmp_path, tokenizer, train)
+    assert len(data.train) == 60
+    shown = capsys.readouterr().err
+    assert f"warning: tokenizing rows {train}:1 to {train}:60 has taken 0 s so far" in shown and "Ctrl-C" in shown
+
+
+def test_a_template_whose_error_is_long(tmp_path: Path, tokenizer: Any, train: Path) -> None:
+    """The error is searched for secrets: under an expression that backtracks, that never ended."""
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('token:' * 15000) }}")
+    with pytest.raises(UserError) as caught:
+        prepared(tmp_path, tokenizer, train, "--model.chat_template", str(tmp_path / "t.jinja"))
+    assert "the chat template failed: token:" in str(caught.value) and "model.chat_template" in str(caught.value)
+
+
+def test_a_quick_tokenizer_is_not_reported(
+    tmp_path: Path, tokenizer: Any, train: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path, tokenizer, train)
+    assert "tokenizing" not in capsys.readouterr().err
+    assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer) and not one.finished.is_set()]
+
+
+def test_a_tokenizer_that_gives_up_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tokenizers library does after too many steps of a regular expression of tokenizer.json: Rust panics."""
+    tokenizer = tiny.make_tokenizer(tmp_path / "t")
+    split = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    rows = write(tmp_path / "rows.jsonl", [chat("hello", "x"), chat("a" * 60 + "b", "y"), chat("b", "z")])
+    with pytest.raises(UserError, match=r"rows.jsonl:2: the tokenizer failed on this row: .*retry-limit.*tokenizer"):
+        prepared(tmp_path, tokenizer, rows)

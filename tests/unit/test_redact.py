@@ -106,8 +106,21 @@ def test_long_texts_take_linear_time() -> None:
         "?" + "token" * 10**4,
         "a" + " " * 10**5,
         "a" + "\\" * 10**5,
+        "token:" * 33_000,
+        "AccountKey=" * 10**4,
+        "eyJ-" * 10**5,
     ):
         redact(text)
+
+
+def test_a_long_secret_is_masked_to_its_end() -> None:
+    for length in (900, 1_100, 10_000):
+        secret = (MIXED * 1_000)[:length]
+        for text in (f"password={secret}", f"api_key: '{secret}'", f"--hub-token {secret}", f"AccountKey={secret}"):
+            assert redact(f"{text} and more").replace("'", "").endswith(f"{MASK} and more")
+            assert MIXED not in redact(text)
+    token = "eyJ" + MIXED + "-eyJ" + MIXED * 200 + ".eyJ" + MIXED * 200 + "." + MIXED
+    assert redact(f"({token})") == f"({MASK})"
 
 
 # --- where users meet them --------------------------------------------------------------------------------------------
