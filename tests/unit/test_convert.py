@@ -641,6 +641,7 @@ REFUSED = {
     "a process of a computed name": ({"extra": 'import subprocess\nfor name in ["a", "b"]:\n    subprocess.run([name, "install"])'}, "R4"),
     "a shell": ({"extra": 'import os\nos.system("make data")'}, "R4"),
     "a file from the shell": ({"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')}, "R4"),
+    "a text field that is known at run time": ({"trainer": TRAINER.replace('dataset_text_field = "text"', 'dataset_text_field = torch.field(), formatting_func = to_text')}, "R4"),
     "a module from a cell": ({"data": "from helper import f\n" + DATA.replace("prompt.format", "f")}, "R4"),
     "data from the model": ({"data": DATA + "\ndataset = dataset.map(lambda row: {'text': model.generate(row)})"}, "R4"),
     "a collator of its own": ({"trainer": "def collate(rows):\n    return rows\n" + TRAINER.replace("args =", "data_collator = collate, args =")}, "R4"),
