@@ -21,8 +21,9 @@ from benchmarks.convert_mutations import mutants
 from finetune.config import load
 from finetune.convert import command, main
 from finetune.convert.command import Outcome, convert, steps
-from finetune.convert.emit import Conversion, formatted, ruff
+from finetune.convert.emit import Conversion
 from finetune.convert.read import Refusal, read
+from finetune.convert.source import formatted, ruff
 from finetune.convert.trace import trace_notebook, trace_script
 from finetune.convert.verify import CHECKS, NotVerified, verify
 from finetune.errors import UserError
@@ -548,6 +549,17 @@ def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
         has + 'dataset.map(lambda rows: {"text": show(rows)}, batched=True, remove_columns=dataset.column_names)'
         in " ".join(batched.split())
     )
+
+
+@pytest.mark.process
+def test_rows_chosen_by_a_condition_stay_together(notebook: Callable[..., Path]) -> None:
+    show = "def show(row):\n    return row['q'] + row['a']\n"
+    trainer = show + TRAINER.replace('dataset_text_field = "text"', "formatting_func = show")
+    trainer = trainer.replace("train_dataset = dataset", "train_dataset = dataset if len(dataset) else other")
+    conversion = converted(notebook(*with_cells(data=DATA + "\nother = dataset.shuffle(seed = 1)", trainer=trainer)))
+    assert conversion.report["form"] == "settings"
+    rows = "(dataset if len(dataset) else other)"
+    assert f'if "text" in {rows}.column_names' in conversion.script and f"else {rows}.map(" in conversion.script
 
 
 @pytest.mark.process
