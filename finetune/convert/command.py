@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(f"--form is unknown: {options.form}. Choose one of {', '.join(FORMS)}.")
     if options.form == "drop-in" and options.keep_inference:
         raise UserError("--keep-inference needs the settings form: --form drop-in. Remove one of them.")
-    from finetune.convert.emit import ruff
+    from finetune.convert.source import ruff
 
     ruff()  # without it nothing can be written, so fail before the notebook's code runs
     if options.check is not None:
@@ -331,6 +331,7 @@ def write(conversion: Any, folder: Path, *, overwrite: bool) -> list[Path]:
     from finetune.runtime import files
 
     report = json.dumps(conversion.report, indent=1, ensure_ascii=False) + "\n"
+    report = report.encode(errors="backslashreplace").decode()  # a surrogate becomes its JSON escape
     texts = {
         f"{conversion.name}.py": conversion.script,
         f"{conversion.name}.report.json": report,

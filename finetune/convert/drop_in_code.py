@@ -13,6 +13,7 @@ from finetune.convert.hooks import MODEL_FLAGS, of_launcher
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, effects, root, target_names, written_path
 from finetune.convert.read import Refusal, Statement
+from finetune.convert.source import expression
 
 MAIN_RANK = "PartialState().is_main_process"
 LOCAL_MAIN_RANK = "PartialState().is_local_main_process"
@@ -295,7 +296,7 @@ def _secret(program: Program, node: ast.expr) -> ast.expr | None:
         matches("secret", program.dotted(node.func) or ast.unparse(node.func)) and node.args
     ):
         return None
-    return ast.parse(f"os.environ.get({ast.unparse(node.args[0])})", mode="eval").body
+    return expression("os.environ.get(NAME)", NAME=node.args[0])
 
 
 class _Variables(ast.NodeTransformer):

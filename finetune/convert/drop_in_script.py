@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from finetune import __version__
@@ -15,7 +14,7 @@ from finetune.convert.drop_in_arguments import Arguments
 from finetune.convert.drop_in_code import Rewriter
 from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
 from finetune.convert.drop_in_parts import PARTS
-from finetune.convert.emit import Conversion, formatted, indented, is_import, requirements, slug
+from finetune.convert.emit import Conversion, is_import, origin, requirements, slug
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program, target_names
@@ -23,7 +22,7 @@ from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.convert.settings_rows import formatting_is_ignored
-from finetune.errors import RunError
+from finetune.convert.source import BLANK, Part, block, expression, own, script
 
 
 def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str], why: str) -> Conversion:
@@ -46,12 +45,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     _rewrite(form, arguments)
     refuse_outside(form)
     text = _script(form, arguments, _name(form))
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        raise RunError(f"the drop-in script does not parse: {error}. Please report this notebook.") from None
-    script = formatted(text)
-    return Conversion(name=_name(form), script=script, config="", report=_report(form, notes, why))
+    return Conversion(name=_name(form), script=text, config="", report=_report(form, notes, why))
 
 
 def _name(form: Form) -> str:
@@ -79,22 +73,23 @@ def _format_rows(form: Form, arguments: Arguments) -> dict[ast.Call, str]:
                 form.notes.append(formatting_is_ignored(field))
             if not _returns_list(form, function.value):
                 if field is not None and "train_dataset" in given:
-                    has = _has_column(ast.unparse(given["train_dataset"].value), field)
-                    function.value = ast.parse(f"None if {has} else {called}", mode="eval").body
+                    has = _has_column(given["train_dataset"].value, field)
+                    function.value = expression("None if HAS else F", HAS=has, F=function.value)
                 continue
             if not _tokenizes(form):
                 refuse_list_of_one(form.program, function.value)
             for name in ("train_dataset", "eval_dataset"):
                 if name in given and not isinstance(given[name].value, ast.Constant):
-                    given[name].value = _mapped(form, ast.unparse(given[name].value), called, field)
+                    given[name].value = _mapped(form, given[name].value, function.value, field)
             call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
             form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
     return read_first
 
 
-def _has_column(rows: str, *columns: str) -> str:
+def _has_column(rows: ast.expr, *columns: str) -> ast.expr:
     """A condition that `drop_in_checks` knows."""
-    return " or ".join(f"{column!r} in ({rows}).column_names" for column in columns)
+    has = [expression("COLUMN in ROWS.column_names", COLUMN=ast.Constant(one), ROWS=rows) for one in columns]
+    return has[0] if len(has) == 1 else ast.BoolOp(ast.Or(), has)
 
 
 def _read_first(form: Form, arguments: Arguments, trainer: ast.Call) -> str | None:
@@ -107,15 +102,18 @@ def _read_first(form: Form, arguments: Arguments, trainer: ast.Call) -> str | No
     return field.value if isinstance(field, ast.Constant) and isinstance(field.value, str) else None
 
 
-def _mapped(form: Form, rows: str, called: str, field: str | None) -> ast.expr:
+def _mapped(form: Form, rows: ast.expr, called: ast.expr, field: str | None) -> ast.expr:
     """The rows with the function's texts. TRL ignores the function if the rows are token ids already, Unsloth if they
     have the text field."""
-    text = f'({rows}).map(lambda rows: {{"text": ({called})(rows)}}, batched=True'
-    text += f", remove_columns=({rows}).column_names)"
+    template = 'ROWS.map(lambda rows: {"text": F(rows)}, batched=True, remove_columns=ROWS.column_names)'
+    made = expression(template, ROWS=rows, F=called)
     columns = ["input_ids"] * _tokenizes(form) + ([] if field is None else [field])
-    if columns:
-        text = f"{rows} if {_has_column(rows, *columns)} else {text}"
-    return ast.parse(text, mode="eval").body
+    return _if_column(rows, rows, columns, made) if columns else made
+
+
+def _if_column(given: ast.expr, rows: ast.expr, columns: Sequence[str], other: ast.expr) -> ast.expr:
+    """`given` if the rows have one of the columns, else `other`."""
+    return expression("GIVEN if HAS else OTHER", GIVEN=given, HAS=_has_column(rows, *columns), OTHER=other)
 
 
 def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
@@ -129,18 +127,18 @@ def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, st
                     item.value, ast.Constant | ast.Dict
                 ):
                     mapped = isinstance(item.value, ast.IfExp) and call in read_first
-                    rows = ast.unparse(item.value.body if mapped else item.value)  # type: ignore[attr-defined]
-                    text = f"({rows}).select_columns([{ast.unparse(field)}])"  # type: ignore[arg-type]
+                    rows: ast.expr = item.value.body if mapped else item.value  # type: ignore[attr-defined]
+                    made = expression("ROWS.select_columns([FIELD])", ROWS=rows, FIELD=field)  # type: ignore[arg-type]
                     if call in read_first:
-                        others = ast.unparse(item.value.orelse) if mapped else rows  # type: ignore[attr-defined]
-                        text = f"{text} if {_has_column(rows, read_first[call])} else {others}"
+                        others = item.value.orelse if mapped else rows  # type: ignore[attr-defined]
+                        made = _if_column(made, rows, [read_first[call]], others)
                     if _tokenizes(form):
-                        text = f"{rows} if {_has_column(rows, 'input_ids')} else {text}"
+                        made = _if_column(rows, rows, ["input_ids"], made)
                         form.notes.append(
                             f"cell {statement.cell}: rows with token ids (input_ids) are trained on as they are, as in"
                             f" TRL; dataset_text_field={ast.unparse(field)} counts if they have none"  # type: ignore[arg-type]
                         )
-                    item.value = ast.parse(text, mode="eval").body
+                    item.value = made
 
 
 def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
@@ -157,13 +155,14 @@ def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast
         for item in call.keywords:
             if item.arg in ("train_dataset", "eval_dataset") and not isinstance(item.value, ast.Constant | ast.Dict):
                 made = isinstance(item.value, ast.IfExp) and call in read_first
-                rows = ast.unparse(item.value.body if made else item.value)  # type: ignore[attr-defined]
-                has = f"{_has_column(rows, field)} and {_has_column(rows, 'messages')}"
-                text = f'({rows}).remove_columns("messages") if {has} else {rows}'
+                rows: ast.expr = item.value.body if made else item.value  # type: ignore[attr-defined]
+                both = [_has_column(rows, field), _has_column(rows, "messages")]
+                template = 'ROWS.remove_columns("messages") if BOTH else ROWS'
+                without = expression(template, ROWS=rows, BOTH=ast.BoolOp(ast.And(), both))
                 if made:
-                    item.value.body = ast.parse(text, mode="eval").body  # type: ignore[attr-defined]
+                    item.value.body = without  # type: ignore[attr-defined]
                 else:
-                    item.value = ast.parse(text, mode="eval").body
+                    item.value = without
 
 
 def _none_stays_none(form: Form) -> None:
@@ -175,8 +174,7 @@ def _none_stays_none(form: Form) -> None:
             for item in call.keywords:
                 rows = _rows_of(item.value) if item.arg == "eval_dataset" else item.value
                 if rows is not item.value and _may_be_none(form, rows):
-                    text = f"None if ({ast.unparse(rows)}) is None else ({ast.unparse(item.value)})"
-                    item.value = ast.parse(text, mode="eval").body
+                    item.value = expression("None if ROWS is None else VALUE", ROWS=rows, VALUE=item.value)
 
 
 def _rows_of(value: ast.expr) -> ast.expr:
@@ -334,37 +332,22 @@ _RANDOM = re.compile(
 
 def _script(form: Form, arguments: Arguments, name: str) -> str:
     body = [*_seed(form, arguments), *_main(form), *_exports(form)]
-    text = "\n".join(body)
-    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    parts = [_docstring(form, name), *_top(form, used)]
-    parts += [part for key, part in PARTS.items() if key in used]
-    parts += ["", "", "def main() -> None:", indented_all(body), "", "", 'if __name__ == "__main__":', "    main()", ""]
-    return "\n".join(parts)
-
-
-def indented_all(texts: Iterable[str]) -> str:
-    return "\n".join(indented(text) for text in texts)
-
-
-def _docstring(form: Form, name: str) -> str:
-    origin = (
-        f"Generated from {form.notebook.name} (sha256 {form.notebook.sha256[:16]}) by finetune convert {__version__}."
-        " This is a derived work, so the notebook's license applies. What was left out or rewritten, and why:"
-        f" {name}.report.json"
-    )
-    lines = [
-        '"""Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.',
+    nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    parts = [*_top(form, used), *(own(part) for key, part in PARTS.items() if key in used)]
+    parts += [BLANK, BLANK, block("def main() -> None:", body)]
+    parts += [BLANK, BLANK, own('if __name__ == "__main__":\n    main()')]
+    title = [
+        "Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.",
         "",
         f"    accelerate launch {name}.py",
         "",
-        *textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False),
-        '"""',
-        "",
+        *origin(form.notebook, f". What was left out or rewritten, and why: {name}.report.json"),
     ]
-    return "\n".join(line.replace("\\", "/") for line in lines)
+    return script("\n".join(title), parts)
 
 
-def _top(form: Form, used: set[str]) -> list[str]:
+def _top(form: Form, used: set[str]) -> list[Part]:
     """Environment variables, then finetune, Unsloth and the other imports."""
     environment, imports = [], []
     for place in form.kept(TOP):
@@ -384,13 +367,12 @@ def _top(form: Form, used: set[str]) -> list[str]:
     more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
+    first = f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend"
     return [
-        *(["import os", ""] if environment or "os" in used else []),
-        *environment,
-        "",
-        f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend",
-        *lines,
-        *more,
+        *([own("import os"), BLANK] if environment or "os" in used else []),
+        *map(own, environment),
+        BLANK,
+        *map(own, [first, *lines, *more]),
     ]
 
 
@@ -401,7 +383,7 @@ def _lines(node: ast.stmt) -> list[str]:
     return [ast.unparse(node)]
 
 
-def _seed(form: Form, arguments: Arguments) -> list[str]:
+def _seed(form: Form, arguments: Arguments) -> list[Part]:
     """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
     for place in form.kept(MAIN):
         node = form.program.statements[place].node
@@ -417,43 +399,42 @@ def _seed(form: Form, arguments: Arguments) -> list[str]:
     text = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
     if _RANDOM.search(text):
         form.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
-    return [f"set_seed({seed})  # every rank starts from the same random state"]
+    return [own(f"set_seed({seed})  # every rank starts from the same random state")]
 
 
-def _main(form: Form) -> list[str]:
+def _main(form: Form) -> list[Part]:
     """The statements up to the training; runs of data preparation go first on one rank per machine."""
-    found: list[str] = []
-    run: list[tuple[int, str]] = []
-    tail: list[tuple[int, str]] = []
+    found: list[Part] = []
+    run: list[Part] = []
+    tail: list[Part] = []
     cell = None
     for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
         if form.program.statements[place].cell != cell and not run:
-            found.append("")
+            found.append(BLANK)
         cell = form.program.statements[place].cell
         guarded = _written(form, place)
         if guarded is not None:
-            _close(found, run, tail, form)
+            _close(found, run, tail)
             found += guarded
             continue
-        text = _text(form, place)
+        part = _part(form, place)
         if _is_data(form, place) and _may_wait(form, place):
-            run += [*tail, (place, text)]
+            run += [*tail, part]
             tail.clear()
         elif run and place != form.train and _is_plain(form, place):
-            tail.append((place, text))
+            tail.append(part)
         else:
-            _close(found, run, tail, form)
-            found.append(text)
-    _close(found, run, tail, form)
+            _close(found, run, tail)
+            found.append(part)
+    _close(found, run, tail)
     return found
 
 
-def _close(found: list[str], run: list[tuple[int, str]], tail: list[tuple[int, str]], form: Form) -> None:
+def _close(found: list[Part], run: list[Part], tail: list[Part]) -> None:
     """End a run of data preparation."""
     if run:
-        body = "\n".join(indented(text) for _, text in run)
-        found.append(f"with PartialState().local_main_process_first():  # the other ranks read its cache\n{body}")
-    found += [text for _, text in tail]
+        found.append(block("with PartialState().local_main_process_first():  # the other ranks read its cache", run))
+    found += tail
     run.clear()
     tail.clear()
 
@@ -484,7 +465,7 @@ def _is_plain(form: Form, place: int) -> bool:
     return isinstance(node, ast.Assign) and leaves(form.plan, node) and _may_wait(form, place)
 
 
-def _written(form: Form, place: int) -> list[str] | None:
+def _written(form: Form, place: int) -> list[Part] | None:
     """A statement that writes files, on one rank per machine, which the others wait for."""
     statement = form.program.statements[place]
     node = statement.node
@@ -502,38 +483,37 @@ def _written(form: Form, place: int) -> list[str] | None:
             " statement for each",
             statement.cell,
         )
-    body = indented(_text(form, place))
-    return [f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine\n{body}", code.WAIT]
+    head = f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine"
+    return [block(head, [_part(form, place)]), own(code.WAIT)]
 
 
-def _exports(form: Form) -> list[str]:
+def _exports(form: Form) -> list[Part]:
     """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
     places = [place for place in form.kept(AFTER) if form.decisions[place].outcome != "dropped"]
-    found: list[str] = [code.WAIT] if places else []
-    together: list[str] = []
+    found = [own(code.WAIT)] if places else []
+    together: list[Part] = []
 
     def flush() -> None:
         if together:
-            body = "\n".join(indented(text) for text in together)
-            found.append(f"if {code.MAIN_RANK}:\n{body}")
+            found.append(block(f"if {code.MAIN_RANK}:", together))
             together.clear()
 
     for place in places:
         if code.runs_together(form.program.statements[place].node):
             flush()
-            found.append(_text(form, place))
+            found.append(_part(form, place))
         else:
-            together.append(_text(form, place))
+            together.append(_part(form, place))
     flush()
     return found
 
 
-def _text(form: Form, place: int) -> str:
+def _part(form: Form, place: int) -> Part:
     """The statement's own text if nothing in it changed, else its new code."""
     done, statement = form.rewritten[place], form.program.statements[place]
     if _is_own_text(statement, done):
-        return statement.source
-    return "\n".join(ast.unparse(node) for node in done.nodes)
+        return Part(text=statement.source, nodes=done.nodes)
+    return own("\n".join(ast.unparse(node) for node in done.nodes))
 
 
 def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Collection
@@ -21,8 +19,9 @@ from finetune.convert.names import effects, free_names
 from finetune.convert.read import Notebook
 from finetune.convert.roles import Plan
 from finetune.convert.secrets import scrub
+from finetune.convert.source import BLANK, Part, block, comment, expression, is_visible, one_line, own, script
 from finetune.convert.values import Settings
-from finetune.errors import UserError
+from finetune.errors import RunError
 
 FUNCTIONS = {
     "tokenizer": "prepare_tokenizer",
@@ -31,7 +30,6 @@ FUNCTIONS = {
     "trainer": "prepare_trainer",
     "save": "export",
 }
-LINE = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +48,10 @@ def emit(
 ) -> Conversion:
     """Write the script, the YAML file and the report, and the inference script if requested."""
     name = slug(notebook.name, {dotted.split(".")[0] for dotted in plan.program.imports.values()})
-    script = formatted(_script(notebook, plan, settings, name))
+    text = _script(notebook, plan, settings, name)
     report = _report(notebook, plan, settings, notes, name)
-    infer = formatted(_inference(notebook, plan, settings, name)) if keep_inference else ""
-    return Conversion(name=name, script=script, config=_config(notebook, settings, name), report=report, infer=infer)
+    infer = _inference(notebook, plan, settings, name) if keep_inference else ""
+    return Conversion(name=name, script=text, config=config_text(settings, name), report=report, infer=infer)
 
 
 def slug(name: str, imported: Collection[str] = ()) -> str:
@@ -69,97 +67,54 @@ def slug(name: str, imported: Collection[str] = ()) -> str:
     return f"nb_{found}" if found[0].isdigit() else found
 
 
-@functools.lru_cache(maxsize=4)  # V6 converts a second time, with the same texts to format
-def formatted(source: str) -> str:
-    """The source, formatted by `ruff format`, so that editors leave it unchanged."""
-    done = subprocess.run(
-        [
-            ruff(),
-            "format",
-            "--isolated",
-            "--line-length",
-            str(LINE),
-            "--target-version",
-            "py311",
-            "--stdin-filename",
-            "script.py",
-            "-",
-        ],
-        input=source.encode(),
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        raise UserError(
-            f"cannot format the converted script: {done.stderr.decode()[:300]}. Please report this notebook."
-        )
-    return done.stdout.decode()
-
-
-def ruff() -> str:
-    try:
-        from ruff import find_ruff_bin
-    except ImportError:
-        raise UserError(
-            "ruff, which formats and checks converted scripts, is not installed. Install it with "
-            "`pip install 'finetune[convert]'`."
-        ) from None
-    return find_ruff_bin()
-
-
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
 def _script(notebook: Notebook, plan: Plan, settings: Settings, name: str) -> str:
     parts = [
-        _docstring(notebook, plan, settings, name),
         *_environment(plan),
         *_top_imports(plan),
-        "from finetune import script",
+        own("from finetune import script"),
+        BLANK,
+        *(_part(plan, place) for place in plan.hooks["module"]),
     ]
-    parts += ["", *(_text(plan, place) for place in plan.hooks["module"])]
     calls = []
     for hook, function in FUNCTIONS.items():
         body = _function(notebook, plan, hook)
-        if body:
-            parts += ["", "", body]
+        if body is not None:
+            parts += [BLANK, BLANK, body]
             calls.append(f"{hook}={function}")
     call = ", ".join(["__file__", *sorted(calls, key=lambda text: not text.startswith("dataset"))])
-    parts += [
-        "",
-        "",
-        "def main() -> int:",
-        f"    return script.run({call})",
-        "",
-        "",
-        'if __name__ == "__main__":',
-        "    raise SystemExit(main())",
-        "",
-    ]
-    return "\n".join(parts)
+    parts += [BLANK, BLANK, block("def main() -> int:", [own(f"return script.run({call})")]), BLANK, BLANK, MAIN_GUARD]
+    return script(_title(notebook, settings, name), parts)
 
 
-def _docstring(notebook: Notebook, plan: Plan, settings: Settings, name: str) -> str:
+MAIN_GUARD = own('if __name__ == "__main__":\n    raise SystemExit(main())')
+
+
+def _title(notebook: Notebook, settings: Settings, name: str) -> str:
     model = settings.sections["model"]
     kind = "full fine-tuning" if model.get("full_finetuning") else "QLoRA" if model.get("load_in_4bit") else "LoRA"
-    what = f"{kind} of {model['model_name_or_path']}"
-    origin = (
-        f"Generated from {notebook.name} (sha256 {notebook.sha256[:16]}) by finetune convert {__version__}. This is a "
-        f"derived work, so the notebook's license applies{_license(notebook)}. What was left out, and why: "
-        f"{name}.report.json"
-    )
     lines = [
-        f'"""{what}, converted from a notebook.',
+        f"{kind} of {one_line(model['model_name_or_path'])}, converted from a notebook.",
         "",
         f"    accelerate launch {name}.py",
         f"    python {name}.py --dry-run",
         "",
         f"Settings: {name}.yaml, or on the command line as --section.key VALUE; --help lists them.",
-        *textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False),
-        '"""',
-        "",
+        *origin(notebook, f"{_license(notebook)}. What was left out, and why: {name}.report.json"),
     ]
-    return "\n".join(line.replace("\\", "/") for line in lines)
+    return "\n".join(lines)
+
+
+def origin(notebook: Notebook, more: str) -> list[str]:
+    """Lines of the docstring: which notebook this script is made from. `more` follows "the notebook's license
+    applies"."""
+    text = (
+        f"Generated from {one_line(notebook.name)} (sha256 {notebook.sha256[:16]}) by finetune convert {__version__}."
+        f" This is a derived work, so the notebook's license applies{more}"
+    )
+    return [*textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False), ""]
 
 
 def _license(notebook: Notebook) -> str:
@@ -170,31 +125,30 @@ def _license(notebook: Notebook) -> str:
     )
 
 
-def _environment(plan: Plan) -> list[str]:
-    comments = [f"# {line}" for line in plan.environment_comments]
-    if comments:
-        comments = [
-            "# Set in an installation branch of the notebook; uncomment if your platform needs it:",
-            *comments,
-            "",
-        ]
+def _environment(plan: Plan) -> list[Part]:
+    lines = [comment(line) for line in plan.environment_comments]
+    if lines:
+        first = comment("Set in an installation branch of the notebook; uncomment if your platform needs it:")
+        lines = [first, *lines, ""]
+    comments = [Part(text=line) for line in lines]
     places = plan.hooks["environment"]
     if not places:
         return comments
     return [
-        "import os",
-        "",
-        "# Set before the imports, because libraries read these when they are imported.",
-        *(_text(plan, place) for place in places),
-        "",
+        own("import os"),
+        BLANK,
+        Part(text=comment("Set before the imports, because libraries read these when they are imported.")),
+        *(_part(plan, place) for place in places),
+        BLANK,
         *comments,
     ]
 
 
-def _text(plan: Plan, place: int) -> str:
+def _part(plan: Plan, place: int) -> Part:
     if place in plan.replaced.keys():
-        return ast.unparse(plan.replaced[place])
-    return plan.program.statements[place].source
+        return own(ast.unparse(plan.replaced[place]))
+    statement = plan.program.statements[place]
+    return Part(text=statement.source, nodes=[statement.node])
 
 
 def kept_node(plan: Plan, place: int) -> ast.stmt:
@@ -212,8 +166,8 @@ def _needed(plan: Plan, hook: str) -> set[str]:
         if not is_import(kept_node(plan, place)):
             found |= effects(kept_node(plan, place)).all_reads
             found |= effects(kept_node(plan, place)).changes
-    for expression in _expressions(plan, hook):
-        found |= free_names(expression)
+    for one in _expressions(plan, hook):
+        found |= free_names(one)
     return found
 
 
@@ -258,32 +212,33 @@ def _merged(lines: list[str]) -> list[str]:
     return [f"{module} import {', '.join(names)}" if names else module for module, names in found.items()]
 
 
-def _top_imports(plan: Plan) -> list[str]:
+def _top_imports(plan: Plan) -> list[Part]:
     names = {name for hook in ("module", *FUNCTIONS) for name in _needed(plan, hook)}
     lines = [line for line, standard in _import_lines(plan, names) if standard]
     if plan.hooks["environment"]:
         lines = [line for line in lines if line != "import os"]
-    return [*sorted(_merged(lines), key=lambda line: (line.startswith("from"), line)), ""] if lines else []
+    ordered = sorted(_merged(lines), key=lambda line: (line.startswith("from"), line))
+    return [*map(own, ordered), BLANK] if lines else []
 
 
-def _function(notebook: Notebook, plan: Plan, hook: str) -> str:
-    """One hook as a function, or "" if the notebook does not need it."""
+def _function(notebook: Notebook, plan: Plan, hook: str) -> Part | None:
+    """One hook as a function, or None if the notebook does not need it."""
     places = [place for place in plan.hooks[hook] if not is_import(kept_node(plan, place))]
     if not places and not _expressions(plan, hook):
-        return ""
+        return None
     imports = [line for line, standard in _import_lines(plan, _needed(plan, hook)) if not standard]
     aliases, parameters = _parameters(plan, hook, places)
-    body = [*_merged(imports), *([""] if imports else []), *aliases]
+    body = [*map(own, _merged(imports)), *([BLANK] if imports else []), *map(own, aliases)]
     last_heading = ""
     for place in places:
         statement = plan.program.statements[place]
         heading = notebook.headings.get(statement.cell, "")
         if heading != last_heading and not statement.source.lstrip().startswith("#") and _is_informative(heading):
-            body.append(f"# {heading}")
+            body.append(Part(text=comment(heading)))
             last_heading = heading
-        body.append(_text(plan, place))
-    body += _ending(plan, hook)
-    return f"def {FUNCTIONS[hook]}({', '.join(parameters)}):\n" + "\n".join(indented(text) for text in body)
+        body.append(_part(plan, place))
+    body += map(own, _ending(plan, hook))
+    return block(f"def {FUNCTIONS[hook]}({', '.join(parameters)}):", body)
 
 
 def _is_informative(heading: str) -> bool:
@@ -299,8 +254,8 @@ def _parameters(plan: Plan, hook: str, places: list[int]) -> tuple[list[str], li
         e = effects(kept_node(plan, place))
         read += sorted((e.all_reads | e.changes) - bound)
         bound |= e.binds
-    for expression in _expressions(plan, hook):
-        read += sorted(free_names(expression) - bound)
+    for one in _expressions(plan, hook):
+        read += sorted(free_names(one) - bound)
     tokenizers = [name for name in plan.tokenizers if name in read]
     models = [name for name in sorted(plan.models) if name in read]
     trainers = [name for name in sorted(plan.trainers) if name in read]
@@ -332,29 +287,32 @@ def _ending(plan: Plan, hook: str) -> list[str]:
         parameter = _parameters(plan, hook, [p for p in plan.hooks[hook] if not is_import(kept_node(plan, p))])[1][0]
         return [f"return {changed[-1] if changed else parameter}"]
     if hook == "dataset":
-        train = ast.unparse(plan.train_expression) if plan.train_expression is not None else "None"
-        held_out = ast.unparse(plan.eval_expression) if plan.eval_expression is not None else ""
-        if plan.formatting is None:
-            return [f"return {train}, {held_out}" if held_out else f"return {train}"]
-        one, many = ast.unparse(plan.formatting), _formats_many(plan)
-        row = "rows" if many else "row"
-        called = f"({one})({row})" if isinstance(plan.formatting, ast.Lambda) else f"{one}({row})"
-        convert = f'lambda {row}: {{"text": {called}}}'
-        # A batched function may return a different number of rows, which the other columns would not match.
-        more = ", batched=True, remove_columns={0}.column_names" if many else ""
-        given = [(item, f"{item}.map({convert}{more.format(item)})") for item in (train, held_out) if item]
-        if plan.read_first is not None:
-            given = [(item, _unless_read(item, plan.read_first, made)) for item, made in given]
-        return ["return " + ", ".join(made for _, made in given)]
+        train = plan.train_expression if plan.train_expression is not None else ast.Constant(None)
+        given = [train] if plan.eval_expression is None else [train, plan.eval_expression]
+        if plan.formatting is not None:
+            given = [_texts_of(plan, plan.formatting, rows) for rows in given]
+        return ["return " + ", ".join(map(ast.unparse, given))]
     if hook == "trainer":
         return _callback_lines(plan)
     return []
 
 
-def _unless_read(rows: str, field: str, made: str) -> str:
-    """Rows made by `formatting_func`, which Unsloth's trainer ignores if they have the text field."""
-    as_they_are = rows if field == "text" else f'{rows}.map(lambda row: {{"text": row[{field!r}]}})'
-    return f"{as_they_are} if {field!r} in {rows}.column_names else {made}"
+def _texts_of(plan: Plan, formatting: ast.expr, rows: ast.expr) -> ast.expr:
+    """Rows with the texts that `formatting_func` makes; Unsloth's trainer ignores it if they have the text field."""
+    if _formats_many(plan):  # it may return a different number of rows, which the other columns would not match
+        template = 'ROWS.map(lambda rows: {"text": F(rows)}, batched=True, remove_columns=ROWS.column_names)'
+    else:
+        template = 'ROWS.map(lambda row: {"text": F(row)})'
+    made = expression(template, ROWS=rows, F=formatting)
+    if plan.read_first is None:
+        return made
+    field = ast.Constant(plan.read_first)
+    as_they_are = rows
+    if plan.read_first != "text":
+        as_they_are = expression('ROWS.map(lambda row: {"text": row[FIELD]})', ROWS=rows, FIELD=field)
+    return expression(
+        "GIVEN if FIELD in ROWS.column_names else MADE", GIVEN=as_they_are, FIELD=field, ROWS=rows, MADE=made
+    )
 
 
 def _formats_many(plan: Plan) -> bool:
@@ -379,57 +337,64 @@ def _callback_lines(plan: Plan) -> list[str]:
         if isinstance(one, ast.List | ast.Tuple):
             lines += [f"{trainer}.add_callback({ast.unparse(item)})" for item in one.elts]
         else:
-            lines += [f"for callback in {ast.unparse(one)}:", f"    {trainer}.add_callback(callback)"]
+            lines.append(f"for callback in {ast.unparse(one)}:\n    {trainer}.add_callback(callback)")
     return lines
-
-
-def indented(text: str) -> str:
-    """Indent each line that does not begin inside a string by four spaces."""
-    inside: set[int] = set()
-    try:
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
-                if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes):
-                    inside |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
-    except SyntaxError:  # `return ...`
-        pass
-    lines = text.split("\n")
-    return "\n".join(
-        line if not line.strip() or number in inside else f"    {line}" for number, line in enumerate(lines, 1)
-    )
 
 
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 
-def _config(notebook: Notebook, settings: Settings, name: str) -> str:
-    lines = [f"# Settings of {name}.py. All keys and what they mean: python {name}.py --help"]
+def config_text(settings: Settings, name: str) -> str:
+    """The YAML file.
+
+    Raises:
+        RunError: it is read as other settings.
+    """
+    lines = [comment(f"Settings of {name}.py. All keys and what they mean: python {name}.py --help")]
     for section, values in settings.sections.items():
         if not values:
             continue
         lines += ["", f"{section}:"]
         for key, value in values.items():
-            dotted = f"{section}.{key}"
-            if settings.comments.get(dotted) == "demo":
-                lines.append(
-                    f"  {key}: {_yaml(value)}  # demo: the notebook stops early. For full epochs, use instead:"
-                )
-                lines.append("  # num_train_epochs: 1")
-                continue
-            comment = settings.comments.get(dotted, "")
-            lines.append(f"  {key}: {_yaml(value)}" + (f"  # {comment}" if comment else ""))
-    return "\n".join(lines) + "\n"
+            remark, more = settings.comments.get(f"{section}.{key}", ""), []
+            if remark == "demo":
+                remark = "demo: the notebook stops early. For full epochs, use instead:"
+                more = [f"  {comment('num_train_epochs: 1')}"]
+            lines += [f"  {key}: {yaml_value(value)}" + (f"  {comment(remark)}" if remark else ""), *more]
+    text = "\n".join(lines) + "\n"
+    given = {section: values for section, values in settings.sections.items() if values}
+    if _rounded(yaml.safe_load(text)) != _rounded(given):
+        raise RunError(
+            "the YAML file has other settings than the notebook; it was not written. Please report this notebook."
+        )
+    return text
 
 
-def _yaml(value: Any) -> str:
-    if isinstance(value, str) and re.search(r"[\n\t]", value):
-        return json.dumps(value, ensure_ascii=False)  # valid YAML, on one line
+def _rounded(values: Any) -> Any:
+    """Settings as `yaml_value` writes them: lists for tuples, 12 digits."""
+    return json.loads(json.dumps(values), parse_float=lambda text: f"{float(text):.12g}")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts with characters that are not visible are in double quotes, where these have escapes."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if all(map(is_visible, text)) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def yaml_value(value: Any) -> str:
+    """The value on one line."""
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         text = f"{value:.12g}"
         return text if "." in text else text.replace("e", ".0e")  # without a decimal point, YAML reads a string
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").strip()
-    )
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = text.removesuffix("...\n").strip()
+    return "".join(one if is_visible(one) else f"\\U{ord(one):08x}" for one in text)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -523,20 +488,18 @@ def _inference(notebook: Notebook, plan: Plan, settings: Settings, name: str) ->
     loader = settings.sections["model"].get("loader") or "FastLanguageModel"
     aliases = [f"{other} = {tokenizer}" for other in plan.tokenizers[1:]]
     loading = {loader, "AutoModelForCausalLM", "AutoTokenizer"}
-    body = [
-        *_loading(settings, model, tokenizer, loader),
-        *aliases,
-        *(program.statements[p].source for p in places),
-    ]
+    loading_lines = _loading(settings, model, tokenizer, loader)
     imports = _merged([line for line, _ in _import_lines(plan, names - loading)])
-    body = [body[0], *imports, "", *body[1:]]
-    head = f'"""Inference with the model trained by {name}.py, from {notebook.name}. For one process."""\n'
-    return (
-        head
-        + "\n\ndef main() -> None:\n"
-        + "\n".join(indented(text) for text in body)
-        + '\n\n\nif __name__ == "__main__":\n    main()\n'
-    )
+    body = [
+        own(loading_lines[0]),
+        *map(own, imports),
+        BLANK,
+        *map(own, [*loading_lines[1:], *aliases]),
+        *(Part(text=program.statements[p].source, nodes=[program.statements[p].node]) for p in places),
+    ]
+    title = f"Inference with the model trained by {name}.py, from {one_line(notebook.name)}. For one process."
+    main = block("def main() -> None:", body)
+    return script(title, [BLANK, BLANK, main, BLANK, BLANK, own('if __name__ == "__main__":\n    main()')])
 
 
 def _loading(settings: Settings, model: str, tokenizer: str, loader: str) -> list[str]:
@@ -545,12 +508,12 @@ def _loading(settings: Settings, model: str, tokenizer: str, loader: str) -> lis
     if section["backend"] == "transformers":
         return [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f'{model} = AutoModelForCausalLM.from_pretrained("{folder}", device_map={{"": 0}})',
-            f'{tokenizer} = AutoTokenizer.from_pretrained("{folder}")',
+            f'{model} = AutoModelForCausalLM.from_pretrained({folder!r}, device_map={{"": 0}})',
+            f"{tokenizer} = AutoTokenizer.from_pretrained({folder!r})",
         ]
-    length, four = settings.sections["data"]["max_length"], section["load_in_4bit"]
+    length, four = repr(settings.sections["data"]["max_length"]), repr(section["load_in_4bit"])
     return [
         f"from unsloth import {loader}",
-        f'{model}, {tokenizer} = {loader}.from_pretrained("{folder}", max_seq_length={length}, load_in_4bit={four})',
+        f"{model}, {tokenizer} = {loader}.from_pretrained({folder!r}, max_seq_length={length}, load_in_4bit={four})",
         f"{loader}.for_inference({model})",
     ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from finetune.convert.read import Notebook, Statement
+from finetune.convert.source import docstring, expression
 from finetune.redact import (
     Found,
     find,
@@ -128,7 +129,7 @@ class _Known:
                 continue
             shape = next((item for item in find(text) if item.end - item.start == len(text)), None)
             if place == "environ" and (shape or self.holds(name, text)):
-                found[value] = name
+                found[value] = name if name.isidentifier() else variable_for(name)
             elif place == "argument" and name in _ARGUMENTS and len(text) > 2 or self.holds(name, text):
                 found[value] = shape.variable if shape else variable_for(name)
             elif _COMMIT.fullmatch(text) and not _COMMIT_NAMES.search(name):
@@ -273,7 +274,7 @@ class _Edits(ast.NodeVisitor):
         if isinstance(node, ast.Expr) and _literal(node.value) is not None:
             text = _literal(node.value) or ""
             if (removed := self.known.removed(text)) != text:
-                self.found.append((node.value, _quoted(removed)))
+                self.found.append((node.value, docstring(removed)))
                 self.in_docstring = True
         elif isinstance(node, ast.expr) and (text := _literal(node)) is not None:
             self._literal(node, text)
@@ -293,7 +294,7 @@ class _Edits(ast.NodeVisitor):
             return
         self.variables += [item.variable for item in found if not is_placeholder(text[item.start : item.end])]
         if len(found) == 1 and (found[0].start, found[0].end) == (0, len(text)):
-            new = f'os.environ["{found[0].variable}"]'
+            new = ast.unparse(_read(found[0].variable))
         else:
             new = ast.unparse(ast.JoinedStr(values=_split(text, found)))
         self.found.append((node, new + ".encode()" if is_bytes else new))
@@ -335,22 +336,20 @@ def _split(text: str, found: list[Found]) -> list[ast.expr]:
     parts: list[ast.expr] = []
     last = 0
     for item in found:
-        variable = ast.parse(f"os.environ['{item.variable}']", mode="eval").body
-        parts += [ast.Constant(text[last : item.start]), ast.FormattedValue(value=variable, conversion=-1)]
+        read = ast.FormattedValue(value=_read(item.variable), conversion=-1)
+        parts += [ast.Constant(text[last : item.start]), read]
         last = item.end
     return [part for part in [*parts, ast.Constant(text[last:])] if getattr(part, "value", "") != ""]
+
+
+def _read(variable: str) -> ast.expr:
+    return expression("os.environ[NAME]", NAME=ast.Constant(variable))
 
 
 def _credential(text: str) -> str:
     """The secret part of a header: everything after `Bearer `."""
     match = _SCHEME.fullmatch(text)
     return match[1] if match else text
-
-
-def _quoted(text: str) -> str:
-    if '"""' in text or "\\" in text or text.endswith('"'):
-        return repr(text)
-    return f'"""{text}"""'
 
 
 def _comments_removed(source: str, known: _Known) -> str:

@@ -106,6 +106,8 @@ def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any)
         refuse_list_of_one(plan.program, plan.formatting)
         settings.set("data.format", "text")
         plan.read_first = what.config.get("dataset_text_field", "text") if what.api == "unsloth" else None
+        if not isinstance(plan.read_first, str | None):
+            raise Refusal("R4", f"dataset_text_field is not a text ({plan.read_first}); write the column's name")
         if plan.read_first is not None:
             settings.notes.append(formatting_is_ignored(plan.read_first))
         return

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, ConfigError, load
-from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node, ruff
+from finetune.convert.emit import FUNCTIONS, Conversion, is_import, kept_node
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, refuse_tokenizer_changed_after_data
 from finetune.convert.knowledge import named
 from finetune.convert.names import dotted_imports, effects
 from finetune.convert.read import Notebook, Refusal
 from finetune.convert.roles import Plan
+from finetune.convert.source import ruff
 from finetune.convert.trace import ASSUMPTIONS, Trace, trace_script
 from finetune.runtime import files
 

@@ -21,8 +21,9 @@ from benchmarks.convert_mutations import mutants
 from finetune.config import load
 from finetune.convert import command, main
 from finetune.convert.command import Outcome, convert, steps
-from finetune.convert.emit import Conversion, formatted, ruff
+from finetune.convert.emit import Conversion
 from finetune.convert.read import Refusal, read
+from finetune.convert.source import formatted, ruff
 from finetune.convert.trace import trace_notebook, trace_script
 from finetune.convert.verify import CHECKS, NotVerified, verify
 from finetune.errors import UserError
@@ -551,6 +552,17 @@ def test_formatting_func_becomes_a_map(notebook: Callable[..., Path]) -> None:
 
 
 @pytest.mark.process
+def test_rows_chosen_by_a_condition_stay_together(notebook: Callable[..., Path]) -> None:
+    show = "def show(row):\n    return row['q'] + row['a']\n"
+    trainer = show + TRAINER.replace('dataset_text_field = "text"', "formatting_func = show")
+    trainer = trainer.replace("train_dataset = dataset", "train_dataset = dataset if len(dataset) else other")
+    conversion = converted(notebook(*with_cells(data=DATA + "\nother = dataset.shuffle(seed = 1)", trainer=trainer)))
+    assert conversion.report["form"] == "settings"
+    rows = "(dataset if len(dataset) else other)"
+    assert f'if "text" in {rows}.column_names' in conversion.script and f"else {rows}.map(" in conversion.script
+
+
+@pytest.mark.process
 def test_generation_is_written_on_request(notebook: Callable[..., Path]) -> None:
     infer = convert(notebook(*ALL), keep_inference=True).conversion.infer
     assert "model.generate" in infer and 'from_pretrained("my_lora"' in infer
@@ -641,6 +653,7 @@ REFUSED = {
     "a process of a computed name": ({"extra": 'import subprocess\nfor name in ["a", "b"]:\n    subprocess.run([name, "install"])'}, "R4"),
     "a shell": ({"extra": 'import os\nos.system("make data")'}, "R4"),
     "a file from the shell": ({"data": "!wget -q https://acme.org/data.json\n" + DATA.replace('"acme/questions"', '"json", data_files = "data.json"')}, "R4"),
+    "a text field that is known at run time": ({"trainer": TRAINER.replace('dataset_text_field = "text"', 'dataset_text_field = torch.field(), formatting_func = to_text')}, "R4"),
     "a module from a cell": ({"data": "from helper import f\n" + DATA.replace("prompt.format", "f")}, "R4"),
     "data from the model": ({"data": DATA + "\ndataset = dataset.map(lambda row: {'text': model.generate(row)})"}, "R4"),
     "a collator of its own": ({"trainer": "def collate(rows):\n    return rows\n" + TRAINER.replace("args =", "data_collator = collate, args =")}, "R4"),

@@ -137,6 +137,19 @@ INNOCENT = [
 ]
 
 
+@pytest.mark.parametrize(("name", "secret"), [('x"] + os.getcwd() + os.environ["y', HF), ("x\\\"'_api_key", SERVICE)])
+def test_a_variable_with_quotes_in_its_name_stays_a_name(name: str, secret: str, tmp_path: Path) -> None:
+    """It is written where the secret was, in code and in an f-string."""
+    path = tmp_path / "mine.ipynb"
+    source = f"import os\nos.environ[{name!r}] = '{secret}'\nline = 'a {secret} b'"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source}]}))
+    found = read(path)
+    remove_secrets(found)
+    assert secret not in "".join(one.source for one in found.statements)
+    calls = [node for one in found.statements for node in ast.walk(one.node) if isinstance(node, ast.Call)]
+    assert len(found.statements) == 3 and not calls
+
+
 @pytest.mark.parametrize("code", INNOCENT)
 def test_what_is_no_secret_is_kept(code: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.ipynb"
