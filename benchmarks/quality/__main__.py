@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in CELLS]:
         parser.error(f"--cells {', '.join(unknown)}: unknown; a cell is one of {', '.join(CELLS)}")
     end_with_this_one()
+    from transformers import AutoTokenizer  # noqa: F401  # several threads must not be the first to import it
+
     given.work = given.work.resolve()
     given.work.mkdir(parents=True, exist_ok=True)
     given.machine = machine()

@@ -112,14 +112,33 @@ def stored_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if in_float32 else dtype
 
 
-def widen(model: Any, kind: str) -> None:
+def widen(model: Any, kind: str, full: bool) -> None:
     """Turn trained 16-bit weights into float32, if that is how they are kept. Adapters are already; what else may be
-    trained beside them (`modules_to_save`, biases) is not."""
+    trained beside them (`modules_to_save`, biases) is not.
+
+    Autocast computes matrix products in 16 bits and leaves embeddings and norms in float32, which would double the
+    memory of nearly all activations. They get a hook that returns what they would return in a 16-bit model.
+
+    Args:
+        full: whether all weights are trained, and so float32 already.
+    """
     if kind != FLOAT32:
         return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+    for module in model.modules():
+        trained = [one for one in module.parameters(recurse=False) if one.requires_grad]
+        narrow = [one for one in trained if one.dtype in (torch.bfloat16, torch.float16)]
+        for parameter in narrow:
             parameter.data = parameter.data.float()
+        if (narrow or (full and trained)) and not isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(_in_autocast_dtype)
+
+
+def _in_autocast_dtype(module: torch.nn.Module, given: Any, output: Any) -> Any:
+    """Forward hook: a float32 output in the dtype of autocast, where that is on."""
+    if not (torch.is_tensor(output) and output.dtype == torch.float32):
+        return None
+    kind = output.device.type
+    return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
 def narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -124,7 +124,7 @@ def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False)
             layer_kernels.install(model)
         if config.model.load_in_fp8:
             fp8.convert(model)
-        master_weights.widen(model, config.training.master_weights)
+        master_weights.widen(model, config.training.master_weights, config.model.full_finetuning)
         if not config.model.full_finetuning:
             adapted.install(model)
     bits = _quantized(config)
