@@ -53,6 +53,7 @@ class Cell:
     model: str = "smollm2"
     ranks: int = 1  # several are sharded
     order: str = ""  # sorted or grouped: see `orders`
+    master_weights: str = "auto"
 
     @property
     def reference(self) -> str:
@@ -74,6 +75,7 @@ def _cell(name: str) -> Cell:
         packed="padded" not in words,
         model=model,
         ranks=2 if "sharded" in words else 1,
+        master_weights="stochastic" if "stochastic" in words else "auto",
     )
 
 
@@ -82,7 +84,7 @@ CELLS = {
     for name in (
         *("base", "lora packed", "lora padded", "trl lora padded", "trl lora packed"),
         *("full packed", "full padded", "trl full padded", "trl full packed"),
-        *("order grouped", "order sorted", "full sharded", "lora sharded"),
+        *("order grouped", "order sorted", "full sharded", "lora sharded", "full packed stochastic"),
         *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
@@ -134,6 +136,7 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             "lr_scheduler_type": "cosine",
             "warmup_steps": request["warmup_steps"],
             "weight_decay": 0.0,
+            "master_weights": cell.master_weights,
             "seed": request["seed"],
             "gradient_checkpointing": False,
             "save_steps": 0,
