@@ -94,7 +94,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         total_steps=trainer.total_steps,
         resumed_from=checkpoint,
         invariants=invariants.check(trainer),
-        sharding=shard.record(trainer.model, job.config.training.optim) if trainer.sharded else None,
+        sharding=shard.record(trainer.model, job.config.training.optim, trainer.weights) if trainer.sharded else None,
         loss_normalized_by=invariants.divisor(trainer),
     )
 

@@ -116,8 +116,8 @@ class Profile(TrainerCallback):
 class FirstGradients(TrainerCallback):
     """Looks at the gradients of the first step, once, and at the memory of a model that must be sharded."""
 
-    def __init__(self, sharded: bool = False) -> None:
-        self._done, self._checks_memory = False, sharded
+    def __init__(self, sharded: bool = False, weights: str = "float32") -> None:
+        self._done, self._checks_memory, self._weights = False, sharded, weights
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._done:
@@ -126,7 +126,8 @@ class FirstGradients(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._checks_memory:
-            invariants.check_memory(kwargs["model"], kwargs["optimizer"], str(getattr(args.optim, "value", args.optim)))
+            optimizer = str(getattr(args.optim, "value", args.optim))
+            invariants.check_memory(kwargs["model"], kwargs["optimizer"], optimizer, self._weights)
             self._checks_memory = False
 
 

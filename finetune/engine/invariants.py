@@ -314,18 +314,18 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_memory(model: Any, optimizer: Any, name: str) -> None:
+def check_memory(model: Any, optimizer: Any, name: str, weights: str = "float32") -> None:
     """Check after the first optimizer step that no rank holds more of a sharded model than predicted.
 
     Args:
-        name: as `training.optim`.
+        name, weights: as `training.optim` and `training.master_weights`.
 
     Raises:
         UserError: on every rank, naming the first that does.
     """
     from finetune.engine import shard_memory
 
-    expected = shard_memory.predicted(model, distributed.ranks().world_size, name)
+    expected = shard_memory.predicted(model, distributed.ranks().world_size, name, weights)
     everyone = distributed.gather_objects(shard_memory.too_much(shard_memory.held(model, optimizer), expected))
     for rank, wrong in enumerate(everyone):
         if wrong is not None:

@@ -17,6 +17,15 @@ def has_codes(numbers: int) -> bool:
     return numbers >= LEAST and numbers % BLOCK == 0
 
 
+def of_number(optimizer: str, each: int, weights: str) -> int:
+    """Bytes of a number in a state that is not in codes, of a weight of `each` bytes.
+
+    Args:
+        weights: as `training.master_weights`; stochastic rounding keeps the states of torch's AdamW in float32.
+    """
+    return 4 if weights == "stochastic" and optimizer != IN_8_BITS else each
+
+
 def of_part(optimizer: str, numbers: int, each: int) -> int | None:
     """Bytes of a rank's part of a weight, with that many numbers of `each` bytes; None if it is not known."""
     if optimizer not in STATES:

@@ -188,7 +188,7 @@ def build_trainer(
     reports = trackers.callbacks(config.logging.trackers) if dashboard is not None else []
     own = callbacks.of_the_user(job.user_code) if dashboard is not None else []
     profile = [callbacks.Profile(output_dir / "runs", steps)] if steps else []
-    first = callbacks.FirstGradients(shard.wanted(config))
+    first = callbacks.FirstGradients(shard.wanted(config), job.master_weights.kind)
     trainer = SFTTrainer(
         model=job.model,
         args=args,

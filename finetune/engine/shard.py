@@ -233,17 +233,17 @@ def look(model: Any) -> Sharding:
     )
 
 
-def record(model: Any, optimizer: str) -> dict[str, Any]:
+def record(model: Any, optimizer: str, weights: str) -> dict[str, Any]:
     """What run.json has about the sharding of a model; `local_elements` and `parameter_bytes` per rank. Every rank
     calls it before training.
 
     Args:
-        optimizer: as `training.optim`.
+        optimizer, weights: as `training.optim` and `training.master_weights`.
     """
     found = look(model)
     own = found.local_elements, shard_memory.held(model).parameters
     elements, held = zip(*distributed.gather_objects(own), strict=True)
-    predicted = asdict(shard_memory.predicted(model, distributed.ranks().world_size, optimizer))
+    predicted = asdict(shard_memory.predicted(model, distributed.ranks().world_size, optimizer, weights))
     return asdict(found) | {
         "local_elements": list(elements),
         "parameter_bytes": list(held),

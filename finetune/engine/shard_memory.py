@@ -22,7 +22,7 @@ class Held:
     optimizer: int | None
 
 
-def predicted(model: Any, world_size: int, optimizer: str) -> Held:
+def predicted(model: Any, world_size: int, optimizer: str, weights: str = "float32") -> Held:
     """What each rank may hold at most.
 
     FSDP2 splits a parameter along its first dimension into parts of ceil(rows / ranks) rows and pads the last one
@@ -30,7 +30,7 @@ def predicted(model: Any, world_size: int, optimizer: str) -> Held:
     and Adam keeps two more tensors, perhaps in 8 bits. Only shapes are read, which are the same if nothing is sharded.
 
     Args:
-        optimizer: as `training.optim`.
+        optimizer, weights: as `training.optim` and `training.master_weights`.
     """
     total = trained = states = 0
     for parameter in model.parameters():
@@ -40,6 +40,7 @@ def predicted(model: Any, world_size: int, optimizer: str) -> Held:
         if parameter.requires_grad:
             trained += each * row * size
             parts = (each * row, rows % each * row)  # of a rank, and of the last one that has any
+            size = optimizer_bytes.of_number(optimizer, size, weights)
             states += max(optimizer_bytes.of_part(optimizer, one, size) or 0 for one in parts)
     known = optimizer in optimizer_bytes.STATES
     return Held(parameters=total, gradients=trained, optimizer=states if known else None)
