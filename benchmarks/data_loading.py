@@ -81,14 +81,13 @@ def loading() -> dict:
             ids = rng.integers(0, 32000, length).astype(np.int32)
             writer.add(ids, ids)
         writer.close()
-        layout = lay_out(store.load_rows(Path(folder), "train"), PACK_LENGTH)
+        layout = lay_out(store.load_rows(Path(folder), "train"), PACK_LENGTH, seed=0, fingerprint="benchmark")
         plan = Plan(
             costs=layout.packs.costs(2048),
             label_tokens=layout.label_tokens,
             global_batch_size=8,
             seed=0,
             fingerprint="benchmark",
-            group_size=8,
         )
         view = RankView(plan=plan, rank=0, world_size=1, per_device=1, accumulation=8)
         loader = DataLoader(

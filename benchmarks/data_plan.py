@@ -35,7 +35,7 @@ def gsm8k_like(n: int = 7473) -> np.ndarray:
     return (np.random.default_rng(0).lognormal(5.11, 0.36, n).round() + 30).clip(90, 570).astype(np.int64)
 
 
-def plan_of(packs: Packs, global_batch_size: int, group_size: int, lengths: np.ndarray | None = None) -> Plan:
+def plan_of(packs: Packs, global_batch_size: int, grouped: bool = False, lengths: np.ndarray | None = None) -> Plan:
     return Plan(
         costs=packs.costs(HIDDEN_SIZE),
         label_tokens=packs.tokens,
@@ -43,7 +43,7 @@ def plan_of(packs: Packs, global_batch_size: int, group_size: int, lengths: np.n
         seed=0,
         fingerprint="benchmark",
         lengths=lengths,
-        group_size=group_size,
+        group_by_length=grouped,
     )
 
 
@@ -65,10 +65,10 @@ def uneven(costs: np.ndarray, dealt: np.ndarray) -> dict[str, float]:
 def packed_and_planned(name: str, lengths: np.ndarray, pack_length: int) -> tuple[dict, Packs]:
     """Packs, orders, deals (8 ranks, global batch 64) and digests one epoch."""
     begin = time.perf_counter()
-    packs = pack(lengths, pack_length)
+    packs = pack(lengths, pack_length, "benchmark")
     packing = time.perf_counter() - begin
     begin = time.perf_counter()
-    plan = plan_of(packs, 64, group_size=8)
+    plan = plan_of(packs, 64)
     plan.deal_epoch(0, world_size=WORLD_SIZE, per_device=1, accumulation=8)
     plan.digest()
     planning = time.perf_counter() - begin
@@ -86,11 +86,11 @@ def packed_and_planned(name: str, lengths: np.ndarray, pack_length: int) -> tupl
     return figures, packs
 
 
-def padding(lengths: np.ndarray, per_device: int, group_size: int) -> dict:
+def padding(lengths: np.ndarray, per_device: int, grouped: bool) -> dict:
     """Unpacked: share of the positions that are padding, and how uneven the padded ranks are; global batch 64."""
     rows = unpacked(lengths)
     begin = time.perf_counter()
-    plan = plan_of(rows, WORLD_SIZE * per_device, group_size, lengths)
+    plan = plan_of(rows, WORLD_SIZE * per_device, grouped, lengths)
     dealt = plan.deal_epoch(0, world_size=WORLD_SIZE, per_device=per_device, accumulation=1)
     seconds = time.perf_counter() - begin
     dealt = dealt[: plan.n_rows // plan.global_batch_size]
@@ -99,7 +99,7 @@ def padding(lengths: np.ndarray, per_device: int, group_size: int) -> dict:
     return {
         "documents": len(lengths),
         "per_device": per_device,
-        "group_size": group_size,
+        "group_by_length": grouped,
         "padding_share": 1 - lengths[dealt].sum() / (longest.sum() * per_device),
         "padded_step_uneven_mean": (ranks.max(axis=1) / ranks.mean(axis=1) - 1).mean(),
         "plan_seconds": seconds,
@@ -130,19 +130,18 @@ def main() -> None:
         report("packing", values)
         if name == "gsm8k":
             continue
-        for group_size in (1, 8):
-            for accumulation, per_device in PLACES:
-                plan = plan_of(packs, WORLD_SIZE * accumulation * per_device, group_size)
-                dealt = plan.deal_epoch(0, world_size=WORLD_SIZE, per_device=per_device, accumulation=accumulation)
-                whole = dealt[: plan.n_rows // plan.global_batch_size]
-                places = {"accumulation": accumulation, "per_device": per_device, "group_size": group_size}
-                report("uneven", {"pack_length": pack_length, **places, **uneven(plan.costs, whole)})
+        for accumulation, per_device in PLACES:
+            plan = plan_of(packs, WORLD_SIZE * accumulation * per_device)
+            dealt = plan.deal_epoch(0, world_size=WORLD_SIZE, per_device=per_device, accumulation=accumulation)
+            whole = dealt[: plan.n_rows // plan.global_batch_size]
+            places = {"accumulation": accumulation, "per_device": per_device}
+            report("uneven", {"pack_length": pack_length, **places, **uneven(plan.costs, whole)})
 
     for per_device in (1, 8):
-        for group_size in (1, WORLD_SIZE * per_device):
-            report("unpacked", padding(lengths, per_device, group_size))
+        for grouped in (False, True):
+            report("unpacked", padding(lengths, per_device, grouped))
 
-    plan = plan_of(unpacked(lengths), 64, group_size=64)
+    plan = plan_of(unpacked(lengths), 64)
     places = {"world_size": WORLD_SIZE, "per_device": 1, "accumulation": 8}
     begin = time.perf_counter()
     plan.deal(0, plan.steps_per_epoch // 2, **places)

@@ -125,11 +125,11 @@ class DataConfig:
     dataset_name: str | None = _setting(None, "Dataset on the Hub, instead of train_file.", NOT_EMPTY)
     dataset_config: str | None = _setting(None, "Configuration (subset) of the Hub dataset, such as main.")
     split: str = _setting("train", "Split of the dataset to train on.")
-    eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
-    eval: list[dict] | None = _setting(None, "Held-out rows from several sources, written like train.")
     eval_fraction: float = _setting(
         0.0, "Fraction of the training rows to hold out, instead of an eval_file.", FRACTION
     )
+    eval_file: str | list[str] | None = _setting(None, "Held-out rows: a path or glob, or a list of them.", NOT_EMPTY)
+    eval: list[dict] | None = _setting(None, "Held-out rows from several sources, written like train.")
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = _setting(
         "auto", "Row format. auto detects it and prints what it found."
     )
@@ -203,14 +203,14 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = _setting(
         None, "Forward passes per optimizer step and GPU. null follows from global_batch_size.", AT_LEAST_1
     )
-    per_device_eval_batch_size: int = _setting(
-        8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
-    )
     num_train_epochs: float = _setting(1.0, "Passes over the data.", ABOVE_0)
     max_steps: int = _setting(-1, "Optimizer steps, instead of num_train_epochs. -1 is off.", STEPS_OR_OFF)
     learning_rate: float = _setting(2e-4, "Peak learning rate. Use about a tenth for full fine-tuning.", ABOVE_0)
     learning_rate_rule: Literal["none", "linear", "square_root"] = _setting(
         "none", "How to scale learning_rate with global_batch_size / base_global_batch_size. none keeps it."
+    )
+    per_device_eval_batch_size: int = _setting(
+        8, "Rows per GPU in evaluation. The result does not depend on it.", AT_LEAST_1
     )
     base_global_batch_size: int | None = _setting(
         None, "Global batch size that learning_rate was tuned for. Used by learning_rate_rule.", AT_LEAST_1

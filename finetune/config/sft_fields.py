@@ -45,6 +45,7 @@ _MANAGED: tuple[tuple[str, str], ...] = (
         "length_column_name shuffle_dataset data_seed dataloader_drop_last accelerator_config ignore_data_skip",
         "training.seed alone sets the order of the data, so that any number of GPUs takes the same steps",
     ),
+    ("group_by_length", "use training.train_sampling_strategy: group_by_length"),
     (
         "average_tokens_across_devices auto_find_batch_size",
         "the loss is the mean over the supervised tokens of training.global_batch_size rows, on any number of GPUs",

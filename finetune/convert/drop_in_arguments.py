@@ -258,6 +258,7 @@ class Arguments:
         of_transformers = self.program.dotted(call.func).endswith("TrainingArguments")
         ratio = any(item.arg == "warmup_ratio" for item in call.keywords)
         steps = any(_given_more(item, "warmup_steps") for item in call.keywords)
+        packs = any(item.arg == "packing" and not _is_no(item.value) for item in call.keywords)
         keywords = []
         for item in call.keywords:
             name = str(item.arg)
@@ -271,9 +272,13 @@ class Arguments:
             if name == "warmup_steps" and not steps and ratio:
                 continue  # 0, so the share counts
             if name == "group_by_length":
-                if not _is_no(item.value):
-                    item.value = ast.Constant("group_by_length")
-                    keywords.append(ast.keyword(arg="train_sampling_strategy", value=item.value))
+                if packs:
+                    self._say(place, "`group_by_length` is left out: packs have one length")
+                elif not _is_no(item.value):
+                    grouped: ast.expr = ast.Constant("group_by_length")
+                    if not isinstance(item.value, ast.Constant):
+                        grouped = ast.IfExp(item.value, grouped, ast.Constant("random"))
+                    keywords.append(ast.keyword(arg="train_sampling_strategy", value=grouped))
                     self._say(place, "`group_by_length` is `train_sampling_strategy` now")
                 continue
             item.arg = self._renamed(place, name)

@@ -325,6 +325,12 @@ def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     ratio = mine.get("warmup_ratio")
     if ratio is not None and not mine.get("warmup_steps"):
         mine = {**mine, "warmup_steps": ratio}
+    grouped = mine.get("group_by_length")
+    mine = {name: value for name, value in mine.items() if name != "group_by_length"}
+    if grouped and not theirs.get("packing"):
+        mine["train_sampling_strategy"] = "group_by_length"
+    elif grouped is not None and theirs.get("train_sampling_strategy") == "random":
+        mine["train_sampling_strategy"] = "random"
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
         if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):

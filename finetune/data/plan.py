@@ -11,8 +11,6 @@ import numpy as np
 from finetune.data.packs import random_order
 from finetune.errors import UserError
 
-# How the rows of a step are chosen, in each checkpoint's manifest: a checkpoint of another order cannot be resumed.
-ORDER = "random"
 # With `group_by_length`, rows are sorted within windows of this many steps: wide enough to find similar rows, narrow
 # enough that a row meets different rows in each epoch. For the same reason, small datasets are divided into at least
 # four windows. Both values are those of `transformers.trainer_pt_utils.get_length_grouped_indices`.

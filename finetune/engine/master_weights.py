@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS
@@ -216,6 +217,39 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+
+
+# --- updates that are lost --------------------------------------------------------------------------------------------
+
+SAMPLED_TENSORS, SAMPLED_NUMBERS = 64, 2**14  # at most, per tensor
+
+
+class Sample:
+    """A sample of the trained weights just before an optimizer step, to count those that the step leaves unchanged.
+    Weights without a gradient, such as the embeddings of absent tokens, are not counted. Stays on the device."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        trained = [one for one in parameters if one.grad is not None and _local(one).numel()]
+        kept = trained[:: max(-(-len(trained) // SAMPLED_TENSORS), 1)]
+        self._before = [(one, _strided(one.detach()).clone(), _strided(one.grad) != 0) for one in kept]
+
+    def unchanged(self) -> torch.Tensor | None:
+        """(weights that are as before, weights compared), int64 [2]; None without any."""
+        pairs = [
+            torch.stack([((_strided(one.detach()) == was) & moves).sum(), moves.sum()])
+            for one, was, moves in self._before
+        ]
+        return torch.stack(pairs).sum(0) if pairs else None
+
+
+def _strided(tensor: Any) -> torch.Tensor:
+    """Evenly spaced numbers of this rank's part of a tensor."""
+    flat = _local(tensor).reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLED_NUMBERS)]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # --- what a run says about it -----------------------------------------------------------------------------------------

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from finetune.data.plan import Plan
-from finetune.engine import memory
+from finetune.engine import master_weights, memory
 from finetune.engine.phases import PhaseTimer
 from finetune.runtime import communication, distributed, gpu_sampler
 from finetune.runtime.tags import PHASES
 
 # What a rank sends besides its losses, in this order; NaN for what it does not know.
-FIELDS = ("step", *PHASES, "own_work", "wait", "peak_gib", "reserved_gib", "allocator_retries", "top1", "entropy")
+FIELDS = (
+    *("step", *PHASES, "own_work", "wait", "peak_gib", "reserved_gib", "allocator_retries"),
+    *("top1", "entropy", "unchanged", "compared"),
+)
 DDP_FIRST_STEPS = 10  # DDP measures its first ten steps whatever the sample rate
 
 
@@ -54,6 +57,7 @@ class StepRecord:
     ranks: list[RankRecord]
     top1: float | None  # supervised tokens whose label had the highest probability, over all ranks
     entropy: float | None  # summed over supervised tokens of all ranks, in nats
+    unchanged: float | None  # share of the sampled trained weights that the last optimizer step left as they were
 
 
 class Monitor:
@@ -72,6 +76,8 @@ class Monitor:
         self._tokens, self._squares = tokens, squared_lengths
         self._timer = PhaseTimer(trainer, device)
         self._norms: list[Any] = []
+        self._sample: master_weights.Sample | None = None
+        self._unchanged: torch.Tensor | None = None
         self._steps = 0  # of this process
         self._shares = np.zeros((2, distributed.ranks().world_size), dtype=np.int64)  # tokens and squares by rank
         self._accounts: list[tuple[int, float]] = []  # (step of this process, exposed seconds), to be used
@@ -158,6 +164,7 @@ class Monitor:
         vectors = distributed.gather_floats([*losses, *(own[name] for name in FIELDS), *self._gpu_block()])
         fields: list[dict[str, float]] = [dict(zip(FIELDS, vector[len(losses) :], strict=False)) for vector in vectors]
         gpus = _gpus([vector[len(losses) + len(FIELDS) :] for vector in vectors])
+        unchanged, compared = (_known_sum(fields, name) for name in ("unchanged", "compared"))
         shares, self._shares = self._shares, np.zeros_like(self._shares)
         return StepRecord(
             losses=[sum(vector[step] for vector in vectors) / len(vectors) for step in range(len(losses))],
@@ -169,7 +176,17 @@ class Monitor:
             ],
             top1=_known_sum(fields, "top1"),
             entropy=_known_sum(fields, "entropy"),
+            unchanged=(unchanged or 0) / compared if compared else None,
         )
+
+    def sample_weights(self) -> None:
+        """Before an optimizer step whose record is due: keep a sample of the trained weights."""
+        self._sample = master_weights.Sample(self._trainer.model.parameters())
+
+    def compare_weights(self) -> None:
+        """After the step: count the weights of the sample that it left unchanged."""
+        if self._sample is not None:
+            self._unchanged, self._sample = self._sample.unchanged(), None
 
     def _own_fields(self, steps: list[dict[str, list[float]]], totals: list[float], first: int) -> dict[str, float]:
         by_step = self._last_totals | dict(enumerate(totals, start=first))
@@ -196,7 +213,10 @@ class Monitor:
 
     def _statistics(self) -> dict[str, float]:
         found = self._trainer.take_token_statistics()
-        return dict(zip(("top1", "entropy"), found or (math.nan, math.nan), strict=True))
+        weights, self._unchanged = self._unchanged, None
+        top1, entropy = found or (math.nan, math.nan)
+        unchanged, compared = (math.nan, math.nan) if weights is None else weights.tolist()
+        return {"top1": top1, "entropy": entropy, "unchanged": unchanged, "compared": compared}
 
     def _gpu_block(self) -> list[float]:
         """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
@@ -255,7 +275,7 @@ def _rank_record(
     rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: dict[str, Any] | None
 ) -> RankRecord:
     known = {name: None if math.isnan(value) else value for name, value in fields.items()}
-    for name in ("top1", "entropy"):
+    for name in ("top1", "entropy", "unchanged", "compared"):
         known.pop(name)
     retries = int(known.pop("allocator_retries") or 0)
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)

@@ -48,6 +48,7 @@ def layout() -> dict[str, dict[str, list[Any]]]:
         "2 Is it healthy?": {
             "gradient norm, before clipping": lines("gradient_norm"),
             "learning rate": lines("learning_rate"),
+            "weights that a step left unchanged [0-1]": lines("weights_unchanged"),
             "supervised tokens per step": lines("supervised_tokens"),
         },
         "3 Is it fast?": {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config import Batch, Config, scaled_learning_rate
-from finetune.data.plan import ORDER
+from finetune.data import ORDER
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
 from finetune.errors import UserError

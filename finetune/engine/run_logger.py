@@ -197,6 +197,12 @@ class RunLogger(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # torchao's optimizers have it in a tensor, whose value changes later.
         self._rates.append(float(self._trainer.optimizer.param_groups[0]["lr"]))
+        step = state.global_step + 1
+        if self._rates[-1] > 0 and (step % args.logging_steps == 0 or step >= state.max_steps):
+            self.monitor.sample_weights()
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.monitor.compare_weights()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
@@ -290,6 +296,7 @@ class RunLogger(TrainerCallback):
                 "token_accuracy": self.token_means.get("mean_token_accuracy"),
                 "entropy": self.token_means.get("entropy"),
                 "clipped": clipped,
+                "weights_unchanged": record.unchanged,
                 "supervised_tokens": supervised / window.steps if supervised else None,
                 "tokens_per_gpu": per_gpu,
                 "tokens_total": metrics.rate(window.tokens, window.seconds),

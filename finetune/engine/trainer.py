@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch, Config, scaled_learning_rate
-from finetune.data import IGNORE_INDEX
+from finetune.data import IGNORE_INDEX, ORDER
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
-from finetune.data.plan import ORDER, Plan, RankView
+from finetune.data.plan import Plan, RankView
 from finetune.engine import (
     attention,
     best,

@@ -23,7 +23,8 @@ SHOWN_KEYS = 40
 SIDE_BY_SIDE = 6  # runs; of more, each is a line, and settings are compared by --json alone
 PARTS = {"step_seconds": "step time", "peak_memory_gib": "peak memory", "tokens_per_second_per_gpu": "tokens/s per GPU"}
 SHOWN = (  # metrics of the table, in its order
-    *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped", "tokens_per_gpu", "tokens_total"),
+    *("loss", "eval_loss", "eval_token_accuracy", "gradient_norm", "clipped"),
+    *("weights_unchanged", "tokens_per_gpu", "tokens_total"),
     *("rows_per_second", "mfu", "step_seconds", "padding", *tags.PHASES, "lost_to_slowest", "peak_of_rank"),
     *("fullest", "allocator_retries", "gpu_utilization", "tokens_seen", "hours"),
 )

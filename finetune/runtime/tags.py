@@ -141,6 +141,14 @@ METRICS = (
         meaning="Share of steps whose gradient norm exceeded training.max_grad_norm.",
     ),
     Metric(
+        name="weights_unchanged",
+        tag="2 health/weights unchanged [0-1]",
+        unit="0-1",
+        meaning="Share of the trained weights with a gradient that an optimizer step left exactly as they were, in a "
+        "sample. Near 0 in float32; high if updates round away. Stochastic rounding leaves most weights and moves the "
+        "others further, which is right on average.",
+    ),
+    Metric(
         name="learning_rate",
         tag="2 health/learning rate",
         unit="",

@@ -65,6 +65,11 @@ def training_only(folder: Path) -> None:
     conversation_file(folder / "train.jsonl", 400, seed=0, words=(20, 28))
 
 
+def ragged_more(folder: Path) -> None:
+    """Conversations of many lengths."""
+    conversation_file(folder / "train.jsonl", 400, seed=0, words=(10, 60))
+
+
 def very_ragged(folder: Path) -> None:
     """Short and long rows, too few of them to form batches of similar ones."""
     conversation_file(folder / "train.jsonl", 32, seed=0, words=(2, 90))
@@ -135,6 +140,7 @@ EVERY_RUN = {
     "logging.generate_samples": "0",
 }
 EVALUATED = {"data.eval_file": "eval.jsonl", "training.eval_steps": "40"}
+BFLOAT16 = FULL | {"model.dtype": "bfloat16", "training.learning_rate": "2e-4"}
 SINGLE_ROWS = {"training.global_batch_size": "2", "training.per_device_train_batch_size": "1"}
 
 
@@ -158,6 +164,13 @@ RUNS: dict[str, Fixture] = {
     ),
     "healthy-one-rank": Fixture(
         None, ranks=1, rows=ragged, settings=FULL | EVALUATED | {"training.learning_rate": "1e-3"}
+    ),
+    "healthy-full": Fixture(None, ranks=1, rows=training_only, settings=BFLOAT16),
+    "updates-lost": Fixture(
+        "updates-lost", ranks=1, rows=training_only, settings=BFLOAT16 | {"training.master_weights": "none"}
+    ),
+    "similar-steps": Fixture(
+        "similar-steps", rows=ragged_more, settings={"training.train_sampling_strategy": "group_by_length"}
     ),
     "slow-loader": Fixture("data-wait", rows=training_only, fault={"FAULT": "slow loader", "FAULT_SECONDS": "0.15"}),
     "slow-rank-compute": Fixture("straggler", rows=ragged, settings=EVALUATED, fault=of_rank("slow compute", 1, 0.15)),

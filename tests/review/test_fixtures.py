@@ -12,7 +12,7 @@ import pytest
 
 from finetune.review import review
 from finetune.review import run as runs
-from finetune.review.rules import RULES, curve, learning, memory, ranks, speed, straggler, timing
+from finetune.review.rules import RULES, curve, data, learning, memory, ranks, speed, straggler, timing
 from finetune.review.run import Run
 from tests.review import record
 
@@ -108,6 +108,15 @@ CALIBRATED = {
     ),
     "too-slow": (fall_in_last_tenth, lambda run: learning.SLOW_FALL),
     "overfitting": (learning.overfit, lambda run: learning.OVERFIT - 1),
+    "updates-lost": (learning.unchanged, lambda run: learning.UNCHANGED),
+    "similar-steps": (
+        lambda run: (
+            None
+            if run.number("batch_mix.sd_random_order") is None
+            else run.number("batch_mix.sd_of_step_mean_length") / run.number("batch_mix.sd_random_order") - 1
+        ),
+        lambda run: data.MIX - 1,
+    ),
     "memory-uneven": (ranks.unevenness, lambda run: ranks.UNEVEN),
 }
 

@@ -525,7 +525,7 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
         """Packs of documents of these lengths, as `finetune.data.layout.Layout`."""
 
         lengths = np.array([60, 40, 30, 20, 9])
-        packs = pack(lengths, 64)
+        packs = pack(lengths, 64, "key")
 
         def __len__(self) -> int:
             return len(self.packs)
@@ -540,7 +540,7 @@ def test_the_choice_is_made_for_the_packs_of_this_run(monkeypatch: pytest.Monkey
     stack: Any = SimpleNamespace(device="cuda", backend="unsloth", torch_device="cuda")
     choose_attention("auto", model, stack, Layout(), 2, torch.bfloat16)  # type: ignore[arg-type]
     ((wanted, shapes, device, documents),) = given
-    assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 40, 20))
+    assert (wanted, device, shapes.lengths) == ("auto", "cuda", (60, 9, 40))
     # Two packs: of padding alone; or of two documents and a segment of padding each, and one more segment.
     assert documents == (2, 7)
 

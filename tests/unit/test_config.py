@@ -362,7 +362,7 @@ def test_a_key_like_no_other():
         ("hub_model_id", "me/model", "--repo USER/NAME --upload"),
         ("deepspeed", "ds.json", "training.strategy: shard"),
         ("fsdp", "full_shard", "training.strategy: shard"),
-        ("group_by_length", "true", "training.seed"),
+        ("length_column_name", "x", "training.seed"),
         ("logging_dir", "x", "TensorBoard"),
         ("average_tokens_across_devices", "false", "supervised tokens"),
         ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),

@@ -125,6 +125,7 @@ def test_old_spellings_are_todays(notebook: Callable[..., Path]) -> None:
     config = call(script, "SFTConfig")
     assert config == {
         "output_dir": "'out'", "eval_strategy": "'no'", "warmup_steps": "0.1", "report_to": "'none'",
+        "train_sampling_strategy": "'group_by_length'",
         "dataset_text_field": "'text'", "max_length": "512",
         "learning_rate": "5e-05", "logging_steps": "500", "gradient_checkpointing": "False", "bf16": "False",
     }  # fmt: skip

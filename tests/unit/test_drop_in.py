@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": (dict(label_smoothing_factor=0.1), "`label_smoothing_factor=0.1`"),
     "a rank's own mean": (dict(average_tokens_across_devices=False), "`average_tokens_across_devices=False`"),
     "another order": (dict(data_seed=3), "Set `seed`"),
-    "groups by length": (dict(train_sampling_strategy="group_by_length"), "grouped anyway"),
+    "groups by length": (dict(train_sampling_strategy="group_by_length", packing=True), "one length"),
     "rows left out": (dict(dataloader_drop_last=True), "`dataloader_drop_last=True`"),
     "the batch that fits": (dict(auto_find_batch_size=True), "Set per_device_train_batch_size"),
     "pushes while training": (dict(push_to_hub=True), "trainer.push_to_hub()"),

@@ -497,6 +497,7 @@ def test_a_checkpoint_of_another_order_is_refused_by_name(
     """Earlier versions recorded no order: they sorted packs and grouped steps by length."""
     (out / FINAL).unlink()
     manifest = checkpoints.manifest(out / "checkpoint-6")
+    (out / "checkpoint-6" / checkpoints.MANIFEST).unlink()
     checkpoints.seal(out / "checkpoint-6", {name: value for name, value in manifest.items() if name != field})
     before = state(out)
     runs(out, *SIX, *RESUME, code=2)

@@ -8,10 +8,11 @@ from typing import Any
 from finetune.plural import counted
 from finetune.review.finding import Finding, percent
 from finetune.review.run import Run
-from finetune.review.values import count, mapping, text
+from finetune.review.values import count, mapping, number, text
 
 DROPPED = 0.05  # of the rows read
 TRUNCATED = 0.10
+MIX = 1.5  # spread of the steps' mean document length, by that of a random order; chance stays below 1.2
 
 
 def leak(run: Run, others: Sequence[Run] = ()) -> Finding | None:
@@ -55,6 +56,28 @@ def rows_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         advice=advice,
         gain=f"{percent(share)} more rows",
         charts=("document_length",),
+    )
+
+
+def similar_steps(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """The mean document length varies over steps at least 1.5 times as much as in random order: steps are no random
+    samples. House rule; on GSM8K such steps cost 1.8 % of held-out loss at 13 times (benchmarks.quality)."""
+    found, random = (number(run.at(f"batch_mix.{name}")) for name in ("sd_of_step_mean_length", "sd_random_order"))
+    if found is None or not random or found < MIX * random:
+        return None
+    documents = number(run.at("batch_mix.documents_per_step"))
+    grouped = text(run.at("config.training.train_sampling_strategy")) == "group_by_length"
+    return Finding(
+        rule="similar-steps",
+        level="warning",
+        headline="Steps hold documents of similar length",
+        figures=(f"spread {found / random:.1f} times that of a random order", f"threshold {MIX:.1f}"),
+        evidence=f"Over steps, the mean document length has a standard deviation of {found:.1f} tokens; in random "
+        f"order it is {random:.1f}" + (f", with {documents:.0f} documents per step." if documents else "."),
+        advice="training.train_sampling_strategy: random" if grouped else "packing in random order, as by default",
+        gain="steps that are random samples of the data, and a lower held-out loss",
+        confidence="medium",
+        charts=("loss", "eval_loss"),
     )
 
 

@@ -41,6 +41,7 @@ CLIPPED = 0.90  # of the steps after warm-up; calibrated
 CLIPPED_RISE = 1.05  # last tenth by the least running median; from RISE on, the run diverges
 CLIPPED_STEPS = 50
 CLIPPED_FAR = 10.0  # gradient norm by max_grad_norm: then clipping, not single rows, shapes the run
+UNCHANGED = 0.20  # of the trained weights; calibrated, and the least that is worth a warning
 OVERFIT = 1.02  # evaluation loss by its minimum; calibrated
 OVERFIT_LAST = 2  # evaluations in a row
 
@@ -374,6 +375,36 @@ def clipping(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         gain=f"{percent(share)} of the steps keep the size of their gradient",
         confidence="medium",
         charts=("clipped", "gradient_norm", "loss"),
+    )
+
+
+def unchanged(run: Run) -> float | None:
+    """Median share of the trained weights that a step left unchanged; None if that is not recorded, or how stochastic
+    rounding works."""
+    series = run.series("weights_unchanged").finite()
+    if not len(series) or run.text("master_weights.kind") == "stochastic":
+        return None
+    return float(np.median(series.values))
+
+
+def updates_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
+    """Half of the recorded steps leave at least 20 % of the trained weights exactly as they were: the updates are
+    smaller than the spacing of the weights' type. Calibrated."""
+    share = unchanged(run)
+    if share is None or share < UNCHANGED:
+        return None
+    kept = run.text("master_weights.kind") or "not recorded"
+    return Finding(
+        rule="updates-lost",
+        level="warning",
+        headline="Updates are lost to rounding",
+        figures=(f"{percent(share)} of the trained weights unchanged by a step", f"threshold {percent(UNCHANGED)}"),
+        evidence=f"In the median recorded step, {percent(share)} of the sampled weights that have a gradient keep "
+        f"their value (threshold {percent(UNCHANGED)}). dtype {run.text('dtype') or 'not recorded'}, "
+        f"training.master_weights {kept}, learning rate {_rate_at(run, run.steps or 0)}.",
+        advice="training.master_weights: auto (a script loads the model with dtype=torch.float32 and sets bf16=True)",
+        gain="every weight learns from every step",
+        charts=("weights_unchanged", "loss"),
     )
 
 
