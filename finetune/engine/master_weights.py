@@ -142,9 +142,12 @@ def _in_autocast_dtype(module: torch.nn.Module, given: Any, output: Any) -> Any:
     return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
-def narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a model on the host, in the model's dtype."""
-    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
+def saved_dtype(model: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in the files of a model in `dtype`: that, unless transformers keeps it in float32 (such as
+    the correction of a router's scores) or it has no fractions."""
+    in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    keeps = not tensor.is_floating_point() or any(part in name.split(".") for part in in_float32)
+    return tensor.dtype if keeps else dtype
 
 
 def rounded(parameters: Iterable[torch.nn.Parameter]) -> int:

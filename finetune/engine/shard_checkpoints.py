@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from finetune.engine import shard, tensor_files
-from finetune.engine.master_weights import narrowed
+from finetune.engine.master_weights import saved_dtype
 from finetune.errors import RunError
 from finetune.runtime import distributed
 
@@ -32,7 +32,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_ch
     else:
         found = weights(model)
         if dtype is not None and not in_checkpoint:
-            found = {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
+            found = {name: one.to(saved_dtype(model, name, one, dtype)) for name, one in found.items()}
         tensor_files.write(folder, "model", found)
         if distributed.ranks().is_main:
             _save_config(model, folder, dtype or model.dtype)
@@ -107,7 +107,7 @@ def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | No
     for name, tensor in model.state_dict().items():
         gathered = shard.whole(tensor)
         if distributed.ranks().is_main:
-            kept[name] = gathered.cpu() if dtype is None else narrowed(gathered, dtype)
+            kept[name] = (gathered if dtype is None else gathered.to(saved_dtype(model, name, gathered, dtype))).cpu()
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
 

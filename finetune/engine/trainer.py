@@ -608,7 +608,10 @@ class SFTTrainer(trl.SFTTrainer):
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         dtype = self.saved_dtype
         if dtype is not None and not self._in_checkpoint:
-            state_dict = {name: master_weights.narrowed(one, dtype) for name, one in unwrapped.state_dict().items()}
+            state_dict = {
+                name: one.to(master_weights.saved_dtype(unwrapped, name, one, dtype)).cpu()
+                for name, one in unwrapped.state_dict().items()
+            }
         unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
         if dtype is not None:  # also in a checkpoint: whoever loads it gets the model
             unwrapped.config.dtype = dtype

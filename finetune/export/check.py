@@ -92,16 +92,16 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     if (exported / "adapter_config.json").is_file():
-        found["tensors"], changed = _compare_files(Path(job["adapter"]), exported), set()
+        found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), set()
     else:
-        found["tensors"], changed = _compare_tensors(reference, exported)
+        found["tensors"], rounded = _compare_tensors(reference, exported)
     del reference
     gc.collect()
 
     model = _exported(job, exported, dtype, device)
     own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    _add_roundings(model, changed, _stored_dtype(exported) if changed else dtype, dtype)
+    _add_roundings(model, rounded, _stored_dtype(exported) if rounded else dtype, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
 
     bound = FACTOR * _largest(own, noisy)
@@ -217,7 +217,8 @@ def _is_tied(config: dict[str, Any]) -> bool:
 
 def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], set[str]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
-    the names of the tensors that the adapter changes."""
+    the names of the tensors that the export rounds: those that the adapter changes, and float32 weights of a checkpoint
+    of full fine-tuning."""
     from safetensors import safe_open
 
     where = {}
@@ -225,7 +226,8 @@ def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], se
         file = safe_open(path, framework="pt")
         where |= {name: file for name in file.keys()}
     wrong: list[str] = []
-    changed: set[str] = set()
+    rounded: set[str] = set()
+    changed = 0
     seen: set[str] = set()
     shared: set[int] = set()
     for name, tensor, merged in _merged(reference):
@@ -235,13 +237,14 @@ def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], se
             continue
         shared.add(tensor.data_ptr())
         seen.add(name)
-        own = where[name].get_tensor(name)
-        if merged:
-            changed.add(name)
-        if why := _difference(own.to(tensor.device), tensor.detach().float(), exact=not merged):
+        own, whole = where[name].get_tensor(name).to(tensor.device), tensor.detach().float()
+        changed += merged
+        if merged or not torch.equal(own.float(), whole):
+            rounded.add(name)
+        if why := _difference(own, whole, exact=not merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
-    return {"compared": len(seen), "changed": len(changed), "not_compared": unknown, "wrong": wrong}, changed
+    return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
 
 
 def _merged(model: Any) -> Any:
@@ -332,8 +335,8 @@ def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
-def _add_roundings(model: Any, changed: set[str], stored: torch.dtype, computed: torch.dtype) -> None:
-    """Disturb the model as roundings of the weights named in `changed` to `stored`, and of each layer's output to
+def _add_roundings(model: Any, rounded: set[str], stored: torch.dtype, computed: torch.dtype) -> None:
+    """Disturb the model as roundings of the weights named in `rounded` to `stored`, and of each layer's output to
     `computed`, do: see the top of this file."""
     generator = torch.Generator(device=model.device).manual_seed(1)
     of_weights, of_outputs = (2.0 ** -SIGNIFICANT_BITS[one] for one in (stored, computed))
@@ -342,7 +345,7 @@ def _add_roundings(model: Any, changed: set[str], stored: torch.dtype, computed:
         return torch.rand(like.shape, generator=generator, device=like.device).mul_(2).sub_(1).to(like.dtype)
 
     for name, parameter in model.named_parameters():
-        if name in changed:
+        if name in rounded:
             parameter.mul_(1 + of_weights * random(parameter))
 
     def hook(layer: Any, inputs: Any, output: Any) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.engine.master_weights import saved_dtype
 from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
 from finetune.export.weights import Entry, Weights, write
@@ -56,13 +57,21 @@ class Merge:
         _check_quantization(base, self.config)
         self.model = _skeleton(base)
         self.untied = False
-        self.steps = {name: Step(entry, name) for name, entry in self.weights.entries.items()}
+        self.steps = {name: Step(self._saved(entry, adapter), name) for name, entry in self.weights.entries.items()}
         if adapter is not None:
             shared = self._shared()
             for path, change in adapter.changes.items():
                 self._change(path, change)
             if shared is not None:
                 self._untie(*shared)
+
+    def _saved(self, entry: Entry, adapter: Adapter | None) -> Entry:
+        """A tensor of the base. A checkpoint of full fine-tuning has float32 weights of a 16-bit model."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if adapter is not None or entry.dtype != torch.float32 or named not in ("bfloat16", "float16"):
+            return entry
+        like = torch.empty((), dtype=entry.dtype)
+        return replace(entry, dtype=saved_dtype(self.model, entry.name, like, getattr(torch, named)))
 
     @property
     def bytes(self) -> int:
