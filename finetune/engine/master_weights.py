@@ -211,7 +211,7 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
 
     def before(*_: Any) -> None:
         kept[:] = [torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None]
-        torch.manual_seed((seed * 2**32 + step()) % 2**63)
+        torch.manual_seed((seed * 1_000_003 + step()) % 2**32)  # the generator of a CPU ignores higher bits
 
     def after(*_: Any) -> None:
         torch.set_rng_state(kept[0])

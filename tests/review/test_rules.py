@@ -127,6 +127,8 @@ FIRING: dict[str, list[Callable[[], Run]]] = {
         lambda: run(record={"ledger": {"train": ROWS | {"truncated": 101}}}),
         lambda: run(record={"ledger": {"eval": ROWS | {"truncated": 900}}}),
     ],
+    "updates-lost": [lambda: run(series={"weights_unchanged": ([10, 20, 30], [0.1, 0.21, 0.9])})],
+    "similar-steps": [lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.6, "sd_random_order": 5.0}})],
 }  # fmt: skip
 
 SILENT: dict[str, list[Callable[[], Run]]] = {
@@ -226,6 +228,17 @@ SILENT: dict[str, list[Callable[[], Run]]] = {
     "rows-lost": [
         lambda: run(record={"ledger": {"train": ROWS | {"dropped": {"no_label": 30, "empty": 19}}}}),
         lambda: run(record={"ledger": {"train": ROWS | {"truncated": 99}}}),
+    ],
+    "updates-lost": [
+        lambda: run(series={"weights_unchanged": ([10, 20, 30], [0.1, 0.19, 0.9])}),
+        lambda: run(
+            series={"weights_unchanged": ([10, 20], [0.9, 0.9])}, record={"master_weights": {"kind": "stochastic"}}
+        ),
+    ],
+    "similar-steps": [
+        lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 7.4, "sd_random_order": 5.0}}),
+        lambda: run(record={"batch_mix": {"sd_of_step_mean_length": 0.0, "sd_random_order": 0.0}}),  # equal lengths
+        lambda: run(record={"batch_mix": None}),
     ],
 }  # fmt: skip
 

@@ -477,3 +477,19 @@ def test_losses_are_those_of_trl_on_the_rows_of_the_plan(
     assert losses(own) == pytest.approx(losses(reference), rel=1e-5)
     for name, parameter in reference.model.named_parameters():
         assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-3, atol=2e-5), name
+
+
+# --- trained weights --------------------------------------------------------------------------------------------------
+
+
+def test_a_script_keeps_weights_as_it_loads_the_model() -> None:
+    from finetune.drop_in import settings
+    from finetune.engine import master_weights
+
+    half, whole = torch.nn.Linear(3, 3).bfloat16(), torch.nn.Linear(3, 3)
+    assert settings.kept_weights(half).kind == "none" and settings.kept_weights(whole).kind == "float32"
+    text = master_weights.warning(half, settings.kept_weights(half), 2e-5)
+    assert text is not None and "12 trained weights have 16 bits" in text and "dtype=torch.float32" in text
+    assert master_weights.warning(whole, settings.kept_weights(whole), 2e-5) is None
+    half.requires_grad_(False)  # a frozen base under an adapter
+    assert settings.kept_weights(half).kind == "float32"

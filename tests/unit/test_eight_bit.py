@@ -183,9 +183,10 @@ def test_the_logged_rates_are_those_of_their_steps() -> None:
     rate = torch.tensor(1.0)
     trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": rate}]))
     logger: Any = SimpleNamespace(_trainer=trainer, _rates=[])
+    args, state = SimpleNamespace(logging_steps=9), SimpleNamespace(global_step=0, max_steps=9)
     for value in (0.5, 0.25):
         rate.fill_(value)
-        RunLogger.on_pre_optimizer_step(logger, None, None, None)  # type: ignore[arg-type]
+        RunLogger.on_pre_optimizer_step(logger, args, state, None)  # type: ignore[arg-type]
     assert logger._rates == [0.5, 0.25]
 
 

@@ -105,7 +105,8 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     def gather(own: list[float]) -> list[list[float]]:
         other = {"step": 3.75, "data_wait": 0.0, "forward": 1.5, "backward": 1.4, "communication": 0.1,
                  "optimizer": 0.5, "other": 0.25, "own_work": 3.65, "wait": 0.0, "peak_gib": 9.0,
-                 "reserved_gib": math.nan, "allocator_retries": 3.0, "top1": math.nan, "entropy": math.nan}  # fmt: skip
+                 "reserved_gib": math.nan, "allocator_retries": 3.0, "top1": math.nan, "entropy": math.nan,
+                 "unchanged": 30.0, "compared": 40.0}  # fmt: skip
         blocks = [math.nan] * (2 * len(gpu_sampler.FIELDS))
         theirs = [4.0, 8.0, 10.0, *(other[name] for name in monitor.FIELDS), *blocks]
         assert len(own) == len(theirs)
@@ -120,6 +121,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     assert (other.rank, other.own_work, other.allocator_retries, other.reserved_gib) == (1, 3.65, 3, None)
     # Two steps are an epoch of all eight rows; a third has four of them. No row is counted twice.
     assert mine.tokens + other.tokens >= 36 and mine.gpu is None and record.top1 is None
+    assert record.unchanged == 0.75  # of the rank that knows
 
 
 def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ def updates_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
         f"their value (threshold {percent(UNCHANGED)}). dtype {run.text('dtype') or 'not recorded'}, "
         f"training.master_weights {kept}, learning rate {_rate_at(run, run.steps or 0)}.",
         advice="training.master_weights: auto (a script loads the model with dtype=torch.float32 and sets bf16=True)",
-        gain="every weight learns from every step",
+        gain=f"{percent(share)} more weights that learn from a step",
         charts=("weights_unchanged", "loss"),
     )
 
