@@ -32,7 +32,7 @@ from finetune.redact import redact_arguments, redact_tree
 from finetune.runtime import bootstrap, cpu_threads, distributed, launch_lines, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, print_line
 from finetune.runtime.files import write_json
-from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES
+from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES, probe
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 from finetune.runtime.options import without_json
 
@@ -214,11 +214,15 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     Raises:
         RunError: a slice does not train.
     """
-    from finetune.engine import shard  # it imports torch
+    from finetune.engine import master_weights, shard  # they import torch
     from finetune.measure.measurements import Measurement
 
     cut = slices.counts(layers)
+    sizes = sharding.sizes(folder)
     assert cut is not None
+    if sizes is None:
+        raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
+    config = master_weights.decided(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
     reports = []
@@ -226,7 +230,9 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
         for count in cut:
             model = slices.write(folder, count, Path(place) / f"{count}-layers")
             with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
-                reports.append(_dry_run_of(model, batch.per_device, world, Path(place) / f"{count}.json"))
+                report = Path(place) / f"{count}.json"
+                weights = config.training.master_weights
+                reports.append(_dry_run_of(model, batch.per_device, weights, world, report))
     refused = next((one for one in reports if not one["go"]), None)
     line = launch_line(world)
     if refused is not None:
@@ -235,9 +241,6 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
         if config.json:
             write_json(config.json, redact_tree({"go": False, "reason": reason, "launch": line}))
         return FAILED
-    sizes = sharding.sizes(folder)
-    if sizes is None:
-        raise RunError(f"The sizes of the layers cannot be read: {folder} has no safetensors files.")
     few, more = (Measurement.from_dict(one["measurement"]) for one in reports)
     once = shard.would_reduce_once(config)
     saved, all_saved = ([one[name] for one in reports] for name in ("saved_bytes", "saved_bytes_without_checkpointing"))
@@ -249,12 +252,13 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     return DONE if result["go"] else FAILED
 
 
-def _dry_run_of(model: Path, per_device: int, world: int, report: Path) -> dict[str, Any]:
-    """The report of a dry run of this command with another model, in micro-batches of `per_device` rows, as one of
-    `world` ranks would run it."""
+def _dry_run_of(model: Path, per_device: int, weights: str, world: int, report: Path) -> dict[str, Any]:
+    """The report of a dry run of this command with another model, in micro-batches of `per_device` rows and with
+    `master_weights` as decided for the whole model, as one of `world` ranks would run it."""
     target, given = strategy.given_command()
     arguments = [word for word in without_json(given) if word not in ("--dry-run", "--dry_run")]
     changed = ["--model.model_name_or_path", str(model), "--training.per_device_train_batch_size", str(per_device)]
+    changed += ["--training.master_weights", weights]
     command = [sys.executable, *target, *arguments, "--dry-run", *changed]
     env = os.environ | {slices.VARIABLE: "1"}
     if strategy.visible_gpus():

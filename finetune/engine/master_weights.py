@@ -9,7 +9,7 @@ the expected value.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,19 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
     if dtype == torch.float16:
         return Choice(kind=FLOAT32, reason="float16 gradients need float32 weights")
     memory = min(one for one in distributed.gather_objects(hardware.probe().memory_gib) if one is not None)
-    count = parameters(config)
+    return by_size(config, memory, parameters(config))
+
+
+def by_size(config: Config, memory: float, count: int | None) -> Choice:
+    """What `auto` chooses for full fine-tuning of a 16-bit model.
+
+    Args:
+        memory: of the smallest GPU, in GiB.
+        count: the model's parameters, if that is known.
+
+    Raises:
+        UserError: it is stochastic rounding, which the optimizer does not have.
+    """
     if count is None:
         return Choice(kind=FLOAT32, reason="the model's size is not known before it is loaded")
     needed = count * bytes_per_weight(config.training.optim) / 2**30
@@ -77,6 +89,17 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
             "which loses small updates."
         )
     return Choice(kind=STOCHASTIC, reason=f"{sizes}, more than {SHARE:.0%} of the smallest GPU")
+
+
+def decided(config: Config, memory: float | None, count: int) -> Config:
+    """The configuration with what `auto` becomes on GPUs of `memory` GiB, for a model of `count` parameters."""
+    training, model = config.training, config.model
+    if training.master_weights != "auto":
+        return config
+    kind: Any = FLOAT32
+    if model.full_finetuning and memory is not None and model.dtype not in ("float32", "float16"):
+        kind = by_size(config, memory, count).kind
+    return replace(config, training=replace(training, master_weights=kind))
 
 
 def bytes_per_weight(optimizer: str) -> float:

@@ -64,12 +64,28 @@ def sizes(folder: Path) -> Sizes | None:
 @dataclass(frozen=True, kw_only=True)
 class Storage:
     """How a configuration stores weights: bytes of one in a layer and outside of layers; whether all are trained, and
-    then the bytes of an optimizer's state per weight. An adapter is left out."""
+    then the bytes of an optimizer's state per weight; and the bytes of a weight that is gathered, if it is gathered in
+    another type than it is stored in. An adapter is left out."""
 
     layer: float
     outside: float
     full: bool
     state: float
+    gathered: float | None = None
+
+    @property
+    def layer_gathered(self) -> float:
+        """Bytes of a gathered weight of a layer; its gradient has as many before it is reduced."""
+        return self.layer if self.gathered is None else self.gathered
+
+    @property
+    def outside_gathered(self) -> float:
+        """The same outside of layers."""
+        return self.outside if self.gathered is None else self.gathered
+
+    def reduced(self, each: float) -> float:
+        """Bytes of this rank's part of a gradient while it is reduced: in float32, and in the weight's type."""
+        return 4 if each == 4 else 4 + each
 
     def kept(self, in_layers: float, outside: float) -> float:
         """Bytes of that many weights, with their gradients and optimizer state."""
@@ -78,13 +94,24 @@ class Storage:
 
 
 def storage(config: Config) -> Storage:
-    """Of a GPU that has bfloat16. PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the
-    scales of 4-bit blocks are 0.127 bits per weight (QLoRA, arXiv 2305.14314)."""
+    """Of a GPU that has bfloat16, once `training.master_weights` is decided.
+
+    PEFT casts what is not quantized to float32 (`prepare_model_for_kbit_training`); the scales of 4-bit blocks
+    are 0.127 bits per weight (QLoRA, arXiv 2305.14314).
+    """
     if config.model.load_in_4bit:
         return Storage(layer=(4 + 0.127) / 8, outside=4, full=False, state=0)
-    each = 4 if config.model.dtype == "float32" else 2
-    state = optimizer_bytes.per_weight(config.training.optim, each)
-    return Storage(layer=each, outside=each, full=config.model.full_finetuning, state=state)
+    model, training = config.model, config.training
+    computed = 4 if model.dtype == "float32" else 2
+    each = 4 if model.full_finetuning and training.master_weights == "float32" else computed
+    state = optimizer_bytes.of_number(training.optim, each, training.master_weights)
+    return Storage(
+        layer=each,
+        outside=each,
+        full=model.full_finetuning,
+        state=optimizer_bytes.per_weight(training.optim, state),
+        gathered=None if computed == each else computed,
+    )
 
 
 def kept_bytes(found: Sizes, world_size: int, stored: Storage) -> int:
@@ -94,7 +121,7 @@ def kept_bytes(found: Sizes, world_size: int, stored: Storage) -> int:
 
 def gathered_bytes(found: Sizes, stored: Storage) -> float:
     """Two layers, and what is outside the layers."""
-    return 2 * found.layer * stored.layer + found.outside * stored.outside
+    return 2 * found.layer * stored.layer_gathered + found.outside * stored.outside_gathered
 
 
 def reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
@@ -103,8 +130,8 @@ def reducing_a_layer(found: Sizes, world_size: int, stored: Storage) -> float:
     before has freed its copy."""
     if not stored.full:
         return gathered_bytes(found, stored)
-    part = (4 + stored.layer) / world_size
-    return gathered_bytes(found, stored) + found.layer * (stored.layer + 4 + part) + found.root * stored.outside
+    layer = found.layer * (stored.layer_gathered + 4 + stored.reduced(stored.layer) / world_size)
+    return gathered_bytes(found, stored) + layer + found.root * stored.outside_gathered
 
 
 def reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
@@ -112,8 +139,8 @@ def reducing_the_root(found: Sizes, world_size: int, stored: Storage) -> float:
     an embedding of its own that is still gathered, and the root's gradients in float32 as in `reducing_a_layer`."""
     if not stored.full:
         return 0.0
-    part = (4 + stored.outside) / world_size
-    return (2 * found.outside - found.root) * stored.outside + found.root * (4 + part)
+    part = stored.reduced(stored.outside) / world_size
+    return (2 * found.outside - found.root) * stored.outside_gathered + found.root * (4 + part)
 
 
 def bytes_per_gpu(found: Sizes, world_size: int, stored: Storage) -> int:

@@ -199,6 +199,8 @@ def sharded(
     all_known = [one for one in all_saved if one is not None]
     of_a_layer = max(all_known[1] - all_known[0], 0) / (slices[1] - slices[0]) if len(all_known) == 2 else None
     held = stored.kept(slices[1] * sizes.layer, sizes.outside)
+    if stored.gathered is not None:  # on one device autocast keeps all weights in that type, too
+        held += stored.gathered * (slices[1] * sizes.layer + sizes.outside)
     return Sharded(
         whole=extrapolate(few, more, slices, layers, str(config.model.model_name_or_path)),
         layers=layers,

@@ -185,6 +185,10 @@ def test_memory_of_a_rank() -> None:
     assert one.peak_bytes(2) == 1100 * 2 * 4 / 2 + 300 * 2 + 700 * 2 + 400 * 4 + 200 * (4 + 2)
     frozen = sharded(stored=sharding.Storage(layer=2, outside=2, full=False, state=0))
     assert frozen.peak_bytes(2) == 440 * 2 / 2 + gathered + 900 + 70
+    # Float32 weights that are gathered in bfloat16, with gradients in bfloat16 until they are reduced in float32.
+    wide = sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    layer = 40 * 2 + 100 * 2 + 100 * 4 + 50 * 4 + 900 + 2 * 10
+    assert sharded(stored=wide).peak_bytes(2) == 440 * 4 * 4 / 2 + gathered + layer
     once = sharded(reduces_once=True)
     assert once.peak_bytes(2) == sharded().peak_bytes(2) + 4 * 440  # while it accumulates
     alone = replace(once, whole=replace(once.whole, global_batch_size=2))
@@ -197,8 +201,13 @@ def test_memory_of_adams_states_in_8_bits() -> None:
     for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "sgd"):
         words = [*job, "--model.full_finetuning", "true", "--training.optim", optimizer]
         stored = sharding.storage(load(words, command="train"))
+        assert (stored.layer, stored.gathered) == (2, None)
         found[optimizer] = sharded(stored=stored).peak_bytes(2) - sharded(stored=replace(stored, state=0)).peak_bytes(2)
     assert found == {"adamw_torch_fused": 440 * 4 / 2, "adamw_torch_8bit": 447, "sgd": 0}  # 440 * 2.03 / 2, rounded up
+    words = [*job, "--model.full_finetuning", "true", "--training.master_weights"]
+    wide, rounds = (sharding.storage(load([*words, kind], command="train")) for kind in ("float32", "stochastic"))
+    assert wide == sharding.Storage(layer=4, outside=4, full=True, state=8, gathered=2)
+    assert rounds == sharding.Storage(layer=2, outside=2, full=True, state=8)
 
 
 @pytest.mark.parametrize("tied", [True, False])
