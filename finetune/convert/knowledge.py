@@ -365,6 +365,7 @@ ARGUMENTS = (
     Argument(LOADER, "max_seq_length", "setting", "data.max_length, unless SFTConfig sets it"),
     Argument(LOADER, "dtype torch_dtype", "setting", "model.dtype"),
     Argument(LOADER, "load_in_4bit load_in_8bit full_finetuning load_in_16bit", "setting", "model.*"),
+    Argument(LOADER, "float32_mixed_precision", "setting", "training.master_weights"),
     Argument(LOADER, "quantization_config", "setting", "model.load_in_4bit or model.load_in_8bit"),
     Argument(LOADER, "device_map", "ignored", _LOADS_WHOLE),
     Argument(

@@ -143,8 +143,10 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
             settings.notes.append(f"of the quantization, {', '.join(sorted(rest))} is left out: the default is used")
     if eight:
         settings.set("model.load_in_8bit", True)
+    in_float32 = given.pop("float32_mixed_precision", None) is True
     if full:
         settings.set("model.full_finetuning", True)
+        _trained_weights(settings, what, in_float32)
     if unsloth and what.owner not in _TEXT_LOADERS:
         if what.owner != "FastModel":
             raise Refusal("R3", f"the model is loaded by {what.owner}; only text is supported")
@@ -211,6 +213,18 @@ def bits(given: dict[str, Any], what: Described) -> tuple[bool, bool, bool, bool
     if full or sixteen or eight:
         four = False
     return four, eight and not full, sixteen and not full, full
+
+
+def _trained_weights(settings: Settings, what: Described, in_float32: bool) -> None:
+    """Full fine-tuning keeps its weights as the notebook loads them."""
+    if in_float32:
+        settings.set("training.master_weights", "float32")
+    elif settings.sections["model"]["dtype"] in ("auto", "bfloat16") and what.owner != "SFTTrainer":
+        settings.set("training.master_weights", "none")
+        settings.notes.append(
+            "the notebook trains weights in bfloat16, which loses small updates; remove training.master_weights from "
+            "the settings to train them in float32"
+        )
 
 
 def dtype_setting(traces: list[Trace]) -> str:

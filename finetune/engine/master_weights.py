@@ -53,14 +53,14 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
     asked = config.training.master_weights
     if dtype == torch.float32:
         return Choice(kind=FLOAT32, reason="model.dtype is float32")
+    if dtype == torch.float16:
+        return Choice(kind=FLOAT32, reason="float16 gradients need float32 weights")
     if asked != "auto":
         return Choice(kind=asked, reason="set by training.master_weights")
     if stack.device == "cpu":
         return Choice(kind=FLOAT32, reason="on a CPU")
     if not config.model.full_finetuning:
         return Choice(kind=FLOAT32, reason="an adapter is small")
-    if dtype == torch.float16:
-        return Choice(kind=FLOAT32, reason="float16 gradients need float32 weights")
     memory = min(one for one in distributed.gather_objects(hardware.probe().memory_gib) if one is not None)
     return by_size(config, memory, parameters(config))
 

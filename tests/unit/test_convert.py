@@ -321,7 +321,9 @@ STYLES = {
         {"training.max_steps": 9},
     ),
     "under the guard": ({"train": "if __name__ == '__main__':\n    trainer.train()\n    model.save_pretrained('there')"}, {"training.output_dir": "there"}),
-    "full": ({"loader": LOADER.replace("load_in_4bit = True", "full_finetuning = True"), "adapter": ""}, {"model.full_finetuning": True, "model.load_in_4bit": False}),
+    "full": ({"loader": LOADER.replace("load_in_4bit = True", "full_finetuning = True"), "adapter": ""}, {"model.full_finetuning": True, "model.load_in_4bit": False, "training.master_weights": "none"}),
+    "full in float32": ({"loader": LOADER.replace("load_in_4bit = True", "full_finetuning = True, float32_mixed_precision = True"), "adapter": ""}, {"model.full_finetuning": True, "training.master_weights": "float32", "model.loader_kwargs": {}}),
+    "grouped by length": ({"trainer": TRAINER.replace("60", "60, group_by_length = True")}, {"training.train_sampling_strategy": "group_by_length"}),
 }  # fmt: skip
 
 
