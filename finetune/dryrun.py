@@ -149,6 +149,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
+        "master_weights": trial.job.master_weights.to_dict(),
         "memory": memory_report(trial, measured),
         "step": split(measured),
         "micro_batches": micro_batches(trial),

@@ -39,6 +39,7 @@ class Tried:
     full: bool = False  # the device ran out of memory
     state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
     sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
+    master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
 
 
 @dataclass(kw_only=True)
@@ -96,7 +97,8 @@ def tried(report: Mapping[str, Any]) -> Tried:
     measured = Measurement.from_dict(report["measurement"])
     if "sharded" in report:
         return Tried(measured=measured, sharded=report["sharded"]["rows"])
-    return Tried(measured=measured, recommended=report["micro_batch_search"].get("recommended"))
+    recommended = report["micro_batch_search"].get("recommended")
+    return Tried(measured=measured, recommended=recommended, master_weights=report.get("master_weights"))
 
 
 def measure_curves(

@@ -164,7 +164,8 @@ def on_configuration(
     size, others = candidates.split_size(faster)
     settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
     plan = launch.plan(chosen.world_size, machine, [*bench.arguments, *settings], options.out)
-    one = base.measured
+    one, weights = base.measured, base.master_weights
+    notes = [f"Trained weights: {weights['kind']} ({weights['reason']})."] if weights else []
     advice = {
         "kind": "advice",
         "world_size": chosen.world_size,
@@ -175,8 +176,9 @@ def on_configuration(
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
         "improvements": [improved(one, faster) for one in better],
+        "master_weights": base.master_weights,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
-        "notes": [report.gradients(one), report.learning_rate(config, one.global_batch_size)],
+        "notes": [*notes, report.gradients(one), report.learning_rate(config, one.global_batch_size)],
         "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)

@@ -247,7 +247,7 @@ def seed_rounding(optimizer: torch.optim.Optimizer, seed: int, step: Any) -> Non
 
 # --- updates that are lost --------------------------------------------------------------------------------------------
 
-SAMPLED_TENSORS, SAMPLED_NUMBERS = 64, 2**14  # at most, per tensor
+SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 2**14  # at most, and of each; a few kernels per tensor at logging steps
 
 
 class Sample:

@@ -375,6 +375,18 @@ def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
     assert f"--training.{name} {value}" in text and remedy in text
 
 
+@pytest.mark.parametrize(("given", "kept"), [("true", "group_by_length"), ("false", "random")])
+def test_group_by_length_is_the_former_name_of_the_sampling_strategy(given, kept):
+    config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--training.group_by_length", given])
+    assert config.training.train_sampling_strategy == kept
+
+
+def test_packs_cannot_be_grouped_by_length():
+    words = ["--model.model_name_or_path", "m", "--data.train_file", "x", "--data.packing", "true"]
+    with pytest.raises(ConfigError, match="group_by_length reduces padding, and packs have none"):
+        load([*words, "--training.train_sampling_strategy", "group_by_length"])
+
+
 # Names of SFTConfig that are taken over -----------------------------------------------------------------------------
 
 

@@ -479,6 +479,20 @@ def test_losses_are_those_of_trl_on_the_rows_of_the_plan(
         assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-3, atol=2e-5), name
 
 
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_similar_length_are_grouped_if_asked_for(make: Callable[..., Any]) -> None:
+    random, grouped = (make(train_sampling_strategy=strategy) for strategy in ("random", "group_by_length"))
+    assert not random.plan.group_by_length and grouped.plan.group_by_length
+    assert grouped.job.config.training.train_sampling_strategy == "group_by_length"
+    spread = [
+        max(one.layout.tokens[one.plan.step_rows(0, 0)]) - min(one.layout.tokens[one.plan.step_rows(0, 0)])
+        for one in (random, grouped)
+    ]
+    assert spread[0] > spread[1]
+
+
 # --- trained weights --------------------------------------------------------------------------------------------------
 
 
