@@ -541,7 +541,12 @@ def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
         head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
         statements.append(head | entry)
     shells = [
-        {"cell": shell.cell, "line": shell.line, "text": scrub(shell.text.splitlines()[0][:200]), "outcome": "dropped"}
+        {
+            "cell": shell.cell,
+            "line": shell.line,
+            "text": scrub(shell.text.partition("\n")[0][:200]),
+            "outcome": "dropped",
+        }
         for shell in form.notebook.shells
     ]
     return {

@@ -424,7 +424,12 @@ def _report(notebook: Notebook, plan: Plan, settings: Settings, notes: list[str]
             {"cell": statement.cell, "line": statement.line, "statement": scrub(_head(statement.source)), **entry}
         )
     shells = [
-        {"cell": shell.cell, "line": shell.line, "text": scrub(shell.text.splitlines()[0][:200]), "outcome": "dropped"}
+        {
+            "cell": shell.cell,
+            "line": shell.line,
+            "text": scrub(shell.text.partition("\n")[0][:200]),
+            "outcome": "dropped",
+        }
         for shell in notebook.shells
     ]
     return {

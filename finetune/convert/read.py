@@ -10,12 +10,12 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.convert.knowledge import named
+from finetune.convert.source import visible_comments
 from finetune.errors import UserError
 from finetune.redact import redact
 from finetune.runtime import files
@@ -188,7 +188,8 @@ def _python_cells(text: str) -> list[tuple[str, str]]:
     text = text.replace("\r\n", "\n")
     # Colab exports magics as comments under this line: drop it and leave them commented out.
     text = re.sub(r"^# Commented out IPython magic.*\n", "", text, flags=re.MULTILINE)
-    marks = list(_PERCENT.finditer(text))
+    inside = _starts_in_strings(text)
+    marks = [mark for mark in _PERCENT.finditer(text) if mark.start() not in inside]
     if not marks:
         return [("code", text)]
     cells = [("code", text[: marks[0].start()])]
@@ -202,6 +203,18 @@ def _python_cells(text: str) -> list[tuple[str, str]]:
         else:
             cells.append(("code", body))
     return cells
+
+
+def _starts_in_strings(text: str) -> set[int]:
+    """Positions of the lines that begin inside a string in triple quotes."""
+    found: set[int] = set()
+    position, quotes = 0, None
+    for line in text.split("\n"):
+        if quotes is not None:
+            found.add(position)
+        quotes = _open_quotes(line, quotes)
+        position += len(line) + 1
+    return found
 
 
 _MARKUP = re.compile(r"<[^>]{0,999}>|!?\[([^\]]{0,999})\]\([^)]{0,999}\)|[*_`#]")
@@ -255,14 +268,18 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
         return
     lines = source.split("\n")
     ends = 0
-    for node in tree.body:
+    for node, following in zip(tree.body, [*tree.body[1:], None], strict=False):
         first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
-        for text, one in _with_comments(lines, node, first, ends):
-            _add(notebook, index, first, text, one)
-        ends = node.end_lineno or node.lineno
+        last = node.end_lineno or node.lineno
+        if first == ends or (following is not None and following.lineno == last):  # several on one line
+            text = ast.unparse(node)
+            _add(notebook, index, first, text, ast.parse(text).body[0])
+        else:
+            _add(notebook, index, first, *_with_comments(lines, node, first, ends))
+        ends = last
 
 
-def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> Iterator[tuple[str, ast.stmt]]:
+def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> tuple[str, ast.stmt]:
     """The text of a statement with the comments directly above and after it, and the node parsed from that text."""
     above = first - 1
     while (
@@ -271,17 +288,9 @@ def _with_comments(lines: list[str], node: ast.stmt, first: int, ends: int) -> I
         and not lines[above - 1].lstrip().startswith(("# @", "#@"))
     ):
         above -= 1
-    last = node.end_lineno or node.lineno
-    text = "\n".join(lines[above:last])
-    try:
-        body = ast.parse(text).body
-    except SyntaxError:
-        body = []
-    if len(body) == 1:
-        yield text, body[0]
-    else:  # several on one line
-        text = ast.unparse(node)
-        yield text, ast.parse(text).body[0]
+    text = visible_comments("\n".join(lines[above : node.end_lineno or node.lineno]))
+    (parsed,) = ast.parse(text).body
+    return text, parsed
 
 
 def _add(notebook: Notebook, cell: int, line: int, source: str, node: ast.stmt) -> None:
@@ -469,15 +478,19 @@ def _joined(lines: list[str], number: int) -> tuple[str, int, int]:
     return " ".join(parts), number, number - start
 
 
+# What is left of a string; an escaped quote does not end it, in a raw string neither.
+_TO_QUOTES = {mark: re.compile(rf"(?:\\.|(?!{mark})[^\\])*+{mark}") for mark in ('"""', "'''")}
+
+
 def _open_quotes(line: str, quotes: str | None) -> str | None:
     """Which triple quotes are open after this line."""
     position = 0
     while position < len(line):
         if quotes is not None:
-            end = line.find(quotes, position)
-            if end < 0:
+            end = _TO_QUOTES[quotes].match(line, position)
+            if end is None:
                 return quotes
-            position, quotes = end + 3, None
+            position, quotes = end.end(), None
         elif line[position] == "#":
             return None
         elif line.startswith(('"""', "'''"), position):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import io
 import subprocess
+import tokenize
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,19 @@ def docstring(text: str) -> str:
 
 def comment(text: str) -> str:
     return f"# {one_line(text)}"
+
+
+def visible_comments(code: str) -> str:
+    """Code of the notebook, in whose comments each character that is not visible is an escape: text that changes
+    direction would make a reader see other code."""
+    if all(map(is_visible, code.replace("\n", ""))):
+        return code
+    lines = code.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(code, newline="").readline):
+        if token.type == tokenize.COMMENT:
+            line, start = token.start
+            lines[line - 1] = lines[line - 1][:start] + one_line(lines[line - 1][start:])
+    return "\n".join(lines)
 
 
 # --- statements -------------------------------------------------------------------------------------------------------

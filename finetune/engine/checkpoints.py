@@ -210,6 +210,12 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     existing = existing_run(output_dir)
     if existing and not resuming and not overwrite:
         raise UserError(holds_a_run(output_dir, existing))
+    for name in ("runs", "hang"):
+        if (output_dir / name).is_symlink():
+            raise UserError(
+                f"{output_dir / name} is a symbolic link, and the run would write where it points. Remove it, or give "
+                "another training.output_dir."
+            )
     if not os.access(parent, os.W_OK):
         raise UserError(
             f"training.output_dir is {output_dir}: {parent} is not writable for this user. Give another folder."

@@ -366,3 +366,12 @@ def test_a_run_that_failed_before_it_began_leaves_no_record(tmp_path: Path) -> N
     record.update(status="running")
     record.fail("boom")
     assert json.loads((tmp_path / "run.json").read_text()) == {"status": "failed", "error": "boom"}
+
+
+@pytest.mark.parametrize("name", ["runs", "hang"])
+def test_records_are_not_written_through_a_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{name} is a symbolic link"):
+        checkpoints.check_output(tmp_path / "out", resuming=False, overwrite=True)

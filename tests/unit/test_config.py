@@ -1,6 +1,7 @@
 """The configuration layer: `pytest tests/unit/test_config.py` on any machine, offline."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -379,6 +380,12 @@ def test_managed_fields_are_refused_with_the_reason(name, value, remedy):
 def test_group_by_length_is_the_former_name_of_the_sampling_strategy(given, kept):
     config = load(["--model.model_name_or_path", "m", "--data.train_file", "x", "--training.group_by_length", given])
     assert config.training.train_sampling_strategy == kept
+
+
+def test_a_pipe_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match="it is not a regular file. Give a YAML file"):
+        load(["--config", str(tmp_path / "c.yaml")])
 
 
 def test_packs_cannot_be_grouped_by_length():

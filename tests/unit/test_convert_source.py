@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from finetune.convert import main
 from finetune.convert.command import Outcome, convert, write
 from finetune.convert.emit import config_text, yaml_value
-from finetune.convert.source import Part, comment, docstring, expression, own, script
+from finetune.convert.read import read
+from finetune.convert.source import Part, comment, docstring, expression, own, script, visible_comments
 from finetune.convert.values import Settings
 from finetune.errors import RunError
 
@@ -258,3 +259,65 @@ def test_no_text_of_a_notebook_becomes_code(form: str, tmp_path: Path) -> None:
 
     check()
     assert outcomes.count("converted") > len(outcomes) / 3, outcomes
+
+
+# --- where strings end ------------------------------------------------------------------------------------------------
+
+
+def notebook_of(path: Path, *sources: str) -> Path:
+    """A notebook of these code cells."""
+    content = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": source} for source in sources]
+    path.write_text(json.dumps({"cells": content, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+def dumped(path: Path) -> list[str]:
+    return [ast.dump(one.node) for one in read(path).statements]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'p = """a \\"""\n!x \\\n"""\nq = """\nmarker()\nr = \'\'\'\n"""\ns = 1 # \'\'\'',
+        'p = """\\"""\n!hello\n%time 5\n\\"""Below"""',
+        "p = r'''a \\'''\n!x\n'''",
+        'p = """a""" + """\n!x\n"""',
+    ],
+)
+def test_lines_inside_a_string_are_no_magics(tmp_path: Path, text: str) -> None:
+    """Beside a shell line, for which the cell is not Python: its other statements are those of the cell alone."""
+    whole = dumped(notebook_of(tmp_path / "n.ipynb", f"!pip install foo\n{text}"))
+    assert whole == [ast.dump(node) for node in ast.parse(text).body]
+
+
+def test_marks_of_cells_inside_a_string_split_nothing(tmp_path: Path) -> None:
+    text = 'a = 1\n# %%\nb = """\n# %%\nmarker()\n# In[3]:\n"""\n# %% next\nc = 2\n'
+    (tmp_path / "n.py").write_text(text)
+    assert dumped(tmp_path / "n.py") == [ast.dump(node) for node in ast.parse(text).body]
+    assert [one.cell for one in read(tmp_path / "n.py").statements] == sorted(
+        {one.cell for one in read(tmp_path / "n.py").statements}
+    )
+
+
+def test_statements_on_one_line_are_each_read_once(tmp_path: Path) -> None:
+    text = '# above\na = 1; b = 2; c = """x\ny"""; d = 4\n# of e\ne = 5  # after'
+    notebook = read(notebook_of(tmp_path / "n.ipynb", text))
+    assert [ast.dump(one.node) for one in notebook.statements] == [ast.dump(node) for node in ast.parse(text).body]
+    assert notebook.statements[-1].source == "# of e\ne = 5  # after"
+
+
+def test_characters_that_hide_code_are_escapes_in_comments() -> None:
+    code = "x = '\u202e'  # a\u202e b\u2028c\x0cd"
+    shown = visible_comments(code)
+    assert shown == "x = '\u202e'  # a\\u202e b\\u2028c\\x0cd" and ast.dump(ast.parse(shown)) == ast.dump(
+        ast.parse(code)
+    )
+    assert visible_comments("y = 1  # caf\u00e9") == "y = 1  # caf\u00e9"
+
+
+@pytest.mark.process
+def test_an_empty_shell_line_is_left_out(tmp_path: Path) -> None:
+    content = json.loads(EXAMPLE.read_text())
+    content["cells"].insert(2, {"cell_type": "code", "metadata": {}, "outputs": [], "source": "!"})
+    (tmp_path / "n.ipynb").write_text(json.dumps(content))
+    assert convert(tmp_path / "n.ipynb", witness=False).result == "converted"
