@@ -495,7 +495,7 @@ def check_reload(trainer: Any, folder: Path) -> None:
     import torch
 
     model = trainer.model
-    with checkpoints.no_space(folder.parent, "the trained weights"):
+    with checkpoints.no_space(folder.parent, "the trained weights"), trainer.keeping_dtypes():
         trainer.save_model(str(folder))
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():

@@ -173,6 +173,18 @@ def saved_dtype(model: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype)
     return tensor.dtype if keeps else dtype
 
 
+def saved_state(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a model in `dtype`, on the host; what is one tensor in the model stays one."""
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    found = {}
+    for name, one in model.state_dict().items():
+        place = one.data_ptr(), one.shape, one.dtype
+        if place not in made:
+            made[place] = one.to(saved_dtype(model, name, one, dtype)).cpu()
+        found[name] = made[place]
+    return found
+
+
 def rounded(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Number of trained weights that have 16 bits."""
     sixteen = (torch.bfloat16, torch.float16)
@@ -213,7 +225,10 @@ def _rounding_adamw() -> type:
             return torch.zeros_like(p, dtype=torch.float32)
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)  # casts the states to the type of their weights
+            groups = [
+                {**one, "lr": torch.as_tensor(one["lr"])} for one in state_dict["param_groups"]
+            ]  # as torchao asks
+            super().load_state_dict({**state_dict, "param_groups": groups})  # casts states to the type of their weights
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 for parameter, key in zip(group["params"], saved["params"], strict=True):
                     for name, value in state_dict["state"].get(key, {}).items():

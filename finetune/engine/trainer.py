@@ -540,6 +540,15 @@ class SFTTrainer(trl.SFTTrainer):
             self.processing_class.save_pretrained(folder)
         distributed.barrier()
 
+    @contextlib.contextmanager
+    def keeping_dtypes(self) -> Iterator[None]:
+        """Context in which models are saved as they are trained, to be loaded again; not in `saved_dtype`."""
+        self._in_checkpoint = True
+        try:
+            yield
+        finally:
+            self._in_checkpoint = False
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As in transformers; of a sharded model each rank reads its part."""
         if self.sharded:
@@ -569,11 +578,8 @@ class SFTTrainer(trl.SFTTrainer):
             checkpoints.staging(target, main=self.args.should_save) as staging,
         ):
             distributed.barrier()
-            self._in_checkpoint = True
-            try:
+            with self.keeping_dtypes():
                 self.save_model(str(staging), _internal_call=True)
-            finally:
-                self._in_checkpoint = False
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(staging))
                 self._save_scaler(str(staging))
@@ -608,10 +614,7 @@ class SFTTrainer(trl.SFTTrainer):
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         dtype = self.saved_dtype
         if dtype is not None and not self._in_checkpoint:
-            state_dict = {
-                name: one.to(master_weights.saved_dtype(unwrapped, name, one, dtype)).cpu()
-                for name, one in unwrapped.state_dict().items()
-            }
+            state_dict = master_weights.saved_state(unwrapped, dtype)
         unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
         if dtype is not None:  # also in a checkpoint: whoever loads it gets the model
             unwrapped.config.dtype = dtype

@@ -255,9 +255,8 @@ def compare(reference: Path, other: Path, world_size: int, strategy: str = "ddp"
         products(reference / f"{name}.safetensors", other / f"{name}.safetensors") for name in ("gradient", "weights")
     )
     norms = [load_file(folder / "norms.safetensors")["norms"].double() for folder in folders]
-    # Tolerances of the coarsest type that sums are taken in: the gradients', and autocast's, which only GPUs use.
-    types = {product.dtype for product in gradients.values()}
-    types |= {one["dtype"]} if one["hardware"]["device"] != "cpu" else set()
+    # Tolerances of the coarsest type that sums are taken in: the gradients', and autocast's.
+    types = {product.dtype for product in gradients.values()} | {one["dtype"]}
     allowed = max((TOLERANCES[name] for name in types if name in TOLERANCES), key=lambda tolerance: tolerance.ratio)
 
     total = Products.sum(gradients.values())

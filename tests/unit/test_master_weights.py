@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune import train
 from finetune.config import Config
 from finetune.config.schema import ModelConfig, TrainingConfig
 from finetune.engine import master_weights
@@ -127,6 +128,23 @@ def test_trained_weights_are_widened_and_activations_stay_16_bit() -> None:
         assert model(torch.arange(3))[0].dtype == torch.float32  # without autocast nothing changes
 
 
+def test_tied_weights_stay_one_tensor_in_the_saved_model() -> None:
+    model = Small().float()
+    model.head.weight = model.embed.weight
+    state = master_weights.saved_state(model, BF16)
+    assert state["head.weight"] is state["embed.weight"] and state["norm.weight"] is not state["norm.bias"]
+    assert {one.dtype for one in state.values()} == {BF16}
+
+
+def test_the_dry_run_of_full_fine_tuning_reloads_what_it_trains(runs: Runs, tmp_path: Path) -> None:
+    given = ("--model.model_name_or_path", str(runs.folder / "model"), "--model.backend", "transformers", "--dry-run")
+    files = ("--data.train_file", str(runs.folder / "train.jsonl"), "--training.output_dir", str(tmp_path / "out"))
+    assert train.main([*given, *files, *FULL, "--json", str(tmp_path / "dry.json")]) == 0
+    found = json.loads((tmp_path / "dry.json").read_text())
+    assert found["go"], found["reason"]
+    assert found["master_weights"] == {"kind": "float32", "reason": "on a CPU"}
+
+
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +209,10 @@ def test_states_stay_float32_when_they_are_loaded() -> None:
     parameter.grad = gradients(0, weight).to(BF16)
     optimizer.step()
     other, loaded = rounded(weight)
-    other.load_state_dict(optimizer.state_dict())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = RATE  # a number, as in the files of a sharded checkpoint
+    other.load_state_dict(saved)
+    assert torch.is_tensor(other.param_groups[0]["lr"])
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(other.state[loaded][name], optimizer.state[parameter][name])
         assert other.state[loaded][name].dtype == torch.float32
