@@ -333,11 +333,11 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
 
 
 def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
-    file = Path(path)
-    if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe or a device, which may never end
-        problems.add(f"{path}: it is not a regular file. Give a YAML file.", *KEYS)
-        return []
     try:
+        file = Path(path)
+        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe or a device, which may never end
+            problems.add(f"{path}: it is not a regular file. Give a YAML file.", *KEYS)
+            return []
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         problems.add(f"{path}: the configuration file does not exist (searched in {Path.cwd()}).", *KEYS)
