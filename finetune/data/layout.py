@@ -103,8 +103,8 @@ MIX_EPOCHS = 32
 
 
 def batch_mix(layout: Layout, plan: Plan) -> dict[str, float] | None:
-    """How similar the steps of a plan are to each other: steps that are no random samples of the data cost held-out
-    loss. None if an epoch has fewer than two full steps.
+    """How similar the steps of a plan are to each other: steps that are not random samples of the data cost
+    held-out loss. None if an epoch has fewer than two full steps.
 
     Returns:
         sd_of_step_mean_length: standard deviation, over steps, of the mean length of a step's documents, in tokens

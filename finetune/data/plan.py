@@ -32,8 +32,8 @@ class Plan:
     fingerprint:   digest of the data, from the cache
     lengths:       int [n_rows], tokens of each row if micro-batches are padded to their longest row; None for packs,
                    whose shape is constant
-    group_by_length: draw the rows of a step among rows of similar length, for less padding. A step is then no random
-                   sample of the data, which costs held-out loss. False: all orders are equally likely.
+    group_by_length: draw the rows of a step among rows of similar length, for less padding. A step is then not a
+                   random sample of the data, which costs held-out loss. False: all orders are equally likely.
 
     Raises UserError for no rows or an impossible batch size; ValueError for arrays of inconsistent shapes.
     """

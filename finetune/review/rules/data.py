@@ -60,8 +60,8 @@ def rows_lost(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 
 def similar_steps(run: Run, others: Sequence[Run] = ()) -> Finding | None:
-    """The mean document length varies over steps at least 1.5 times as much as in random order: steps are no random
-    samples. House rule; on GSM8K such steps cost 1.8 % of held-out loss at 13 times (benchmarks.quality)."""
+    """The mean document length varies over steps at least 1.5 times as much as in random order: steps are not random
+    samples. House rule; on GSM8K, steps of one length cost 1.4 % of held-out loss (docs/learning.md)."""
     found, random = (number(run.at(f"batch_mix.{name}")) for name in ("sd_of_step_mean_length", "sd_random_order"))
     if found is None or not random or found < MIX * random:
         return None
