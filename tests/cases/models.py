@@ -1,0 +1,85 @@
+"""The tiny random models that a case can name: one for each kind of model on which something went wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests import tiny
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
+# kind: (configuration class, its arguments). Kinds that differ in their files or tokenizer alone are Llamas.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", LLAMA),
+    "base_chatml": ("LlamaConfig", LLAMA),
+    "gemma_like": ("LlamaConfig", LLAMA),
+    "bad_generation_config": ("LlamaConfig", LLAMA),
+    "tokenizer_of_v4": ("LlamaConfig", LLAMA),
+    "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "phi3": ("Phi3Config", LLAMA),
+    "lfm2": ("Lfm2Config", LLAMA | {"num_hidden_layers": 4, "layer_types": CONV_LAYERS}),
+    "tied": ("Qwen3Config", LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+}
+
+
+def make(kind: str, folder: Path) -> Path:
+    """Write a model of the kind, with its tokenizer, into `folder`."""
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True)
+    tokenizer = tiny.make_tokenizer(folder)
+    _change_tokenizer(kind, tokenizer)
+    tokenizer.save_pretrained(folder)
+    name, arguments = ARCHITECTURES[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, name)(
+            vocab_size=len(tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **arguments,
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    _change_files(kind, folder)
+    return folder
+
+
+def _change_tokenizer(kind: str, tokenizer: Any) -> None:
+    if kind == "gemma_like":  # turns end in a token that is not the tokenizer's EOS
+        from finetune.data.template import TEMPLATES
+
+        tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"})
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
+        tokenizer.chat_template = TEMPLATES["gemma"].lstrip()
+    elif kind == "base_chatml":  # ChatML's tokens, but EOS is <|endoftext|>, as in Qwen's base models
+        tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+
+
+def _change_files(kind: str, folder: Path) -> None:
+    if kind == "bad_generation_config":  # transformers loads it, and refuses to save it
+        file = folder / "generation_config.json"
+        sampling = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
+        file.write_text(json.dumps(json.loads(file.read_text()) | sampling))
+    elif kind == "tokenizer_of_v4":  # tokenizer_config.json as transformers 4 writes it
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        config = {
+            "added_tokens_decoder": {str(token.pop("id")): token for token in added},
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|pad|>",
+            "model_max_length": 1024,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
