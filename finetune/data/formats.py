@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data import IGNORE_INDEX
+from finetune.data.arrow import Struct
 from finetune.errors import UserError
 
 Message = dict[str, Any]
@@ -32,14 +33,18 @@ _SHAREGPT_ROLES = {
 
 # For each format: the required fields and the optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "messages": (("messages",), ("system", "tools", "chat_template_kwargs")),
     "sharegpt": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "alpaca": (("instruction", "output"), ("input", "system", "chat_template_kwargs")),
-    "prompt_completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", "chat_template_kwargs")),
+    "prompt_completion": (("prompt", "completion"), ("system", "tools", "chat_template_kwargs")),
     "text": (("text",), ()),
     "tokenized": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "seq_lengths")),
 }
 FORMATS = tuple(_FIELDS)
+MASKS = ("labels", "completion_mask", "assistant_masks")  # of rows of token ids
+_OPTIONAL = {field for _, optional in _FIELDS.values() for field in optional}
+# Formats of TRL in which it reads no column for the system prompt.
+_WITHOUT_SYSTEM_IN_TRL = ("messages", "prompt_completion")
 
 # The formats that TRL's SFTTrainer knows, in the order in which it looks for their columns; then the other ones. A list
 # column under the other format's usual name (None: either name) is not TRL's, so it comes later.
@@ -90,13 +95,45 @@ class RowError(Exception):
 class Format:
     """A row format, its columns (field of the format -> column of the file), and the evidence for choosing it.
 
+    columns: of the required fields, of optional fields that the first rows have, and of all that are mapped. Each row
+             is asked for the other optional fields, because rows of JSON may have columns that the first ones lack.
     of_text: prompts and completions are strings, which no chat template renders.
+    as_trl:  optional columns that TRL does not read are not read.
     """
 
     name: str
     columns: dict[str, str]
     evidence: str
     of_text: bool = False
+    as_trl: bool = False
+
+    def column(self, field: str) -> str:
+        """The column of a field."""
+        return self.columns.get(field, field)
+
+    def get(self, row: Mapping[str, Any], field: str) -> Any:
+        """The value of an optional field in a row, None if the row has none."""
+        if field == "system" and self.as_trl and self.name in _WITHOUT_SYSTEM_IN_TRL:
+            return None
+        return row.get(self.column(field))
+
+    def unread(self, row: Mapping[str, Any], *, has_template: bool) -> set[str]:
+        """The columns in which this row has a value that `to_conversation` does not read."""
+        required, optional = _FIELDS[self.name]
+        if self.name == "prompt_completion" and isinstance(row.get(self.column("prompt")), str):
+            optional = ()
+        elif self.name == "tokenized":
+            optional += ("prompt", "completion")  # they decide what a completion_mask means
+        elif self.name == "alpaca" and not has_template:
+            optional = ("input", "system", "history")
+        elif self.as_trl and self.name in _WITHOUT_SYSTEM_IN_TRL:
+            optional = tuple(field for field in optional if field != "system")
+        found = row.keys() - {self.column(field) for field in required + optional}
+        return {column for column in found if _has_value(row[column])}
+
+
+def _has_value(value: Any) -> bool:
+    return bool(value) if isinstance(value, str | list | dict) else value is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +144,7 @@ class Conversation:
     variables:  values for the chat template, from the row's `chat_template_kwargs`
     supervised: the row's own mark for each message, which overrides its role and index: True, False, or None for a
                 message without a mark. None if no message has one.
+    notes:      what of the row is not in the messages
     """
 
     messages: list[Message]
@@ -114,6 +152,7 @@ class Conversation:
     supervised_from: int = 0
     variables: dict[str, Any] | None = None
     supervised: tuple[bool | None, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,12 +191,16 @@ def detect(
     sample_rows: Sequence[Mapping[str, Any]],
     wanted: str = "auto",
     mapping: Mapping[str, str] | None = None,
+    *,
+    as_trl: bool = False,
 ) -> Format:
     """Detect the format of rows with these columns.
 
     Args:
         wanted: one of FORMATS, or "auto".
-        mapping: field of the format -> column of the file; only formats that have these fields are considered.
+        mapping: field of the format -> column of the file; only formats that have these fields are considered. Columns
+            of optional fields may be in later rows only: see `check_mapping`.
+        as_trl: read no optional column that TRL does not read.
 
     If several formats match, the first one in TRL's order is chosen.
 
@@ -166,13 +209,13 @@ def detect(
     """
     columns, mapping = list(columns), dict(mapping or {})
     present = f"the columns are {', '.join(columns) or 'none'}"
-    candidates = _candidates(columns, wanted, mapping, present)
+    candidates = _candidates(columns, wanted, mapping)
     known = [(name, column) for name, column in _ORDER if name in candidates]
     found = [match for key in known if (match := _match(*key, columns, sample_rows, mapping, wanted))]
     if found:
         later = ", ".join(dict.fromkeys(match.name for match in found if match.name != found[0].name))
         evidence = f"{found[0].evidence}; before {later}, as in TRL" if later else found[0].evidence
-        return replace(found[0], evidence=evidence)
+        return replace(found[0], evidence=evidence, as_trl=as_trl)
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
@@ -182,6 +225,18 @@ def detect(
     raise UserError(
         f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}."
     )
+
+
+def check_mapping(mapping: Mapping[str, str], columns: Iterable[str]) -> None:
+    """Check that every mapped column is one of the columns of all rows. Raises UserError."""
+    columns = list(columns)
+    if absent := [column for column in mapping.values() if column not in columns]:
+        raise _absent(absent, columns)
+
+
+def _absent(absent: list[str], columns: list[str]) -> UserError:
+    present = f"the columns are {', '.join(columns) or 'none'}"
+    return UserError(f"data.columns names columns that the rows lack: {', '.join(absent)}; {present}. Correct them.")
 
 
 def text_column(columns: Iterable[str], field: str, wanted: str = "auto") -> dict[str, str]:
@@ -229,13 +284,14 @@ def describe(
     return f"{name} ({format.evidence}), loss on {on}"
 
 
-def _candidates(columns: list[str], wanted: str, mapping: dict[str, str], present: str) -> list[str]:
+def _candidates(columns: list[str], wanted: str, mapping: dict[str, str]) -> list[str]:
     if wanted != "auto" and wanted not in _FIELDS:
         near = get_close_matches(wanted, FORMATS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(f"data.format is unknown: {wanted!r}{hint}. Set it to auto, {', '.join(FORMATS)}.")
-    if absent := [column for column in mapping.values() if column not in columns]:
-        raise UserError(f"data.columns names columns that the rows lack: {', '.join(absent)}; {present}. Correct them.")
+    required = (column for field, column in mapping.items() if field not in _OPTIONAL)
+    if absent := [column for column in required if column not in columns]:
+        raise _absent(absent, columns)
     names = list(FORMATS) if wanted == "auto" else [wanted]
     fitting = [name for name in names if set(mapping) <= set(_FIELDS[name][0] + _FIELDS[name][1])]
     if not fitting:
@@ -260,7 +316,7 @@ def _match(
     names = {f: mapping.get(f, f) for f in required + optional}
     if required[0] in _LIST_COLUMNS and required[0] not in mapping:
         names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
-    found = {f: names[f] for f in required + optional if names[f] in columns}
+    found = {f: names[f] for f in required + optional if names[f] in columns or (f in mapping and f in optional)}
     if not all(f in found for f in required):
         return None
     evidence = _evidence(name, found, rows)
@@ -311,6 +367,7 @@ def to_conversation(
     system_prompt: str | None = None,
     has_template: bool = True,
     train_on_roles: Sequence[str] | None = TRAINED_ROLES,
+    keep_empty: bool = False,
 ) -> Row:
     """Convert one row to a conversation; to text if its format has no messages; or to its own token ids.
 
@@ -318,46 +375,83 @@ def to_conversation(
     conversations, or text if there is no chat template. `system_prompt` is added to conversations without a system
     message. A conversation needs a message of one of the roles `train_on_roles`, or one that the row marks to be
     trained, and roles in a sensible order; None asks for neither, since then all of it is trained. Raises RowError if
-    the row cannot be used.
+    the row cannot be used: one with an empty message or text only with `keep_empty`.
     """
     if format.name == "tokenized":
         return _tokens(row, format)
     if format.name == "alpaca":
-        return _alpaca(row, format, system_prompt, has_template)
+        return _alpaca(row, format, system_prompt, has_template, keep_empty)
     if format.name == "text" or (format.name == "prompt_completion" and isinstance(_value(row, format, "prompt"), str)):
         if system_prompt:
             raise UserError(
                 "data.system_prompt cannot be used with rows of plain text. Remove it, or set another data.format."
             )
         if format.name == "text":
-            return Text(text=_string(row, format, "text"))
+            return Text(text=_string(row, format, "text", keep_empty))
         prompt = row[format.columns["prompt"]]
-        return Text(text=prompt + _string(row, format, "completion"), supervised_from=len(prompt))
-    tools, variables = _tools(row, format), _variables(row, format)
+        return Text(text=prompt + _string(row, format, "completion", keep_empty), supervised_from=len(prompt))
+    first = {"sharegpt": "conversations", "messages": "messages"}.get(format.name, "prompt")
+    items = _list(row, format, first)
+    notes = _notes(row, format, items)
+    read = _sharegpt if format.name == "sharegpt" else _openai
+    messages = _with_system(read(items, keep_empty), _optional_string(row, format, "system") or system_prompt)
+    supervised_from = 0
     if format.name == "prompt_completion":
-        return _from_message_lists(row, format, system_prompt, tools, variables, train_on_roles)
-    column = "messages" if format.name == "messages" else "conversations"
-    items = _list(row, format, column)
-    messages = _openai(items) if format.name == "messages" else _sharegpt(items)
-    row_system = _string(row, format, "system", optional=True) if format.name == "sharegpt" else ""
-    messages = _with_system(messages, row_system or system_prompt)
+        supervised_from = len(messages)
+        items = _list(row, format, "completion")
+        completion = _openai(items, keep_empty)
+        notes += _null_arguments(items)
+        if train_on_roles is not None and not any(message.get("train") for message in messages):
+            _check_trained(completion, train_on_roles, " in the completion")
+        messages += completion
     if train_on_roles is not None:
         check(messages, train_on_roles)
-    return _conversation(messages, tools, variables)
-
-
-def _conversation(
-    messages: list[Message], tools: list | None, variables: dict[str, Any] | None = None, supervised_from: int = 0
-) -> Conversation:
-    """A conversation whose marks `train` are taken out of the messages, because a chat template may render any key."""
-    marks = tuple(message.pop("train", None) for message in messages)
+    marks = tuple(message.pop("train", None) for message in messages)  # a chat template may render any key
     return Conversation(
         messages=messages,
-        tools=tools,
+        tools=_tools(row, format),
         supervised_from=supervised_from,
-        variables=variables,
+        variables=_variables(row, format),
         supervised=marks if any(mark is not None for mark in marks) else None,
+        notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _notes(row: Mapping[str, Any], format: Format, items: list) -> list[str]:
+    """What of a conversation is not in its messages."""
+    notes = _null_arguments(items)
+    first = items[0] if isinstance(items[0], dict) else {}
+    given = format.get(row, "system")
+    if given and (first.get("role") or first.get("from")) in ("system", "developer"):
+        if given not in (first.get("content"), first.get("value")):
+            column = format.column("system")
+            notes.append(f"the column {column!r} is not read: the messages begin with a system message")
+    if format.name == "sharegpt":
+        keys = {key for item in items if isinstance(item, dict) for key in item if item[key] is not None}
+        if unread := sorted(keys - {"from", "value", "train", "weight"}):
+            notes.append(f"keys of from/value messages that are not read: {', '.join(map(repr, unread))}")
+    return notes
+
+
+def _null_arguments(items: list) -> list[str]:
+    calls = (call for item in items if isinstance(item, dict) for call in item.get("tool_calls") or ())
+    if any(isinstance(call, Struct) and _has_null(call.get("function", call)) for call in calls):
+        return ["nulls in the arguments of tool calls are left out: Arrow adds them for keys that a call lacks"]
+    return []
+
+
+def _has_null(function: Any) -> bool:
+    """Whether an object from Arrow has a null anywhere in its arguments."""
+    pending = [function.get("arguments")] if isinstance(function, dict) else []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Struct):
+            if None in value.values():
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False
 
 
 def check(messages: list[Message], train_on_roles: Sequence[str] = TRAINED_ROLES) -> None:
@@ -383,36 +477,40 @@ def check(messages: list[Message], train_on_roles: Sequence[str] = TRAINED_ROLES
 
 
 def _alpaca(
-    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool
+    row: Mapping[str, Any], format: Format, system_prompt: str | None, has_template: bool, keep_empty: bool
 ) -> Conversation | Text:
-    instruction, given = _string(row, format, "instruction"), _string(row, format, "input", optional=True)
-    answer = _string(row, format, "output")
-    system = _string(row, format, "system", optional=True) or system_prompt
+    instruction, given = _string(row, format, "instruction", keep_empty), _optional_string(row, format, "input")
+    answer = _string(row, format, "output", keep_empty)
+    system = _optional_string(row, format, "system") or system_prompt
+    history = _history(row, format)
     if has_template:
         prompt = f"{instruction}\n\n{given}" if given else instruction
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return Conversation(messages=_with_system(messages, system), variables=_variables(row, format))
+        turns = [
+            {"role": role, "content": content}
+            for pair in [*history, (prompt, answer)]
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return Conversation(messages=_with_system(turns, system), variables=_variables(row, format))
     published = _ALPACA_WITH_INPUT if given else _ALPACA_WITHOUT_INPUT
-    plain = published.format(instruction=instruction, input=given)
+    plain = "".join(f"{_ALPACA_WITHOUT_INPUT.format(instruction=asked)}{said}\n\n" for asked, said in history)
+    plain += published.format(instruction=instruction, input=given)
     plain = f"{system}\n\n{plain}" if system else plain
     return Text(text=plain + answer, supervised_from=len(plain))
 
 
-def _from_message_lists(
-    row: Mapping[str, Any],
-    format: Format,
-    system_prompt: str | None,
-    tools: list | None,
-    variables: dict[str, Any] | None,
-    train_on_roles: Sequence[str] | None,
-) -> Conversation:
-    prompt = _with_system(_openai(_list(row, format, "prompt")), system_prompt)
-    completion = _openai(_list(row, format, "completion"))
-    if train_on_roles is not None:
-        if not any(message.get("train") for message in prompt):
-            _check_trained(completion, train_on_roles, " in the completion")
-        check(prompt + completion, train_on_roles)
-    return _conversation(prompt + completion, tools, variables, supervised_from=len(prompt))
+def _history(row: Mapping[str, Any], format: Format) -> list[tuple[str, str]]:
+    """Earlier turns of an Alpaca row: a list of [question, answer], as in LLaMA-Factory, or the list as JSON text."""
+    column, value = format.column("history"), _from_json(format.get(row, "history"), format.column("history"))
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in value
+    ):
+        raise RowError("wrong_type", f"the column {column!r} must be a list of [question, answer]")
+    return [(asked, said) for asked, said in value]
+
+
+_KEPT = "data.keep_empty: true keeps such rows"
 
 
 def _check_trained(messages: list[Message], train_on_roles: Sequence[str], where: str) -> None:
@@ -426,16 +524,16 @@ def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
     ids = _integers(row, format, "input_ids")
     if not len(ids):
         raise RowError("empty", f"the column {format.columns['input_ids']!r} is an empty list")
-    optional = ("labels", "completion_mask", "assistant_masks", "seq_lengths")
-    given = {f: _integers(row, format, f) for f in optional if f in format.columns}
-    for field in optional[:3]:
+    # A null is a gap in the data: to train on all tokens of the row would be a guess.
+    given = {f: _integers(row, format, f) for f in (*MASKS, "seq_lengths") if format.column(f) in row}
+    for field in MASKS:
         if field in given and len(given[field]) != len(ids):
             counts = f"{len(given[field])} values for {len(ids)} token ids"
-            raise RowError("wrong_length", f"the column {format.columns[field]!r} has {counts}")
+            raise RowError("wrong_length", f"the column {format.column(field)!r} has {counts}")
     labels, lengths = given.get("labels"), given.get("seq_lengths", np.array([len(ids)])).tolist()
     if sum(lengths) != len(ids) or min(lengths, default=0) < 1:
         counts = f"lengths that add up to {sum(lengths)} instead of {len(ids)} tokens, or a length below 1"
-        raise RowError("wrong_length", f"the column {format.columns['seq_lengths']!r} has {counts}")
+        raise RowError("wrong_length", f"the column {format.column('seq_lengths')!r} has {counts}")
     if ids.min() < 0 or (labels is not None and labels[labels != IGNORE_INDEX].min(initial=0) < 0):
         raise RowError("wrong_type", f"a token id is negative, or a label is neither a token id nor {IGNORE_INDEX}")
     completion = given["completion_mask"] != 0 if "completion_mask" in given else None
@@ -443,14 +541,14 @@ def _tokens(row: Mapping[str, Any], format: Format) -> Tokens:
         labels = np.where(given.get("assistant_masks", np.ones_like(ids)) != 0, ids, np.int32(IGNORE_INDEX))
     else:
         completion = None  # labels are taken as they are, as in TRL
-    by_default = "prompt" in format.columns
+    by_default = "prompt" in format.columns or {"prompt", "completion"} <= row.keys()
     return Tokens(input_ids=ids, labels=labels, completion_mask=completion, by_default=by_default, lengths=lengths)
 
 
 def _integers(row: Mapping[str, Any], format: Format, name: str) -> np.ndarray:
     value = _value(row, format, name)
     if not isinstance(value, list):
-        raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list, not {type(value).__name__}")
+        raise RowError("wrong_type", f"the column {format.column(name)!r} must be a list, not {type(value).__name__}")
     try:
         found = np.asarray(value)
     except (ValueError, OverflowError):  # lists of different lengths
@@ -460,10 +558,10 @@ def _integers(row: Mapping[str, Any], format: Format, name: str) -> np.ndarray:
         not len(value) or (found.dtype.kind in "iub" and -largest < found.min() <= found.max() < largest)
     ):
         return found.astype(np.int32)
-    raise RowError("wrong_type", f"the column {format.columns[name]!r} must be a list of integers")
+    raise RowError("wrong_type", f"the column {format.column(name)!r} must be a list of integers")
 
 
-def _openai(items: list) -> list[Message]:
+def _openai(items: list, keep_empty: bool) -> list[Message]:
     messages = []
     for number, item in enumerate(items, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
@@ -473,18 +571,18 @@ def _openai(items: list) -> list[Message]:
                 "unknown_role", f"message {number} has the unknown role {item['role']!r}; known: {', '.join(ROLES)}"
             )
         # Arrow gives every message the keys of all messages, with None for those it lacked.
-        message = {key: value for key, value in item.items() if value is not None}
+        message = {key: _without_none(value) for key, value in item.items() if value is not None}
         if "tool_calls" in message:
             message["tool_calls"] = [_tool_call(call, number) for call in message["tool_calls"]]
             if not message["tool_calls"]:
                 del message["tool_calls"]
-        message["content"] = _content(message, number)
+        message["content"] = _content(message, number, keep_empty)
         _read_marks(message, item, number)
         messages.append(message)
     return messages
 
 
-def _sharegpt(items: list) -> list[Message]:
+def _sharegpt(items: list, keep_empty: bool) -> list[Message]:
     messages = []
     for number, item in enumerate(items, 1):
         if not isinstance(item, dict) or not isinstance(item.get("from"), str):
@@ -496,7 +594,7 @@ def _sharegpt(items: list) -> list[Message]:
         message = {"role": role, "content": item.get("value")}
         if item.get("train") is not None:
             message["train"] = item["train"]
-        message["content"] = _content(message, number)
+        message["content"] = _content(message, number, keep_empty)
         _read_marks(message, item, number)
         messages.append(message)
     return messages
@@ -521,7 +619,7 @@ def _read_marks(message: Message, item: Mapping[str, Any], number: int) -> None:
         message["train"] = False
 
 
-def _content(message: Message, number: int) -> str | None:
+def _content(message: Message, number: int, keep_empty: bool) -> str | None:
     content, role = message.get("content"), message["role"]
     if isinstance(content, list):  # OpenAI's list of parts
         content = "".join(_part(part, number) for part in content)
@@ -534,8 +632,8 @@ def _content(message: Message, number: int) -> str | None:
             "wrong_type", f"the content of message {number} ({role}) must be text, not {type(content).__name__}"
         )
     # An empty system prompt is meaningful (it replaces a template's default), and so is an empty tool result.
-    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
-        raise RowError("empty", f"message {number} ({role}) is empty")
+    if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls") and not keep_empty:
+        raise RowError("empty", f"message {number} ({role}) is empty; {_KEPT}")
     return content
 
 
@@ -550,46 +648,60 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     """A tool call with its arguments as an object, as chat templates expect; OpenAI's files have them as JSON text."""
     if not isinstance(call, dict):
         raise RowError("wrong_type", f"a tool call of message {number} must be an object, not {type(call).__name__}")
-    call = _without_none(call)
+    call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function", call)
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
+        return call
+    function = {key: value for key, value in function.items() if value is not None}
+    if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"])
         except json.JSONDecodeError as error:
             raise RowError("wrong_type", f"the tool-call arguments of message {number} are not valid JSON") from error
-    return call
+    return call | {"function": function} if "function" in call else function
 
 
 def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
+    """The value without the nulls that Arrow added to its objects. A null that somebody wrote means something."""
+    if isinstance(value, Struct):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items()}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
+def _from_json(value: Any, column: str) -> Any:
+    """The value of a column that may hold JSON text, as CSV files do; None for a blank one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise RowError("wrong_type", f"the column {column!r} is not valid JSON") from error
+
+
 def _tools(row: Mapping[str, Any], format: Format) -> list[dict[str, Any]] | None:
-    tools = row.get(format.columns["tools"]) if "tools" in format.columns else None
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowError("wrong_type", f"the column {format.columns['tools']!r} is not valid JSON") from error
-    if tools is None or tools == "":
+    """The tools of a row. None for an empty list, as in TRL: a template may ask only whether tools are none."""
+    column = format.column("tools")
+    tools = _from_json(format.get(row, "tools"), column)
+    if not tools and isinstance(tools, list | None):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("wrong_type", f"the column {format.columns['tools']!r} must be a list of tool descriptions")
+        raise RowError("wrong_type", f"the column {column!r} must be a list of tool descriptions")
     return _without_none(tools)
 
 
 def _variables(row: Mapping[str, Any], format: Format) -> dict[str, Any] | None:
     """The row's own variables for the chat template, as they are."""
-    given = row.get(format.columns["chat_template_kwargs"]) if "chat_template_kwargs" in format.columns else None
+    column = format.column("chat_template_kwargs")
+    given = _from_json(format.get(row, "chat_template_kwargs"), column)
     if given is None:
         return None
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise RowError("wrong_type", "the column 'chat_template_kwargs' must be an object of names and values")
+        raise RowError("wrong_type", f"the column {column!r} must be an object of names and values")
     if reserved := sorted({"chat_template", "messages", "tools", "documents", "add_generation_prompt"} & set(given)):
-        raise RowError("wrong_type", f"the column 'chat_template_kwargs' cannot set {', '.join(reserved)}")
-    return given
+        raise RowError("wrong_type", f"the column {column!r} cannot set {', '.join(reserved)}")
+    return _without_none(given)
 
 
 def _with_system(messages: list[Message], system: str | None) -> list[Message]:
@@ -599,20 +711,27 @@ def _with_system(messages: list[Message], system: str | None) -> list[Message]:
 
 
 def _value(row: Mapping[str, Any], format: Format, name: str) -> Any:
-    value = row.get(format.columns[name])
+    value = row.get(format.column(name))
     if value is None:
-        raise RowError("missing_field", f"the column {format.columns[name]!r} has no value")
+        raise RowError("missing_field", f"the column {format.column(name)!r} has no value")
     return value
 
 
-def _string(row: Mapping[str, Any], format: Format, name: str, optional: bool = False) -> str:
-    if optional and (name not in format.columns or row.get(format.columns[name]) is None):
-        return ""
-    value = _value(row, format, name)
+def _string(row: Mapping[str, Any], format: Format, name: str, keep_empty: bool) -> str:
+    value = _text(_value(row, format, name), format, name)
+    if not value.strip() and not keep_empty:
+        raise RowError("empty", f"the column {format.column(name)!r} is empty; {_KEPT}")
+    return value
+
+
+def _optional_string(row: Mapping[str, Any], format: Format, name: str) -> str:
+    value = format.get(row, name)
+    return "" if value is None else _text(value, format, name)
+
+
+def _text(value: Any, format: Format, name: str) -> str:
     if not isinstance(value, str):
-        raise RowError("wrong_type", f"the column {format.columns[name]!r} must be text, not {type(value).__name__}")
-    if not optional and not value.strip():
-        raise RowError("empty", f"the column {format.columns[name]!r} is empty")
+        raise RowError("wrong_type", f"the column {format.column(name)!r} must be text, not {type(value).__name__}")
     return value
 
 

@@ -32,6 +32,7 @@ class SourceCounts:
     """Counts for one source of a split."""
 
     formats: list[str] = field(default_factory=list)  # as its files were read
+    unread: list[str] = field(default_factory=list)  # columns with values that no format reads
     rows_read: int = 0
     rows_kept: int = 0
     rows_dropped: int = 0
@@ -119,8 +120,13 @@ def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:
-    """One line per note, with the number of rows it is about."""
-    return [
+    """The columns that are not read, and one line per note, with the number of rows it is about."""
+    unread: dict[str, list[str]] = {}  # columns, as text -> the sources that have them
+    for name, one in ledgers.items():
+        for source in one.get("sources", ()):
+            if columns := ", ".join(map(repr, dict.fromkeys(source.get("unread", ())))):
+                unread.setdefault(columns, []).append(name if len(one["sources"]) == 1 else f"{name}, {source['name']}")
+    return [f"{'; '.join(where)}: columns that are not read: {columns}" for columns, where in unread.items()] + [
         f"{name}: {text} ({count:,} {'row' if count == 1 else 'rows'})"
         for name, one in ledgers.items()
         for text, count in sorted(one.get("notes", {}).items())

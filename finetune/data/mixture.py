@@ -31,6 +31,7 @@ class Source:
     text_field: column of text, if the rows have no column that TRL reads first (see `formats.text_column`)
     template:  name or file of the chat template; None: the configuration's
     weight:    passes per epoch: 2.0 takes each row twice, 0.3 takes 30% of the rows
+    as_trl:    optional columns that TRL does not read are not read
     """
 
     name: str
@@ -41,6 +42,7 @@ class Source:
     text_field: str = "text"
     template: str | None = None
     weight: float = 1.0
+    as_trl: bool = False
 
 
 def configured(config: Config, tokenizer: Any, hooks: Hooks) -> dict[str, list[Source]]:

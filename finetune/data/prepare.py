@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def prepare_splits(
                 name: getattr(data, name)
                 for name in ("system_prompt", "document_length", "over_length", "assistant_only_loss", "eval_fraction")
                 + ("completion_only_loss", "last_turn_only", "train_on_roles", "train_on_tool_calls")
-                + ("train_on_thinking", "chat_template_kwargs")
+                + ("train_on_thinking", "chat_template_kwargs", "keep_empty")
             },
         }
     )
@@ -162,6 +162,7 @@ _LATER = (
     "train_on_tool_calls",
     "train_on_thinking",
     "chat_template_kwargs",
+    "keep_empty",
 )
 
 
@@ -316,7 +317,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
     ledgers = {name: Ledger() for name in names}
     overlap = Overlap()
     writers = {name: store.Writer(folder, _file_name(name)) for name in names}
-    chunks = (chunk for split in opened for chunk in _chunks(split, opened[split], config, readers))
+    chunks = (chunk for name in names for chunk in _chunks(name, opened.get(name, ()), config, readers, ledgers[name]))
     _encode_all(chunks, config.data.num_proc, config.data.over_length, ledgers, writers, overlap)
     for name in names:
         if name != "train" and "train" in names:
@@ -335,8 +336,10 @@ def _chunks(
     opened: Iterable[tuple[Source, Iterator[Item]]],
     config: Config,
     readers: _Readers,
+    ledger: Ledger,
 ) -> Iterator[_Chunk]:
-    """The rows of a split, in order, CHUNK_ROWS of the same source at a time."""
+    """The rows of a split, in order, CHUNK_ROWS of the same source at a time. `ledger` gets the columns of each source
+    that are not read."""
     seed, first = config.training.seed, 0
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
@@ -350,6 +353,8 @@ def _chunks(
             markers=config.data.response_part is not None,
         )
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
+        work += (config.data.keep_empty,)
+        columns = _Columns(format, has_template=readers.has_template(source))
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
         while batch := list(islice(rows, CHUNK_ROWS)):
@@ -361,10 +366,46 @@ def _chunks(
                 if copies:
                     chosen.append(row)
                     placed.append((where, "eval", 1) if is_held_out else (where, split, copies))
+                columns.add(row)
             read += len(batch)
             if chosen:
                 yield _Chunk(rows=chosen, placed=placed, source=source.name, format=described, work=work)
+        formats.check_mapping(source.columns, columns.all)
+        ledger.source(source.name).unread += columns.unread
+        ledger.notes.update(columns.notes())
         first += read
+
+
+class _Columns:
+    """The columns of all rows of a source.
+
+    all:    how many rows have each column
+    unread: those with values that are not read
+    """
+
+    def __init__(self, format: Format, *, has_template: bool) -> None:
+        self._format, self._has_template = format, has_template
+        self._rows = 0
+        self.all: Counter[str] = Counter()
+        self.unread: list[str] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count the columns of a row."""
+        self._rows += 1
+        self.all.update(row.keys())
+        unread = self._format.unread(row, has_template=self._has_template)
+        self.unread += sorted(unread.difference(self.unread))
+
+    def notes(self) -> dict[str, int]:
+        """Notes on rows of token ids without a mask that other rows have, and the number of these rows."""
+        if self._format.name != "tokenized":
+            return {}
+        lacking = {
+            column: self._rows - self.all[column]
+            for column in map(self._format.column, formats.MASKS)
+            if 0 < self.all[column] < self._rows
+        }
+        return {f"without {column!r}, which other rows have, all tokens count": n for column, n in lacking.items()}
 
 
 def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Format, Iterator[Item]]:
@@ -374,7 +415,7 @@ def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Forma
     columns = list(dict.fromkeys(column for row, _ in first for column in row))
     mapping = source.columns or formats.text_column(columns, source.text_field, source.format)
     try:
-        found = formats.detect(columns, [row for row, _ in first], source.format, mapping)
+        found = formats.detect(columns, [row for row, _ in first], source.format, mapping, as_trl=source.as_trl)
     except UserError as error:
         raise UserError(f"{first[0][1]}: {error}" if first else str(error)) from None
     if config.data.response_part is not None and found.name != "text":
@@ -486,7 +527,7 @@ def _end_with_parent() -> None:
 
 def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> list[list[Encoded] | RowError]:
     """What becomes of each row. Raises UserError if the tokenizer gives up on one."""
-    encoder, format, system_prompt, has_template = work
+    encoder, format, system_prompt, has_template, keep_empty = work
     results: list[list[Encoded] | RowError] = []
     positions, conversations = [], []
     for row in rows:
@@ -498,6 +539,7 @@ def _encode(rows: Sequence[dict[str, Any]], places: list[str], work: tuple) -> l
                     system_prompt=system_prompt,
                     has_template=has_template,
                     train_on_roles=encoder.train_on_roles if encoder.assistant_only_loss else None,
+                    keep_empty=keep_empty,
                 )
             )
             positions.append(len(results))

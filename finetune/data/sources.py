@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.data.arrow import batch_rows, dataset_rows
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError
 from finetune.runtime.files import open_regular, read_bytes, special
@@ -104,8 +105,8 @@ def iter_hub(
         ) from error
     if not isinstance(data, datasets.Dataset):
         raise UserError(f"data.split must name one split of the dataset {what!r}: {split!r}. Set it to, say, train.")
-    for number, row in enumerate(data, 1):
-        yield dict(row), f"{name}:{split}:row {number}"
+    for number, row in enumerate(dataset_rows(data, data.features), 1):
+        yield row, f"{name}:{split}:row {number}"
 
 
 def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
@@ -116,7 +117,8 @@ def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise UserError(f"{name}() returned a {type(rows).__name__}. Return a datasets.Dataset or a list of rows.")
     if hasattr(rows, "with_format"):  # a `datasets` object: read plain values even after set_format("torch")
-        rows = rows.with_format(None)  # pyright: ignore[reportAttributeAccessIssue]
+        features = getattr(rows, "features", None)
+        rows = dataset_rows(rows.with_format(None), features)  # pyright: ignore[reportAttributeAccessIssue]
     for number, row in enumerate(rows, 1):
         where = f"{name}():row {number}"
         yield _as_row(row, where), where
@@ -372,7 +374,7 @@ def _read_parquet(path: File) -> Iterator[tuple[Row, str]]:
             local = isinstance(path, Path)
             with pyarrow.parquet.ParquetFile(path if local else path.open(), memory_map=local) as file:
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                    yield from batch.to_pylist()
+                    yield from batch_rows(batch)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise UserError(
                 f"{path} is an incomplete or damaged Parquet file ({_reason(error)}). Copy or write it again."
@@ -403,7 +405,7 @@ def _arrow_rows(path: File) -> Iterator[Row]:
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             for batch in batches:
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    yield from batch.slice(start, _BATCH_ROWS).to_pylist()
+                    yield from batch_rows(batch.slice(start, _BATCH_ROWS))
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(
             f"{path} is an incomplete or damaged Arrow file ({_reason(error)}). Copy or write it again."

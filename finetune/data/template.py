@@ -271,7 +271,8 @@ class Encoder:
                     self._check_has_no_messages()
                     plain.append((index, row))
                 else:
-                    text, spans, prompt, notes[index] = self._rendered(row)
+                    text, spans, prompt, left_out = self._rendered(row)
+                    notes[index] = row.notes + left_out
                     rendered.append((index, text, spans))
                     if prompt is not None:
                         prompts[index] = prompt

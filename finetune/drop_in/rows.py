@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from finetune.data.arrow import dataset_rows
 from finetune.data.layout import Layout
 from finetune.data.mixture import Item, Source
 from finetune.data.store import Rows
@@ -55,13 +56,16 @@ def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, t
     formats = formatting_func if "input_ids" not in rows.column_names else None
 
     def read() -> Iterator[Item]:
-        for number, row in enumerate(rows.with_format(None) if rows.format["type"] != "custom" else rows, 1):
+        custom = rows.format["type"] == "custom"
+        each = rows if custom else dataset_rows(rows.with_format(None), rows.features)
+        for number, row in enumerate(each, 1):
             where = f"{name}:row {number}"
             yield (dict(row) if formats is None else {**row, "text": formatted(formats, row, where)}), where
 
     transform = rows.format["format_kwargs"].get("transform") if rows.format["type"] == "custom" else None
     identity = [content_digest(rows), code_digest(formats, transform)]
-    return Source(name=name, open=read, identity=identity, text_field=text_field if formats is None else "text")
+    text_field = text_field if formats is None else "text"
+    return Source(name=name, open=read, identity=identity, text_field=text_field, as_trl=True)
 
 
 def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:

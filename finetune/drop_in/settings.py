@@ -128,6 +128,7 @@ def data(args: Any) -> DataConfig:
         packing=packs,
         pack_length=args.max_length if packs else None,
         num_proc=args.dataset_num_proc,
+        keep_empty=True,
     )
 
 

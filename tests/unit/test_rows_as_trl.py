@@ -183,6 +183,8 @@ def read_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Any, **optio
     args = SFTConfig(
         output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **options
     )
+    none = ([], "[]")  # no tools: TRL's SFTTrainer passes an empty list on, its apply_chat_template does not
+    rows = [row | {"tools": None} if row.get("tools") in none else row for row in rows]
     dataset = datasets.Dataset.from_list(rows)
     trainer = SFTTrainer(model(), args=args, train_dataset=dataset, processing_class=tokenizer)
     return {row["number"]: (row["input_ids"], row["labels"]) for row in trainer.train_dataset}
