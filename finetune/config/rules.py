@@ -334,7 +334,7 @@ def trained_messages(config: Config, given: frozenset[str]) -> Found:
 def packing(config: Config, given: frozenset[str]) -> Found:
     """A pack holds at least the longest document, and a limit on documents has a number."""
     data = config.data
-    if data.document_length is None and data.over_length != "truncate":
+    if data.document_length is None and data.over_length not in (None, "truncate"):
         yield (
             ("data.over_length", "data.max_length"),
             f"over_length {data.over_length} applies to documents longer than max_length, which is null. Set"

@@ -142,8 +142,10 @@ class DataConfig:
         False, "Keep rows with an empty message, completion or text, such as answers that are empty on purpose."
     )
     max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
-    over_length: Literal["truncate", "keep_end", "drop", "split"] = _setting(
-        "truncate", "What to do with longer documents: keep their start or end, drop or split them."
+    over_length: Literal["truncate", "keep_end", "drop", "split"] | None = _setting(
+        None,
+        "What to do with longer documents: keep their start or end, drop or split them. null: split raw text (.txt,"
+        " .md), truncate other rows.",
     )
     assistant_only_loss: bool = _setting(True, "Compute the loss on the assistant's turns only.")
     completion_only_loss: bool | None = _setting(

@@ -31,6 +31,7 @@ class Source:
     text_field: column of text, if the rows have no column that TRL reads first (see `formats.text_column`)
     template:  name or file of the chat template; None: the configuration's
     weight:    passes per epoch: 2.0 takes each row twice, 0.3 takes 30% of the rows
+    raw:       documents of raw text, see `sources.is_raw`
     as_trl:    optional columns that TRL does not read are not read
     """
 
@@ -42,6 +43,7 @@ class Source:
     text_field: str = "text"
     template: str | None = None
     weight: float = 1.0
+    raw: bool = False
     as_trl: bool = False
 
 
@@ -79,6 +81,7 @@ def _sources(config: Config, origins: list[Origin]) -> list[Source]:
                 Source(
                     open=functools.partial(sources.iter_rows, [file]),
                     identity=sources.content_digest([file]),
+                    raw=sources.is_raw(file),
                     **settings,
                 )
             )

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
 from finetune.data.mixture import Item, Source, configured
 from finetune.data.store import Rows
-from finetune.data.template import Encoded, Encoder, TokenizerError, load_template
+from finetune.data.template import Encoded, Encoder, TokenizerError, document_end, load_template
 from finetune.errors import UserError
 from finetune.plural import counted
 from finetune.runtime import bootstrap, distributed, interrupt
@@ -188,10 +188,11 @@ def _identity(config: Config, splits: Mapping[str, Sequence[Source]], readers: _
     rows = {name: [of(source) for source in split] for name, split in splits.items()}
     alone = {name: found[0] if len(found) == 1 else found for name, found in rows.items()}
     template, instruction, response = readers.default_identity()
-    same = ("format", "columns", "system_prompt", "max_length", "over_length")
+    same = ("format", "columns", "system_prompt", "max_length")
     same += ("assistant_only_loss", "last_turn_only", "split")
     settings = {
         "eval": None,
+        "over_length": data.over_length or "truncate",
         **alone,
         "tokenizer": _tokenizer_digest(readers.tokenizer),
         "template": template,
@@ -213,7 +214,7 @@ class _Readers:
         self._config, self.tokenizer = config, tokenizer
         self._templates: dict[str | None, str | None] = {}
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
-        self._encoders: dict[tuple[str | None, bool], Encoder] = {}
+        self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}
         self.derived_markers = ""
         for source in sources:
             try:
@@ -238,7 +239,7 @@ class _Readers:
 
     def encoder(self, source: Source) -> Encoder:
         """The encoder of a source."""
-        return self._encoders[self._name(source), _needs_no_template(source)]
+        return self._encoders[self._name(source), _needs_no_template(source), source.raw]
 
     def has_template(self, source: Source) -> bool:
         """Whether the conversations of a source can be rendered."""
@@ -252,10 +253,10 @@ class _Readers:
         if name not in self._templates:
             self._templates[name] = load_template(self.tokenizer, name)
             self._markers[name] = self._markers_of(self._templates[name])
-        if (name, is_text) not in self._encoders:
-            self._encoders[name, is_text] = self._new_encoder(name, is_text)
+        if (name, is_text, source.raw) not in self._encoders:
+            self._encoders[name, is_text, source.raw] = self._new_encoder(name, is_text, source.raw)
 
-    def _new_encoder(self, name: str | None, is_text: bool) -> Encoder:
+    def _new_encoder(self, name: str | None, is_text: bool, raw: bool) -> Encoder:
         data = self._config.data
         instruction, response = self._markers[name]
         markers = None
@@ -266,7 +267,7 @@ class _Readers:
             # Text is not rendered, so a template that cannot be masked exactly does not matter.
             None if is_text or markers else self._templates[name],
             max_length=data.document_length,
-            over_length=data.over_length,
+            over_length=data.over_length or ("split" if raw else "truncate"),
             assistant_only_loss=data.assistant_only_loss,
             completion_only_loss=data.completion_only_loss,
             last_turn_only=data.last_turn_only,
@@ -275,6 +276,7 @@ class _Readers:
             train_on_thinking=data.train_on_thinking,
             chat_template_kwargs=data.chat_template_kwargs,
             markers=markers,
+            text_end=document_end(self.tokenizer) if raw else None,
         )
 
     def _markers_of(self, template: str | None) -> tuple[str | None, str | None]:
@@ -290,7 +292,7 @@ class _Readers:
 
 def _needs_no_template(source: Source) -> bool:
     """Whether its rows are known not to be rendered: then a template that cannot be masked exactly does not matter."""
-    return source.format in ("text", "tokenized")
+    return source.raw or source.format in ("text", "tokenized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +320,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
     overlap = Overlap()
     writers = {name: store.Writer(folder, _file_name(name)) for name in names}
     chunks = (chunk for name in names for chunk in _chunks(name, opened.get(name, ()), config, readers, ledgers[name]))
-    _encode_all(chunks, config.data.num_proc, config.data.over_length, ledgers, writers, overlap)
+    _encode_all(chunks, config.data.num_proc, ledgers, writers, overlap)
     for name in names:
         if name != "train" and "train" in names:
             ledgers[name].leaked = overlap.to_dict(name)
@@ -344,6 +346,9 @@ def _chunks(
     held_out = int(config.data.eval_fraction * 2**64) if split == "train" else 0
     for index, (source, rows) in enumerate(opened):
         format, rows = _detect(rows, source, config)
+        if source.raw:
+            end = readers.encoder(source).text_end
+            format = replace(format, evidence=f"documents of raw text, each ends with {end!r}")
         described = formats.describe(
             format,
             has_template=readers.has_template(source),
@@ -430,7 +435,6 @@ def _detect(rows: Iterable[Item], source: Source, config: Config) -> tuple[Forma
 def _encode_all(
     chunks: Iterator[_Chunk],
     num_proc: int | None,
-    over_length: str,
     ledgers: dict[str, Ledger],
     writers: dict[str, store.Writer],
     overlap: Overlap,
@@ -456,7 +460,7 @@ def _encode_all(
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
             shortened = sum(piece.shortened for piece in result)
-            if over_length == "split" and len(result) > 1:
+            if chunk.work[0].over_length == "split" and len(result) > 1:
                 ledger.split += copies * (shortened > 0)
             else:  # a row of several documents may have several that are cut, or none
                 ledger.truncated += copies * shortened

@@ -9,27 +9,42 @@ import gzip
 import importlib.util
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from finetune.data.arrow import batch_rows, dataset_rows
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
 from finetune.errors import UserError
+from finetune.redact import redact
 from finetune.runtime.files import open_regular, read_bytes, special
 
 Row = dict[str, Any]
 File = Path | RemoteFile
 
-KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+RAW_KINDS = (".txt", ".md")  # documents, not rows
+KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", *RAW_KINDS)
 COMPRESSIONS = (".gz", ".zst")
-_TEXT_KINDS = (".jsonl", ".json", ".csv")
+_TEXT_KINDS = (".jsonl", ".json", ".csv", *RAW_KINDS)
 _SUPPORTED = (
-    "Supported are .jsonl, .json and .csv (also compressed as .gz or .zst), .parquet, .arrow and folders written by "
-    "datasets.save_to_disk."
+    "Supported are .jsonl, .json and .csv (also compressed as .gz or .zst), .parquet, .arrow, folders written by "
+    "datasets.save_to_disk, and .txt and .md for raw text."
 )
+_ABOUT = ("README", "LICENSE")  # files about a folder, not data in it
+# Names by which `datasets` knows the split of a file or folder, and "held out" (datasets/data_files.py).
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation", "held[-_ ]?out", "holdout"),
+}
+_SPLIT_NAMES = {
+    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(names)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    for split, names in _SPLITS.items()
+}
 _BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
 _CHUNK_BYTES = 1 << 20
 
@@ -51,10 +66,24 @@ def iter_rows(files: Sequence[str | File]) -> Iterator[tuple[Row, str]]:
 
 
 def expand(files: Sequence[str | File]) -> list[File]:
-    """Expand paths, URLs, globs and folders into files and save_to_disk folders; the matches of each are sorted."""
+    """Expand paths, URLs, globs and folders into files and save_to_disk folders; the matches of each are sorted.
+
+    Raises:
+        UserError: nothing matches, or one glob or folder has held-out files beside others.
+    """
     if not files:
         raise UserError(f"No data file was given. {_SUPPORTED}")
-    return [path for name in files for path in ([name] if isinstance(name, RemoteFile) else _expand_one(str(name)))]
+    found: list[File] = []
+    for name in files:
+        matches = [name] if isinstance(name, File) else _expand_one(name)
+        _check_one_split(str(name), matches)
+        found += matches
+    return found
+
+
+def is_raw(path: File) -> bool:
+    """Whether a file holds documents of raw text instead of rows."""
+    return _kind(path) in RAW_KINDS
 
 
 def content_digest(files: Sequence[str | File]) -> str:
@@ -129,7 +158,9 @@ def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
 
 def _expand_one(name: str) -> Sequence[File]:
     if is_url(name):
-        return expand_url(name, lambda file: _kind(file) in KINDS, _SUPPORTED)
+        return expand_url(
+            name, lambda file: _kind(file) in KINDS and (not is_raw(file) or _asks_for_raw(name)), _SUPPORTED
+        )
     path = Path(name).expanduser()
     if path.is_dir():
         return _expand_folder(path)
@@ -143,6 +174,7 @@ def _expand_one(name: str) -> Sequence[File]:
         # A glob may also match other files, such as a README: these are skipped.
         found = sorted(glob.glob(str(path), recursive=True))
         matches = [Path(match) for match in found if _kind(Path(match)) in KINDS or _is_saved_dataset(Path(match))]
+        matches = [match for match in matches if not is_raw(match) or _asks_for_raw(name)]
         if not matches:
             others = f", only {', '.join(found[:10])}" if found else ""
             raise UserError(f"No data file matches {name!r}{others}. {_SUPPORTED}")
@@ -154,14 +186,70 @@ def _expand_folder(path: Path) -> list[Path]:
     if _is_saved_dataset(path):
         return [path]
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(child.name for child in path.iterdir() if _is_saved_dataset(child))
-        raise UserError(f"{path} contains several splits: {', '.join(splits)}. Give one of them: {path / splits[0]}.")
+        saved = sorted(child for child in path.iterdir() if _is_saved_dataset(child))
+        raise _several_splits(str(path), {child.name: [child] for child in saved})
     children = sorted(path.iterdir())
     matches = [p for p in children if p.is_file() and _kind(p) in KINDS and not p.name.startswith(".")]
+    raw = [p for p in matches if is_raw(p) and p.name.partition(".")[0].upper() not in _ABOUT]
+    matches = [p for p in matches if not is_raw(p)] or raw
     if not matches:
         listing = ", ".join(child.name for child in children[:10]) or "nothing"
         raise UserError(f"The folder {path} has no data file: it contains {listing}. {_SUPPORTED}")
     return matches
+
+
+def _asks_for_raw(pattern: str) -> bool:
+    """Whether a glob or URL names the ending of raw text itself: others may match files about the data."""
+    return is_raw(Path(pattern))
+
+
+def _check_one_split(name: str, files: Sequence[File]) -> None:
+    """Check that a glob or a folder has no files of a test or validation split beside others. Raises UserError."""
+    if len(files) < 2:
+        return
+    splits: dict[str, list[File]] = {}
+    base = redact(_fixed_part(name))
+    for file in files:
+        inner = str(file).removeprefix(base) if str(file).startswith(base) else str(file).rpartition("/")[2]
+        splits.setdefault(_split_of(inner), []).append(file)
+    if len(splits) > 1 and splits.keys() & {"validation", "test"}:
+        raise _several_splits(name, splits)
+
+
+def _fixed_part(name: str) -> str:
+    """What of a glob or folder its files' names begin with."""
+    fixed = name if is_url(name) else str(Path(name).expanduser())
+    return re.split(r"[*?\[]", fixed)[0].rpartition("/")[0] if glob.has_magic(fixed) else fixed
+
+
+def _split_of(inner: str) -> str:
+    """The split that a path below the given folder belongs to by its names; "" if by none."""
+    for part in reversed(inner.split("/")):  # the file's own name first
+        for split, pattern in _SPLIT_NAMES.items():
+            if pattern.search(part):
+                return split
+    return ""
+
+
+def _several_splits(name: str, splits: Mapping[str, Sequence[File]]) -> UserError:
+    """The error that suggests which split to train on, and which to evaluate on."""
+    listed = "; ".join(
+        f"{split or 'without a split in the name'}: {', '.join(str(file) for file in files[:3])}"
+        + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        for split, files in splits.items()
+    )
+
+    def given(split: str) -> str:
+        files = [str(file) for file in splits[split]]
+        return files[0] if len(files) == 1 else f"[{', '.join(files[:2])}{', ...' if len(files) > 2 else ''}]"
+
+    keys = {"data.train_file": ("train", ""), "data.eval_file": ("validation", "test")}
+    found = {
+        key: next((split for kind in kinds for split in splits if _split_of(split) == kind), None)
+        for key, kinds in keys.items()
+    }
+    remedies = " and ".join(f"{key}: {given(split)}" for key, split in found.items() if split is not None)
+    return UserError(f"{redact(name)} contains several splits: {listed}. Give one of them: {remedies}.")
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -221,7 +309,8 @@ def _file_rows(path: File) -> Iterator[tuple[Row, str]]:
         return _read_parquet(path)
     if kind == ".arrow":
         return _number(path, _arrow_rows(path))
-    return _read_text(path, {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}[kind])
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".txt": _read_txt, ".md": _read_md}
+    return _read_text(path, readers[kind])
 
 
 def _read_text(path: File, reader: Any) -> Iterator[tuple[Row, str]]:
@@ -337,6 +426,31 @@ def _read_json(path: File) -> Iterator[tuple[Row, str]]:
     for number, row in enumerate(data, 1):
         where = f"{path}:row {number}"
         yield _as_row(row, where), where
+
+
+def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
+    """Documents divided by blank lines."""
+    lines: list[str] = []
+    with _open(path) as file:
+        for number, line in enumerate(chain(file, [b""]), 1):
+            text = _decode(path, line, first=number == 1)
+            if text.strip():
+                lines.append(text)
+            elif lines:
+                yield _document(lines), f"{path}:{number - len(lines)}"
+                lines = []
+
+
+def _read_md(path: File) -> Iterator[tuple[Row, str]]:
+    """One document: in Markdown, a blank line divides paragraphs."""
+    with _open(path) as file:
+        lines = [_decode(path, line, first=number == 1) for number, line in enumerate(file, 1)]
+    if any(line.strip() for line in lines):
+        yield _document(lines), f"{path}:1"
+
+
+def _document(lines: list[str]) -> Row:
+    return {"text": "".join(lines).replace("\r\n", "\n").strip("\n")}
 
 
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:

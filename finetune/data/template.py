@@ -179,6 +179,7 @@ class Encoder:
     train_on_thinking: if False, mask the reasoning at the start of assistant turns, including its closing tag.
     chat_template_kwargs: variables for the chat template; those of a row come before them.
     markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
+    text_end: what ends a text; None for EOS.
     max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
         dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
         before it, as context, so that every label is predicted exactly once. Pieces without labels are dropped.
@@ -208,6 +209,7 @@ class Encoder:
         train_on_thinking: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         markers: Markers | None = None,
+        text_end: str | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -230,11 +232,12 @@ class Encoder:
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._template = chat_template
         self._max_length = max_length
-        self._over_length = over_length
+        self.over_length = over_length
         self.assistant_only_loss = assistant_only_loss
         self._completion_only_loss = completion_only_loss
         self._last_turn_only = last_turn_only
         self._markers = markers
+        self.text_end = cast("str", tokenizer.eos_token or "") if text_end is None else text_end
         self.train_on_roles = TRAINED_ROLES if train_on_roles is None else tuple(train_on_roles)
         self._train_on_tool_calls = train_on_tool_calls
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
@@ -349,8 +352,7 @@ class Encoder:
     def _label_texts(self, rows: list[tuple[int, Text]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(index, ids, labels) of each text: everything is supervised, or what follows the prompt, or what the markers
         find. EOS is appended as text before tokenizing, as in TRL."""
-        bos, eos = self._special.get("bos_token"), self._special.get("eos_token")
-        end = "" if self._markers else cast("str", eos or "")
+        bos, end = self._special.get("bos_token"), "" if self._markers else self.text_end
         for with_bos in (True, False):  # text that begins with BOS was rendered by a chat template
             members = [(i, row) for i, row in rows if bool(bos and row.text.startswith(bos)) is with_bos]
             texts = [row.text if row.text.endswith(end) else row.text + end for _, row in members]
@@ -382,18 +384,18 @@ class Encoder:
         length, limit = len(ids), self._max_length
         if limit is None or length <= limit:
             bounds = [(0, length)]
-        elif self._over_length == "drop":
+        elif self.over_length == "drop":
             raise RowError("over_length", f"{length} tokens; data.max_length is {limit}")
-        elif self._over_length == "truncate":
+        elif self.over_length == "truncate":
             bounds = [(0, limit)]
-        elif self._over_length == "keep_end":
+        elif self.over_length == "keep_end":
             bounds = [(length - limit, length)]
         else:
             bounds = [(start, min(start + limit, length)) for start in range(0, length - 1, limit - 1)]
         pieces = []
         for start, stop in bounds:
             piece = labels[start:stop]
-            if start and self._over_length == "split":
+            if start and self.over_length == "split":
                 piece = piece.copy()
                 piece[0] = IGNORE_INDEX  # it was predicted at the end of the previous piece
             if (piece[1:] != IGNORE_INDEX).any():
@@ -402,7 +404,7 @@ class Encoder:
         if not pieces:
             cut = ""
             if len(bounds) == 1 and limit is not None and length > limit:
-                side = "last" if self._over_length == "keep_end" else "first"
+                side = "last" if self.over_length == "keep_end" else "first"
                 cut = f" in the {side} {limit} of {length} tokens"
             raise RowError("no_label", f"no token is supervised{cut}")
         return pieces
@@ -761,6 +763,20 @@ def end_of_turn(tokenizer: Any, template: str, variables: Mapping[str, Any] | No
     except (RowError, UserError):
         return None
     return end.strip() or None
+
+
+# Tokens that end documents in the pretraining of GPT-2, Qwen, SmolLM and Phi; Llama 3 and Granite; Gemma; Llama 2 and
+# Mistral.
+_DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+
+
+def document_end(tokenizer: Any) -> str:
+    """The token that ended documents in the model's pretraining. It is EOS, but the EOS of a chat model may be the end
+    of a turn (Qwen's <|im_end|>); then it is another of its special tokens."""
+    if tokenizer.eos_token in _DOCUMENT_ENDS:
+        return tokenizer.eos_token
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    return next((end for end in _DOCUMENT_ENDS if end in added), tokenizer.eos_token or "")
 
 
 def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.text.Text:

@@ -14,7 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from finetune.data.sources import content_digest, expand, iter_hub, iter_rows
+from finetune.data.arrow import Struct
+from finetune.data.sources import content_digest, expand, iter_hub, iter_returned, iter_rows
 from finetune.errors import UserError
 
 ROWS = [{"prompt": "1 + 1?", "completion": "2"}, {"prompt": 'Größe 🙂,\n"x"?', "completion": "groß\u2028enough"}]
@@ -135,8 +136,67 @@ def test_a_missing_file_lists_similar_names(tmp_path: Path) -> None:
 def test_splits_of_a_saved_dataset_dict(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "dict")
-    assert "several splits: test, train" in fails(tmp_path / "dict")
+    folder = tmp_path / "dict"
+    assert f"data.train_file: {folder / 'train'} and data.eval_file: {folder / 'test'}" in fails(folder)
     assert read(tmp_path / "dict" / "train") == ROWS
+
+
+@pytest.mark.parametrize(
+    "names, refused",
+    [
+        (["train.jsonl", "test.jsonl"], True),
+        (["chat.jsonl", "my-test-set.jsonl"], True),
+        (["train-00000.parquet", "validation-00000.parquet"], True),
+        (["train.jsonl", "training_2.jsonl"], False),
+        (["test_a.jsonl", "test_b.jsonl"], False),
+        (["contest.jsonl", "latest.jsonl", "devices.jsonl"], False),
+    ],
+)
+def test_held_out_files_are_not_mixed_with_others(names: list[str], refused: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "test"  # the name of the given folder itself does not count
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"")
+    for given in (folder, folder / "*", folder / "**" / "*.*", folder.as_uri()):
+        if not refused:
+            assert len(expand([str(given)])) == len(names)
+        else:
+            with pytest.raises(UserError, match=r"contains several splits: .* Give one of them: data\."):
+                expand([str(given)])
+    assert len(expand([str(folder / name) for name in names])) == len(names)
+
+
+def test_raw_text_is_read_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt.gz", "README.md", "LICENSE.txt"):
+        (tmp_path / name).write_bytes(
+            gzip.compress(b"one\n\ntwo") if name.endswith("gz") else b"one\r\n\t\n\ntwo\r\nlines"
+        )
+    expected = [("one", f"{tmp_path}/a.txt:1"), ("two\nlines", f"{tmp_path}/a.txt:4")]
+    assert [(row["text"], where) for row, where in iter_rows([str(tmp_path / "a.txt")])] == expected
+    assert expand([str(tmp_path)]) == [tmp_path / "a.txt", tmp_path / "b.txt.gz"]
+    assert read(tmp_path / "b.txt.gz") == [{"text": "one"}, {"text": "two"}]
+    assert read(tmp_path / "README.md") == [{"text": "one\n\t\n\ntwo\nlines"}]
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
+    for given in (tmp_path, tmp_path / "*", tmp_path.as_uri(), f"{tmp_path.as_uri()}/*"):
+        assert [str(file).rpartition("/")[2] for file in expand([str(given)])] == ["rows.jsonl"]
+    assert len(expand([f"{tmp_path.as_uri()}/*.txt"])) == 2
+
+
+def test_objects_of_arrow_are_distinguished_from_json(tmp_path: Path) -> None:
+    """Arrow gives an object the keys of all objects; what `datasets` stores as JSON keeps its own."""
+    features = datasets.Features(
+        {"calls": datasets.List({"a": datasets.Value("string"), "own": datasets.Json()}), "top": datasets.Json()}
+    )
+    rows = [{"calls": [{"own": {"x": None}}], "top": {"y": [1, "1", None]}}, {"calls": [{"a": "b"}], "top": "text"}]
+    data = datasets.Dataset.from_list(rows, features=features)
+    data.to_parquet(tmp_path / "x.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    returned = [row for row, _ in iter_returned(data, "dataset")]
+    for found in (read(tmp_path / "x.parquet"), read(tmp_path / "saved"), returned):
+        (call,), top = found[0]["calls"], found[0]["top"]
+        assert type(call) is Struct and call == {"a": None, "own": {"x": None}}
+        assert type(call["own"]) is dict and top == {"y": [1, "1", None]} and type(top) is dict
+        assert found[1]["top"] == "text"
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.jsonl.gz"])
