@@ -73,7 +73,8 @@ class Ledger:
         """Count a dropped row; the first row of each reason is kept as an example."""
         self.dropped[reason] += count
         self.source(source).rows_dropped += count
-        self.examples.setdefault(reason, f"{where}: {detail}")
+        printable = detail.encode(errors="backslashreplace").decode()  # a row may have half of a character
+        self.examples.setdefault(reason, f"{where}: {printable}")
 
     def keep(self, source: str, length: int, supervised_tokens: int) -> None:
         """Count a document that is kept."""

@@ -326,7 +326,7 @@ def _build(folder: Path, config: Config, readers: _Readers, splits: Mapping[str,
             ledgers[name].leaked = overlap.to_dict(name)
         writers[name].close()
         if not ledgers[name].rows_kept:
-            raise UserError(_nothing_left(name, ledgers[name], splits.get(name, ())))
+            raise UserError(_nothing_left(name, ledgers, splits.get(name, ()), config.data.eval_fraction))
     return {
         "ledgers": {name: ledger.to_dict() for name, ledger in ledgers.items()},
         "format": "; ".join(ledgers["train" if "train" in names else names[0]].formats()),
@@ -596,16 +596,47 @@ def _report_slow(places: list[str]) -> None:
     sys.stderr.flush()
 
 
-def _nothing_left(split: str, ledger: Ledger, sources: Iterable[Source]) -> str:
+# What to do about rows that are dropped, by reason; for the others, the columns and the format are to be checked.
+_REMEDIES = {
+    "not_rendered": "set model.chat_template to one that renders them (chatml_tools renders tools)",
+    "template_error": "set model.chat_template to one that renders them (chatml_tools renders tools)",
+    "mask_ambiguous": "set model.chat_template to another one, or data.assistant_only_loss: false",
+    "empty": "set data.keep_empty: true if they are empty on purpose",
+    "over_length": "raise data.max_length, or set data.over_length: split",
+    "no_label": "check data.max_length, data.assistant_only_loss and data.response_part",
+    "no_assistant": "check data.columns, data.format and data.assistant_only_loss",
+}
+
+
+def _nothing_left(split: str, ledgers: Mapping[str, Ledger], sources: Sequence[Source], eval_fraction: float) -> str:
+    ledger = ledgers[split]
+    if not ledger.rows_read:
+        return _nothing_drawn(split, ledgers, sources, eval_fraction)
     names = ", ".join(dict.fromkeys(source.name for source in sources)) or "data.eval_fraction"
-    reasons = "; ".join(
-        f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in ledger.dropped.most_common()
-    )
+    dropped = ledger.dropped.most_common()
+    reasons = "; ".join(f"{count:,} x {reason} (first: {ledger.examples[reason]})" for reason, count in dropped)
+    remedies = dict.fromkeys(_REMEDIES.get(reason, "check data.columns and data.format") for reason, _ in dropped)
     return (
-        f"{names}: none of {counted(ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped: "
-        f"{reasons or 'none'}. Check the first row listed for each reason, and the settings data.columns, data.format, "
-        "data.max_length, data.assistant_only_loss and data.response_part."
+        f"{names}: none of {counted(ledger.rows_read, 'row')} ({split}) has a supervised token. Dropped: {reasons}. "
+        f"Look at the first row of each reason, and {'; '.join(remedies)}."
     )
+
+
+def _nothing_drawn(split: str, ledgers: Mapping[str, Ledger], sources: Iterable[Source], eval_fraction: float) -> str:
+    """Why a split has no row at all: rows are held out, and taken by fractional weights, by chance."""
+    total = counted(sum(ledger.rows_read for ledger in ledgers.values()), "row")
+    if eval_fraction and split == "eval":
+        return (
+            f"data.eval_fraction: {eval_fraction:g} of {total} is none: each row is drawn by itself. Raise it, or give "
+            "data.eval_file."
+        )
+    if eval_fraction and ledgers["eval"].rows_read:
+        return (
+            f"data.eval_fraction: {eval_fraction:g} of {total} is all of them: each row is drawn by itself. Lower it, "
+            "or give data.eval_file."
+        )
+    weights = ", ".join(f"{source.name} ({source.weight:g})" for source in sources)
+    return f"no row of {split} is used: the weights take none of the rows of {weights}. Raise them, or add rows."
 
 
 def _file_name(split: str) -> str:

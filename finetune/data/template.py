@@ -53,11 +53,43 @@ OverLength = Literal["truncate", "keep_end", "drop", "split"]
 Span = tuple[int, int]
 _Rendered = tuple[int, str, list[Span]]  # index of the row, its text, its supervised spans
 
-# The published templates, without tools and images. They refuse unknown roles.
+# The published templates, without tools and images, and ChatML with tools as Qwen2.5 and Hermes write them (without a
+# system prompt of their own). They refuse unknown roles.
 TEMPLATES = {
     "chatml": r"""
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
+    "chatml_tools": r"""
+{%- set system = messages[0].content if messages[0].role in ('system', 'developer') else '' %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' + (system + '\n\n' if system else '') }}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + tool | tojson }}{%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
+    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role in ('system', 'developer') %}
+    {{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>' + message.role + ('\n' + message.content if message.content else '') }}
+        {%- for call in message.tool_calls %}
+            {%- set function = call.function or call %}
+            {{- '\n<tool_call>\n{"name": ' + function.name | tojson + ', "arguments": ' }}
+            {{- (function.arguments if function.arguments is defined else {}) | tojson + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role in ('user', 'assistant') %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
     "llama3": r"""
@@ -98,6 +130,7 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}""",
 }
 
+_RENDERS_TOOLS = "model.chat_template: chatml_tools does, or give a Jinja file"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_VARIANTS = 64  # encoders for different chat_template_kwargs of rows
 _MAX_SKELETONS = 4096  # one per sequence of roles; bounds memory for files with very many different sequences
@@ -272,9 +305,11 @@ class Encoder:
                     results[index] = self._given(row)
                 elif isinstance(row, Text):
                     self._check_has_no_messages()
+                    _check_characters(row.text)
                     plain.append((index, row))
                 else:
                     text, spans, prompt, left_out = self._rendered(row)
+                    _check_characters(text)
                     notes[index] = row.notes + left_out
                     rendered.append((index, text, spans))
                     if prompt is not None:
@@ -572,7 +607,8 @@ class Encoder:
         order = [int(index) for index in parts[1::2]]
         if left_out := sorted(set(range(len(roles))) - set(order)):
             which = f"message {left_out[0] + 1} (the roles are {', '.join(roles)})"
-            raise RowError("not_rendered", f"the chat template does not render {which}")
+            remedy = f"; {_RENDERS_TOOLS}" if roles[left_out[0]] == "tool" else ""
+            raise RowError("not_rendered", f"the chat template does not render {which}{remedy}")
         # Contents with whitespace around them show which ones the template trims.
         padded = self._render([{"role": role, "content": f" \n{_mark(i)}\n "} for i, role in enumerate(roles)])
         return _Skeleton(
@@ -631,9 +667,8 @@ class Encoder:
         for call in messages[turn].get("tool_calls", ()):
             name = (call.get("function") or call).get("name")
             if name and name not in text[start:end]:
-                raise RowError(
-                    "not_rendered", f"the chat template does not render the tool calls of message {turn + 1}"
-                )
+                what = f"the tool calls of message {turn + 1}"
+                raise RowError("not_rendered", f"the chat template does not render {what}; {_RENDERS_TOOLS}")
         return start, end
 
     def _content_span(self, row: Conversation, text: str, turn: int) -> Span:
@@ -798,6 +833,17 @@ def preview(encoded: Encoded, tokenizer: Any, *, color: bool = True) -> rich.tex
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _check_characters(text: str) -> None:
+    """Check that a text can be written. JSON may contain half of a character, such as an emoji that was cut in two."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, before = text[error.start], text[max(0, error.start - 20) : error.start]
+        raise RowError("not_text", f"half of a character, {half!a}, follows {before!r}") from None
 
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")

@@ -70,6 +70,8 @@ def run(argv: list[str]) -> int:
     model = _answer("--model", "Model (Hub name or local folder)", options.model, look.model)
     rows = _answer("--data", "Training rows (file, folder, glob, URL or Hub dataset)", options.data, _rows(options))
     print_line(f"  {rows.described}")
+    if (template := page.template(model, rows)) is not None:
+        print_line("  model.chat_template is {}: {}".format(*template))
     method = _ask_method(options, model, machine)
     output_dir = _answer("--output-dir", "Output folder", options.output_dir, _folder, f"outputs/{options.file.stem}")
     answers = page.Answers(

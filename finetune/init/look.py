@@ -22,8 +22,9 @@ from finetune.runtime import files
 from finetune.runtime.hardware import Hardware
 
 BYTES_PER_PARAMETER = 2  # bfloat16
-# Fewer rows than are sampled cannot spare a share for evaluation.
+# The share of the rows to hold out, if there are enough: each is drawn by itself, so that of few rows it may be none.
 HELD_OUT = 0.02
+ENOUGH_ROWS = 500
 # Files of a model folder that hold a chat template (transformers' tokenization_utils_base.py).
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONVERSATIONS = ("messages", "sharegpt")  # formats that only a chat template can render
@@ -36,6 +37,7 @@ class Model:
     name: str
     parameters: int | None = None
     has_template: bool | None = None
+    renders_tools: bool | None = None  # whether its template knows tool calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class Rows:
     format: formats.Format | None = None
     described: str = "the format is detected when the run starts"
     enough_to_hold_out: bool = True
+    has_tool_calls: bool = False
 
 
 class NoFormat(UserError):
@@ -75,16 +78,24 @@ def model(name: str) -> Model:
     found = preflight.base_folder(config)
     if found is None:
         return Model(name=name)
-    return Model(name=name, parameters=strategy.parameter_count(str(found)), has_template=_has_template(found))
+    template = _template(found)
+    return Model(
+        name=name,
+        parameters=strategy.parameter_count(str(found)),
+        has_template=bool(template),
+        renders_tools="tool_calls" in template,
+    )
 
 
-def _has_template(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in TEMPLATE_FILES):
-        return True
+def _template(folder: Path) -> str:
+    """The text that holds a model's chat template; "" if it has none."""
+    for name in TEMPLATE_FILES:
+        if (folder / name).is_file():
+            return files.read_text(folder / name)
     try:
-        return bool(files.read_json(folder / "tokenizer_config.json").get("chat_template"))
+        return str(files.read_json(folder / "tokenizer_config.json").get("chat_template") or "")
     except (OSError, ValueError, AttributeError):
-        return False
+        return ""
 
 
 def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
@@ -102,7 +113,8 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
         raise UserError("no data was given. Give a file, folder, glob or URL, or the name of a dataset on the Hub.")
     if _is_hub_name(name):
         return Rows(key="dataset_name", name=name)
-    first = list(islice(sources.iter_rows([name]), SAMPLE_ROWS))
+    read = list(islice(sources.iter_rows([name]), ENOUGH_ROWS))
+    first = read[:SAMPLE_ROWS]
     present = list(dict.fromkeys(column for row, _ in first for column in row))
     try:
         format = formats.detect(present, [row for row, _ in first], "auto", columns)
@@ -112,8 +124,20 @@ def rows(name: str, columns: Mapping[str, str] | None = None) -> Rows:
     described = formats.describe(
         format, has_template=True, assistant_only_loss=DataConfig().assistant_only_loss, completion_only_loss=None
     )
-    enough = len(first) == SAMPLE_ROWS
-    return Rows(key="train_file", name=name, format=format, described=described, enough_to_hold_out=enough)
+    return Rows(
+        key="train_file",
+        name=name,
+        format=format,
+        described=described,
+        enough_to_hold_out=len(read) == ENOUGH_ROWS,
+        has_tool_calls=any(_has_tool_calls(row, format) for row, _ in read),
+    )
+
+
+def _has_tool_calls(row: Mapping[str, Any], format: formats.Format) -> bool:
+    lists = (row.get(column) for column in format.columns.values())
+    messages = (message for found in lists if isinstance(found, list) for message in found)
+    return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
 
 
 def _is_hub_name(name: str) -> bool:

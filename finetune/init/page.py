@@ -72,14 +72,19 @@ def _model(answers: Answers) -> list[str]:
     else:
         what = "QLoRA: true loads the frozen model in 4 bits and needs the least memory"
         lines.append(_line("load_in_4bit", answers.method == "qlora", what))
-    if _needs_template(answers):
-        lines.append(_line("chat_template", "chatml", "the tokenizer has no template of its own"))
+    if (found := template(answers.model, answers.rows)) is not None:
+        lines.append(_line("chat_template", *found))
     return [*lines, ""]
 
 
-def _needs_template(answers: Answers) -> bool:
-    format = answers.rows.format
-    return answers.model.has_template is False and format is not None and format.name in CONVERSATIONS
+def template(model: Model, rows: Rows) -> tuple[str, str] | None:
+    """The chat template to set, and why; None if the model's own renders the rows."""
+    if rows.has_tool_calls and model.renders_tools is False:
+        why = "the model's own renders no tool calls" if model.has_template else "the tokenizer has no template"
+        return "chatml_tools", why
+    if model.has_template is False and rows.format is not None and rows.format.name in CONVERSATIONS:
+        return "chatml", "the tokenizer has no template of its own"
+    return None
 
 
 def _lora(method: str) -> list[str]:
@@ -103,7 +108,7 @@ def _data(rows: Rows) -> list[str]:
         lines.append("  # eval_file: held_out.jsonl                # too few rows to hold out a share of them")
     return [
         *lines,
-        _line("max_length", 2048, "tokens; longer documents are cut off"),
+        _line("max_length", 2048, "tokens; longer documents are cut off, raw text is split"),
         _line("packing", False, "true: fill rows of pack_length tokens with whole documents; faster"),
         "",
     ]

@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_rows(path: Path, row: dict[str, Any], count: int = 100) -> Path:
+def write_rows(path: Path, row: dict[str, Any], count: int = look.ENOUGH_ROWS) -> Path:
     path.write_text((json.dumps(row) + "\n") * count)
     return path
 
@@ -77,7 +77,7 @@ def test_what_it_writes_loads(tiny_model: Path, here: Path, format: str, method:
 
 @pytest.mark.process
 def test_what_it_writes_trains(tiny_model: Path, here: Path) -> None:
-    tiny.make_rows(here / "rows.jsonl", 120)
+    tiny.make_rows(here / "rows.jsonl", look.ENOUGH_ROWS)
     assert command.main(["--model", str(tiny_model), "--data", "rows.jsonl"]) == 0
     done = launch.run("1 rank", ["--config", str(here / "my.yaml"), "--training.max_steps", "2"], cache=here)
     assert done.returncode == 0, done.stdout[-3000:]

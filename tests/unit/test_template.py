@@ -485,7 +485,7 @@ def test_truncation_left_enabled_in_the_tokenizer_has_no_effect() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_named_templates_render_as_published(name: str) -> None:
-    published = {"phi": "phi3"}.get(name, name)
+    published = {"phi": "phi3", "chatml_tools": "chatml"}.get(name, name)
     case, tokenizer = CHAT_TEMPLATES[published], tokenizer_for(published)
     messages = [*HELLO, {"role": "user", "content": " and? "}, {"role": "assistant", "content": "more"}]
     if case.system:
@@ -514,7 +514,7 @@ def test_load_template(tmp_path: Any) -> None:
     file.write_bytes(b"\xff\xfe{")
     with pytest.raises(UserError, match="mine.jinja cannot be read"):
         load_template(tokenizer, str(file))
-    with pytest.raises(UserError, match="'chatlm'.*chatml, llama3"):
+    with pytest.raises(UserError, match="'chatlm'.*chatml, chatml_tools, llama3"):
         load_template(tokenizer, "chatlm")
 
 
