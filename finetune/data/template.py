@@ -16,6 +16,10 @@ ways, in this order:
 
    The text around the placeholder is also what gives the span of a message of another role.
 
+   In a long conversation this would take quadratic time. There it is done in *windows*: shorter conversations of the
+   first messages, some turns with what surrounds them, and the last messages. A window counts only if its text equals
+   that of the whole from the turn before its turns to the end of the last one.
+
 If none of them is conclusive, the template is refused when the encoder is built, or the row is dropped with
 RowError("mask_ambiguous").
 """
@@ -23,10 +27,11 @@ RowError("mask_ambiguous").
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from pathlib import Path
@@ -132,6 +137,9 @@ TEMPLATES = {
 
 _RENDERS_TOOLS = "model.chat_template: chatml_tools does, or give a Jinja file"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_LONG = 64  # messages; a longer conversation is looked at in windows
+_WINDOW_TURNS = 8
+_REACH = 16  # messages around the turns of a window in which its parts may be joined
 _MAX_VARIANTS = 64  # encoders for different chat_template_kwargs of rows
 _MAX_SKELETONS = 4096  # one per sequence of roles; bounds memory for files with very many different sequences
 
@@ -503,7 +511,8 @@ class Encoder:
         skeleton = self._skeleton(row) if masks and turns and not self._marked else None
         begins = skeleton.begins(row.messages, text) if skeleton else None
         if skeleton and begins:
-            spans = [(turn, self._skeleton_span(skeleton, begins, row, text, turn)) for turn in turns]
+            exact = functools.partial(self._skeleton_span, skeleton, begins, row, text)
+            spans = self._each_span(row, text, turns, exact)
             notes = ()  # every content is in the text, and the row has nothing else
         else:
             spans = self._spans(row, text, turns, marks)
@@ -549,15 +558,52 @@ class Encoder:
             marked = dict.fromkeys(assistants, []) | {i: marks for i in assistants[:1]}  # all, whichever turn has them
         elif self._marked and not set(turns).isdisjoint(assistants):
             marked = self._marked_spans(row, text, assistants, marks)
-        found: list[tuple[int, Span]] = []
-        for turn in turns:
-            if row.messages[turn]["role"] != "assistant":
-                found.append((turn, self._content_span(row, text, turn)))
-            elif self._marked:
-                found += [(turn, span) for span in marked[turn]]
-            else:
-                found.append((turn, self._span(row, text, turn)))
-        return found
+        found = [(turn, span) for turn in turns for span in marked.get(turn, ())]
+        others = [turn for turn in turns if not self._marked or row.messages[turn]["role"] != "assistant"]
+        exact = functools.partial(self._span_of_any_role, row, text)
+        return found + self._each_span(row, text, others, exact)
+
+    def _each_span(
+        self, row: Conversation, text: str, turns: list[int], exact: Callable[[int], Span]
+    ) -> list[tuple[int, Span]]:
+        """(message, its span) for these messages. `exact` finds one in time that grows with the conversation; in a long
+        one, it is used only for the messages whose spans no window gives."""
+        if len(row.messages) <= _LONG:
+            return [(turn, exact(turn)) for turn in turns]
+        found: dict[int, Span] = {}
+        roles = [message["role"] for message in row.messages]
+        for first in range(0, len(turns), _WINDOW_TURNS):
+            before, group = turns[max(0, first - 1) : first], turns[first : first + _WINDOW_TURNS]
+            window = _window(roles, before[0] if before else None, group[-1])
+            given = self._spans_in_window(row, text, window, before + group, found) if window else None
+            found |= given or {turn: exact(turn) for turn in group}
+        return list(found.items())
+
+    def _spans_in_window(
+        self, row: Conversation, text: str, window: list[int], turns: list[int], found: dict[int, Span]
+    ) -> dict[int, Span] | None:
+        """The spans of `turns` in `text`, from a conversation of the messages with the indices `window` only. None if
+        its text is another one there. `found` has the first of the turns, unless the window begins with the text."""
+        messages = [row.messages[index] for index in window]
+        place = {index: number for number, index in enumerate(window)}
+        known = found.get(turns[0])
+        # Descriptions of tools are long, and come before all turns.
+        for tools in dict.fromkeys([known is None, True]) if row.tools else [True]:
+            part = Conversation(messages=messages, tools=row.tools if tools else None)
+            try:
+                inner = self._render(messages, part.tools)
+                spans = {turn: self._span_of_any_role(part, inner, place[turn]) for turn in turns}
+            except RowError:
+                continue
+            start, stop = (0 if known is None else spans[turns[0]][0]), spans[turns[-1]][1]
+            shift = 0 if known is None else known[0] - start
+            if inner[start:stop] == text[start + shift : stop + shift]:
+                return {turn: (begin + shift, end + shift) for turn, (begin, end) in spans.items()}
+        return None
+
+    def _span_of_any_role(self, row: Conversation, text: str, turn: int) -> Span:
+        find = self._span if row.messages[turn]["role"] == "assistant" else self._content_span
+        return find(row, text, turn)
 
     def _marked_spans(
         self, row: Conversation, text: str, assistants: list[int], marks: list[Span]
@@ -621,14 +667,13 @@ class Encoder:
     def _skeleton_span(self, skeleton: _Skeleton, begins: list[int], row: Conversation, text: str, turn: int) -> Span:
         """The span of a message in `text`, which equals the skeleton with the row's contents."""
         if turn not in skeleton.turns:
-            find = self._span if row.messages[turn]["role"] == "assistant" else self._content_span
             try:
-                skeleton.turns[turn] = skeleton.relative(find(skeleton.row, skeleton.text, turn))
+                skeleton.turns[turn] = skeleton.relative(self._span_of_any_role(skeleton.row, skeleton.text, turn))
             except RowError:  # caused by the placeholders; the real contents may be unambiguous
                 skeleton.turns[turn] = None
         place = skeleton.turns[turn]
         if place is None:
-            return self._spans(row, text, [turn], [])[0][1]
+            return self._span_of_any_role(row, text, turn)
         return begins[place[0]] + place[1], begins[place[2]] + place[3]
 
     def _span(self, row: Conversation, text: str, turn: int) -> Span:
@@ -894,6 +939,30 @@ class _Skeleton:
         assert begins is not None
         start, end = (bisect_right(begins, position) - 1 for position in span)
         return start, span[0] - begins[start], end, span[1] - begins[end]
+
+
+def _window(roles: Sequence[str], before: int | None, last: int) -> list[int] | None:
+    """The messages of a short conversation, as indices, that renders a part of a long one as the whole does: the first
+    messages, those from message `before` (None: the first) to after message `last`, and the last messages. Where parts
+    are joined, the roles on both sides are those of the whole, as are even and odd positions, because templates look at
+    them. None if there is no such place near."""
+    count, opening = len(roles), roles.index("user") + 1 if "user" in roles else 1
+
+    def joins(left: int, right: int) -> bool:
+        return (right - left) % 2 == 0 and roles[left - 1 : left + 1] == roles[right - 1 : right + 1]
+
+    starts = (
+        (o, s) for s in range(before or 0, max(0, (before or 0) - _REACH), -1) for o in range(opening, opening + _REACH)
+    )
+    stops = ((e, z) for e in range(last + 2, last + 2 + _REACH) for z in range(count - _REACH // 2, count))
+    start, stop = (0, 0), (count, count)
+    if before is not None and before > opening + _REACH:
+        start = next((pair for pair in starts if pair[0] < pair[1] and joins(*pair)), None)
+    if last + _REACH < count:
+        stop = next((pair for pair in stops if pair[0] <= pair[1] and joins(*pair)), None)
+    if start is None or stop is None:
+        return None
+    return [*range(start[0]), *range(start[1], stop[0]), *range(stop[1], count)]
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

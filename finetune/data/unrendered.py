@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from finetune.data.reasoning import CLOSE, OPEN, REASONING_FIELDS
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
+_MARK = re.compile("zqx[0-9]+xqz")
 _MAX_STRUCTURES = 4096  # bounds memory for files in which nearly every row has another structure
 
 
@@ -67,7 +69,8 @@ def _find(row: Conversation, render: Render) -> tuple[str, ...]:
         text = render(messages, tools)
     except RowError:
         return ()  # the template refuses the placeholders, so nothing is known
-    missing = dict.fromkeys(what for mark, what in parts.items() if mark not in text)
+    present = set(_MARK.findall(text))
+    missing = dict.fromkeys(what for mark, what in parts.items() if mark not in present)
     return tuple(f"the chat template leaves out {what}" for what in missing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import pickle
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import IGNORE_INDEX
+from finetune.data import template as encoding
 from finetune.data.formats import Conversation, RowError, Text
 from finetune.data.template import TEMPLATES, Encoded, Encoder, load_template, preview
 from finetune.errors import UserError
@@ -453,6 +455,73 @@ def test_rows_of_known_roles_are_rendered_once(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Encoder, "_render", lambda self, *a, **k: renderings.append(a) or render(self, *a, **k))
     encoder.encode_batch([row] * 5)
     assert len(renderings) == 5
+
+
+def long_conversation(kind: str, count: int) -> Conversation:
+    """A conversation of `count` messages with names, tools, or thinking; or of one question and many tool calls."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    result = {"role": "tool", "content": "2"}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    while len(messages) < count - 2:
+        number = len(messages)
+        if kind == "calls":
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call] * (1 + number % 5 // 4)})
+            messages += [result] * len(messages[-1]["tool_calls"])
+            continue
+        thinking = "<think>\nHm.\n</think>\n\n" if kind == "thinking" and number % 3 else ""
+        messages.append({"role": "assistant", "content": f"{thinking}{' ' * (number % 2)}Hello {number}!"})
+        messages.append({"role": "user", "content": f"Hi {number % 7}"} | ({"name": "Ann"} if kind == "names" else {}))
+    messages.append({"role": "assistant", "content": "Hello, you!"})
+    tools = [{"type": "function", "function": {"name": "add"}}] if kind in ("tools", "calls") else None
+    return Conversation(messages=messages, tools=tools)
+
+
+@pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
+KINDS = ("plain", "names", "tools", "thinking", "calls")
+WITH_CALLS = ("qwen3", "chatml_tools")
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [(n, k) for n in (*CHAT_TEMPLATES, "chatml_tools") for k in KINDS if k != "calls" or n in WITH_CALLS],
+)
+def test_windows_give_the_spans_of_the_whole(
+    name: str, kind: str, roles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = long_conversation(kind, 150)
+    encoder = Encoder(
+        tokenizer_for("chatml" if name == "chatml_tools" else name),
+        TEMPLATES.get(name) or CHAT_TEMPLATES[name].template,
+        train_on_roles=roles,
+    )
+    (windowed,) = encoder.encode_batch([row])
+    monkeypatch.setattr(encoding, "_LONG", 10_000)
+    (exact,) = copy.copy(encoder).encode_batch([row])
+    assert not isinstance(windowed, RowError) and not isinstance(exact, RowError)
+    assert windowed[0].label_tokens and np.array_equal(windowed[0].labels, exact[0].labels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_long_conversation_takes_linear_time(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def messages_rendered(count: int) -> int:
+        encoder = Encoder(
+            tokenizer_for("qwen3"), CHAT_TEMPLATES["qwen3"].template if name == "qwen3" else TEMPLATES[name]
+        )
+        encoder.encode_batch([Conversation(messages=HELLO)])
+        rendered.clear()
+        encoder.encode_batch([long_conversation(kind, count)])
+        return sum(rendered)
+
+    rendered: list[int] = []
+    render = encoding.render
+
+    def counted(text: str, messages: list[dict[str, Any]], **more: Any) -> Any:
+        rendered.append(len(messages))
+        return render(text, messages, **more)
+
+    monkeypatch.setattr(encoding, "render", counted)
+    assert messages_rendered(800) < 2.5 * messages_rendered(400)
 
 
 def test_each_row_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
