@@ -138,14 +138,14 @@ class DataConfig:
         "text", "Text column. As in TRL, columns of messages, prompts or token ids take precedence.", NOT_EMPTY
     )
     system_prompt: str | None = _setting(None, "System message for rows that have none.")
-    keep_empty: bool = _setting(
-        False, "Keep rows with an empty message, completion or text, such as answers that are empty on purpose."
-    )
     max_length: int | None = _setting(2048, "Maximum length of a document, in tokens. null: no limit.", AT_LEAST_1)
     over_length: Literal["truncate", "keep_end", "drop", "split"] | None = _setting(
         None,
         "What to do with longer documents: keep their start or end, drop or split them. null: split raw text (.txt,"
         " .md), truncate other rows.",
+    )
+    keep_empty: bool = _setting(
+        False, "Keep rows with an empty message, completion or text, such as answers that are empty on purpose."
     )
     assistant_only_loss: bool = _setting(True, "Compute the loss on the assistant's turns only.")
     completion_only_loss: bool | None = _setting(

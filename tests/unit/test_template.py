@@ -476,11 +476,11 @@ def long_conversation(kind: str, count: int) -> Conversation:
     return Conversation(messages=messages, tools=tools)
 
 
-@pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
 KINDS = ("plain", "names", "tools", "thinking", "calls")
 WITH_CALLS = ("qwen3", "chatml_tools")
 
 
+@pytest.mark.parametrize("roles", [["assistant"], ["assistant", "user"]])
 @pytest.mark.parametrize(
     "name, kind",
     [(n, k) for n in (*CHAT_TEMPLATES, "chatml_tools") for k in KINDS if k != "calls" or n in WITH_CALLS],
