@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from finetune.data import formats
+from finetune.data.arrow import Struct
 from finetune.data.formats import FORMATS, Conversation, Format, RowError, Text, describe, detect, to_conversation
 from finetune.errors import UserError
 
@@ -323,3 +325,93 @@ def test_unusable_rows_of_other_formats() -> None:
 def test_a_row_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(RowError("empty", "message 2 is empty")))
     assert (error.reason, error.detail) == ("empty", "message 2 is empty")
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+
+
+def test_each_row_is_asked_for_its_optional_columns() -> None:
+    first = {"instruction": "Add.", "output": "2"}
+    found = formats.detect(list(first), [first])
+    later = first | {"input": "1 + 1", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    assert formats.to_conversation(later, found) == Conversation(
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            *[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+            *[{"role": "user", "content": "Add.\n\n1 + 1"}, {"role": "assistant", "content": "2"}],
+        ]
+    )
+    as_text = first | {"history": '[["Hi", "Hello"]]'}  # of a CSV file
+    assert len(formats.to_conversation(as_text, found).messages) == 4  # type: ignore[union-attr]
+    for history in ([], None, "", "null"):
+        assert len(formats.to_conversation(first | {"history": history}, found).messages) == 2  # type: ignore[union-attr]
+    for history in (["Hi", "Hello"], [["Hi"]], [["Hi", None]], "[", {"Hi": "Hello"}):
+        with pytest.raises(RowError, match="wrong_type: the column 'history'"):
+            formats.to_conversation(first | {"history": history}, found)
+
+
+def test_a_mapped_optional_column_may_begin_late() -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    found = formats.detect(["messages"], [row], mapping={"system": "persona"})
+    assert formats.to_conversation(row | {"persona": "Be brief."}, found).messages[0]["role"] == "system"  # type: ignore
+    formats.check_mapping({"system": "persona"}, ["messages", "persona"])
+    with pytest.raises(UserError, match="columns that the rows lack: persona; the columns are messages"):
+        formats.check_mapping({"system": "persona"}, ["messages"])
+
+
+@pytest.mark.parametrize(
+    "row, unread, as_trl, has_template",
+    [
+        ({"text": "a", "id": 0, "none": None, "blank": "", "empty": []}, {"id"}, False, True),
+        ({"prompt": "a", "completion": "b", "system": "c", "tools": [CALL]}, {"system", "tools"}, False, True),
+        ({"instruction": "a", "output": "b", "tools": [CALL], "system": "c"}, {"tools"}, False, True),
+        ({"instruction": "a", "output": "b", "chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs"}, False, False),
+        ({"input_ids": [1], "labels": [1], "attention_mask": [1], "prompt": "a"}, {"attention_mask"}, False, True),
+        ({"messages": [{"role": "user", "content": "a"}], "system": "b"}, set(), False, True),
+        ({"messages": [{"role": "user", "content": "a"}], "system": "b"}, {"system"}, True, True),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "system": "b", "messages": "c"},
+            {"messages"},
+            True,
+            True,
+        ),
+    ],
+)
+def test_columns_that_are_not_read(row: dict, unread: set[str], as_trl: bool, has_template: bool) -> None:
+    found = formats.detect(list(row), [row], as_trl=as_trl)
+    assert found.unread(row, has_template=has_template) == unread
+
+
+def test_trl_reads_no_system_beside_messages() -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "c"}
+    for as_trl, count in ((False, 3), (True, 2)):
+        found = formats.detect(list(row), [row], as_trl=as_trl)
+        assert len(formats.to_conversation(row, found).messages) == count  # type: ignore[union-attr]
+
+
+def test_only_the_nulls_of_arrow_are_left_out() -> None:
+    def read(make: type) -> Conversation:
+        function = make(name="look", arguments=make(a=1, b=None, c=[make(d=None)]))
+        calls = [make(id=None, type="function", function=function)]
+        tools = [make(type="function", function=make(name="look", strict=None))]
+        messages = [{"role": "user", "content": "a"}, make(role="assistant", content=None, name=None, tool_calls=calls)]
+        row = {"messages": messages, "tools": tools, "chat_template_kwargs": make(think=None, deep=make(x=None))}
+        converted = formats.to_conversation(row, formats.detect(list(row), [row]))
+        assert isinstance(converted, Conversation) and converted.tools
+        assert set(converted.messages[1]) == {"role", "content", "tool_calls"}
+        assert set(converted.messages[1]["tool_calls"][0]) == {"type", "function"}
+        return converted
+
+    own, arrow = read(dict), read(Struct)
+    assert own.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None, "c": [{"d": None}]}
+    assert own.tools == [{"type": "function", "function": {"name": "look", "strict": None}}]
+    assert own.variables == {"think": None, "deep": {"x": None}} and own.notes == ()
+    assert arrow.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "c": [{}]}
+    assert arrow.tools == [{"type": "function", "function": {"name": "look"}}] and arrow.variables == {"deep": {}}
+    assert [note.partition(":")[0] for note in arrow.notes] == ["nulls in the arguments of tool calls are left out"]
+
+
+@pytest.mark.parametrize("tools", [[], "[]", "", " ", "null", None])
+def test_an_empty_list_of_tools_is_none(tools: object) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
+    assert formats.to_conversation(row, formats.detect(list(row), [row])).tools is None  # type: ignore[union-attr]
