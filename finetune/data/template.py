@@ -942,11 +942,16 @@ class _Skeleton:
 
 
 def _window(roles: Sequence[str], before: int | None, last: int) -> list[int] | None:
-    """The messages of a short conversation, as indices, that renders a part of a long one as the whole does: the first
-    messages, those from message `before` (None: the first) to after message `last`, and the last messages. Where parts
-    are joined, the roles on both sides are those of the whole, as are even and odd positions, because templates look at
-    them. None if there is no such place near."""
-    count, opening = len(roles), roles.index("user") + 1 if "user" in roles else 1
+    """The messages of a short conversation, as indices, that renders a part of a long one as the whole does.
+
+    They are the first messages, those from message `before` (None: the first) to after message `last`, and the last
+    messages; or instead of these the last question and its answer, because templates drop thinking before it. Where
+    parts are joined, the roles on both sides are those of the whole, as are even and odd positions, because templates
+    look at them. None if there is no such place near.
+    """
+    opening = roles.index("user") + 1 if "user" in roles else 1
+    question = max((index for index, role in enumerate(roles) if role == "user"), default=0)
+    count = len(roles) if last >= question else min(question + 2, len(roles))
 
     def joins(left: int, right: int) -> bool:
         return (right - left) % 2 == 0 and roles[left - 1 : left + 1] == roles[right - 1 : right + 1]
