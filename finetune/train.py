@@ -64,6 +64,7 @@ def run_locked(
         process_group.finish()
         return DONE
     session.check_space(config, job.model)
+    session.check_saving(job)
     checkpoints.take_over(output_dir, overwrite=overwrite)
     report.print_introduction(job, start)
     with session.recorded(record, job, start):

@@ -14,6 +14,7 @@ from transformers import set_seed
 from finetune.chat.load import Loaded
 from finetune.data import render
 from finetune.data.template import end_of_turn, load_template
+from finetune.engine import generation
 from finetune.engine.model import complete, end_tokens
 from finetune.engine.trained import Trained
 from finetune.errors import RunError, UserError
@@ -108,20 +109,15 @@ class Speaker:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _stops(self) -> tuple[list[int], str | None]:
-        """Tokens that end an answer: of the generation config, of the tokenizer, and the one that ends a turn in the
-        chat template. If the tokenizer has no token for that, its text."""
+        """Tokens that end an answer: of the generation configs of model and run, of the tokenizer, and the one that
+        ends a turn in the chat template. If the tokenizer has no token for that, its text."""
         tokenizer = self.loaded.tokenizer
-        stops = set(end_tokens(self.loaded.model, tokenizer))
+        stops = {*end_tokens(self.loaded.model, tokenizer), *generation.ends_in(self.found.folder)}
         ending = end_of_turn(tokenizer, self.template, self._variables) if self.template is not None else None
         if ending is None:
             return sorted(stops), None
-        special = tokenizer.added_tokens_decoder
-        first = next(
-            (token for token in tokenizer(ending, add_special_tokens=False)["input_ids"] if token in special), None
-        )
-        if first is None:
-            return sorted(stops), ending
-        return sorted({*stops, first}), None
+        first = generation.first_added(tokenizer, ending)
+        return (sorted(stops), ending) if first is None else (sorted({*stops, first}), None)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

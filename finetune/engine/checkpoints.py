@@ -413,8 +413,9 @@ def final_files(output_dir: Path, *, main: bool = True) -> Iterator[Path]:
         with activity.during("saving"):
             yield folder
             files.sync_tree(folder)
-        written = sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.suffix == ".json")
-        for path in written:
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
+            if path.is_dir():  # such as further chat templates
+                remove(output_dir / path.name)
             os.replace(path, output_dir / path.name)
         files.sync_folder(output_dir)
     finally:

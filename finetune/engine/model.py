@@ -23,6 +23,7 @@ from finetune.engine import (
     adapter_targets,
     attention,
     fp8,
+    generation,
     layer_kernels,
     master_weights,
     preflight,
@@ -89,6 +90,8 @@ def check(config: Config, stack: Stack) -> bool:
     if stack.backend == "transformers":
         _check_arguments(config, stack)
     adapter = preflight.adapter(config)
+    if (folder := preflight.base_folder(config)) is not None:
+        generation.check(folder)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
     layer_kernels.check(config, stack)

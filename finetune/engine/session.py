@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,6 +317,31 @@ def check_space(config: Config, model: Any) -> None:
     if config.training.save_steps:
         needed, what = 2 * needed + 8 * sum(parameter.numel() for parameter in trainable), f"a checkpoint and {what}"
     checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
+
+
+def check_saving(job: Job) -> None:
+    """Save everything but the weights into a temporary folder: what cannot be saved must not be found at the end.
+
+    Raises:
+        UserError: names what cannot be saved.
+    """
+    from finetune.engine import generation, tokenizer_files
+
+    model = job.model
+    adapters = getattr(model, "peft_config", None)
+    with tempfile.TemporaryDirectory(prefix="finetune-save-") as folder:
+        tokenizer_files.save(job.tokenizer, Path(folder))
+        generation.write(Path(folder), model, [])
+        configs = [model.config] if adapters is None else list(adapters.values())
+        for config in configs:
+            try:
+                config.save_pretrained(folder)
+            except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+                name = preflight.SHAPES[0] if adapters is None else preflight.ADAPTER
+                raise UserError(
+                    f"The {name} of this model cannot be saved: {' '.join(str(error).split())[:300]}. Correct "
+                    f"{'it in the folder of the model' if adapters is None else 'the lora section'}."
+                ) from error
 
 
 def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:

@@ -64,9 +64,16 @@ def shortened(value: Any) -> Any:
         return value
     if re.match(r"\w{2,}://", value):
         return value
-    local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or Path(value).exists()
+    local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or _exists(value)
     deep = len(PurePath(value).parts) > 2
     return PureWindowsPath(value).name if (local or deep) and value.strip("./\\~") else value
+
+
+def _exists(value: str) -> bool:
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):  # not a path: too long, or with a zero byte
+        return False
 
 
 def _metadata(source: Source, form: str) -> Iterator[str]:

@@ -136,8 +136,10 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
+        note_unstoppable(found, tokenizer)
         if merge is None:
             write_adapter(found, model, public=options.to == "hub")
+            write_generation_config(found, model, tokenizer)
         else:
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
             print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
@@ -155,11 +157,11 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
             result |= write_gguf(options, folder, model, tools, tokenizer, kind)
             finding = result.get("gguf_verification") or finding
         card.write(folder, found, form, verify.sentence(finding) if finding else None)
-        result = describe(found, form, folder) | result
-        files.write_json(folder / MANIFEST, redact_tree(card.shortened(result)))
+        about = describe(found, form, folder)
+        files.write_json(folder / MANIFEST, redact_tree(card.shortened(about) | result))  # answers are not paths
     print_line(f"Verified: {verify.sentence(finding)}" if finding else "Not verified: --no-verify was given.")
     print_line(f"Exported {found.given} to {out}")
-    return result | {"out": str(out)}
+    return about | result | {"out": str(out)}
 
 
 def _merge(found: Source) -> Any:
@@ -179,14 +181,17 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     from finetune.data.template import load_template
-    from finetune.export.merged import copy_tokenizer
+    from finetune.engine import tokenizer_files
 
-    copy_tokenizer(found.folder, folder)
+    tokenizer_files.copy(found.folder, folder)
     name = found.model.get("chat_template")
     if name not in (None, "none"):
         files.write_text(folder / "chat_template.jinja", str(load_template(None, str(name))))
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if tokenizer_files.is_of_this_library(folder):
+            tokenizer_files.save(tokenizer, folder, found.base)
+        return tokenizer
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer in {found.folder} cannot be loaded: {str(error).splitlines()[0][:200]}. Export another "
@@ -208,16 +213,44 @@ def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
 
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
-    """generation_config.json of the base, with the tokenizer's end token as well."""
-    file = found.base / "generation_config.json"
+    """generation_config.json of the base, which stops where the trained turns ended as well."""
+    from finetune.engine import generation
+
+    file = found.base / generation.FILE
     content = files.read_json(file) if file.is_file() else {}
     config = files.read_json(found.base / "config.json")
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         content.setdefault(name, config.get(name))
-    ends = content["eos_token_id"] if isinstance(content["eos_token_id"], list) else [content["eos_token_id"]]
-    known = [one for one in dict.fromkeys([*ends, tokenizer.eos_token_id]) if one is not None]
-    content["eos_token_id"] = known[0] if len(known) == 1 else known or None
-    files.write_json(folder / "generation_config.json", {k: v for k, v in content.items() if v is not None})
+    content = generation.with_ends(content, ends_of(found, tokenizer))
+    files.write_json(folder / generation.FILE, {k: v for k, v in content.items() if v is not None})
+
+
+def ends_of(found: Source, tokenizer: Any) -> list[int]:
+    """The tokens at which the run's model was trained to stop: those that the run recorded, the tokenizer's, and the
+    one that ends a turn in the chat template."""
+    from finetune.engine import generation
+
+    turn = None if found.model.get("chat_template") == "none" else generation.end_of_turn_token(tokenizer)
+    ends = [*generation.ends_in(found.folder), tokenizer.eos_token_id, turn]
+    return [one for one in dict.fromkeys(ends) if one is not None]
+
+
+def note_unstoppable(found: Source, tokenizer: Any) -> None:
+    """Print the text that ends a turn if no token does: no file of an export can say it."""
+    from finetune.engine import generation
+
+    ending = generation.turn_ending(tokenizer)
+    if (
+        ending is None
+        or found.model.get("chat_template") == "none"
+        or generation.first_added(tokenizer, ending) is not None
+    ):
+        return
+    print_line(
+        f"note: the chat template ends a turn with the text {ending!r}, which is not a token. Give it to your engine as"
+        " a stop text (`stop` in a request, `stop_strings` in transformers).",
+        style="yellow",
+    )
 
 
 def write_gguf(
