@@ -52,22 +52,28 @@ class Manner:
 class Speaker:
     """A loaded model with its chat template, stop tokens and way to generate."""
 
-    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool) -> None:
+    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool | None) -> None:
         """
         Args:
             system: the system message; None takes the run's own, an empty text none.
-            raw: send texts without the chat template.
+            raw: send texts without the chat template; None does as in training.
 
         Raises:
             UserError: the chat template is invalid, or cannot express the system message.
         """
         self.loaded, self.found, self.manner = loaded, found, manner
         tokenizer = loaded.tokenizer
-        untemplated = raw or found.setting("model.chat_template", str) == "none"
+        self.as_trained = raw is None
+        untemplated = found.templated is False if raw is None else raw
         self.template = None if untemplated else load_template(tokenizer)
         self.system = found.setting("data.system_prompt", str) if system is None else system
         if self.template is None:
             if system:
+                if untemplated and raw is None:
+                    raise UserError(
+                        f"--system needs a chat template, and {found.folder} was trained without one. Remove it, or "
+                        "add --template."
+                    )
                 raise UserError(f"--system needs a chat template, and {found.folder} has none. Remove it.")
             self.system = None
         kwargs = found.setting("data.chat_template_kwargs", dict) or {}
@@ -138,7 +144,9 @@ class Speaker:
         manner = f"Sampling{': ' + how if how else ''}, seed {self.manner.seed}" if self.samples else "Greedy"
         names = [self.loaded.tokenizer.decode([token]) for token in self.stops]
         ends = ", ".join([*names, *([self.stop_string] if self.stop_string else [])])
-        shape = "no chat template: each prompt is continued as it is" if self.template is None else "chat template"
+        trained = self.as_trained and self.found.templated is False
+        plain = f"no chat template{', as in training' if trained else ''}: each prompt is continued as it is"
+        shape = plain if self.template is None else "chat template"
         system = f"system message {_short(self.system)!r}; " if self.system else ""
         return f"{manner}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 

@@ -108,7 +108,7 @@ def _saved(tokenizer: Any) -> Files:
                 f"The tokenizer {tokenizer.name_or_path} cannot be saved: {' '.join(str(error).split())[:300]}. "
                 "Correct its chat templates and tokenizer_config.json, or set model.chat_template to another template."
             ) from error
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files(Path(folder))}
+        return {path.relative_to(folder).as_posix(): files.read_bytes(path) for path in _files(Path(folder))}
 
 
 @functools.lru_cache(maxsize=2)

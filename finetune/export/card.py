@@ -38,6 +38,8 @@ def text(source: Source, form: str, verified: str | None) -> str:
     lines = ["---", *_metadata(source, form), "---", "", f"# {_title(source)}", "", _summary(source, base, form), ""]
     lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
     lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
+    if source.raw:
+        lines += ["It was trained without a chat template: give it the prompt as it is, not messages.", ""]
     if data := list(_data(record)):
         lines += ["## Data", "", *data, "", "License of the data: _to be filled in by you._", ""]
     if metrics := list(_metrics(record, source.step)):

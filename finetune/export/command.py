@@ -73,6 +73,8 @@ def run(argv: list[str]) -> int:
     form = _form(options, found)
     for note in found.notes:
         print_line(f"note: {note}", style="yellow")
+    if found.raw:
+        print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
     result = reused(options, found, form) or export(options, found, form)
     result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
     if options.to == "hub":
@@ -154,7 +156,7 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         if tools is not None:
             named = preflight.folder_of(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
-            result |= write_gguf(options, folder, model, tools, tokenizer, kind)
+            result |= write_gguf(options, found, folder, model, tools, tokenizer, kind)
             finding = result.get("gguf_verification") or finding
         card.write(folder, found, form, verify.sentence(finding) if finding else None)
         about = describe(found, form, folder)
@@ -230,7 +232,7 @@ def ends_of(found: Source, tokenizer: Any) -> list[int]:
     one that ends a turn in the chat template."""
     from finetune.engine import generation
 
-    turn = None if found.model.get("chat_template") == "none" else generation.end_of_turn_token(tokenizer)
+    turn = None if found.raw else generation.end_of_turn_token(tokenizer)
     ends = [*generation.ends_in(found.folder), tokenizer.eos_token_id, turn]
     return [one for one in dict.fromkeys(ends) if one is not None]
 
@@ -254,14 +256,20 @@ def note_unstoppable(found: Source, tokenizer: Any) -> None:
 
 
 def write_gguf(
-    options: argparse.Namespace, folder: Path, model: Path, tools: gguf.Tools, tokenizer: Any, kind: str
+    options: argparse.Namespace,
+    found: Source,
+    folder: Path,
+    model: Path,
+    tools: gguf.Tools,
+    tokenizer: Any,
+    kind: str,
 ) -> dict[str, Any]:
     """Convert the merged model, compare the file with it, quantize if asked for, and remove the merged model."""
     finding = None
     exact = folder / f"model-{gguf.exact(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
     if not options.no_verify:
-        finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer)})
+        finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer, raw=found.raw)})
         refuse(finding, options)
     if kind not in gguf.EXACT:
         gguf.quantize(tools, exact, folder / f"model-{kind}.gguf", kind)
@@ -276,7 +284,8 @@ def verified(options: argparse.Namespace, found: Source, folder: Path, tokenizer
     Raises:
         RunError: the export does not match the run.
     """
-    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": verify.prompts(tokenizer)}
+    asked = verify.prompts(tokenizer, raw=found.raw)
+    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
     job |= {"trust_remote_code": options.trust_remote_code}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
