@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from finetune.runtime import disk, files
+from finetune.runtime.command import warn
 
 
 class EventFile:
@@ -88,7 +88,7 @@ class EventFile:
             self._writer = None
             if self.warning is None:
                 self.warning = f"{why}: TensorBoard's events in {self.folder} are incomplete."
-                sys.stderr.write(f"warning: {self.warning} The training continues without TensorBoard.\n")
+                warn(f"{self.warning} The training continues without TensorBoard.")
 
 
 def _quiet_event_thread() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.plural import counted
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, failures, hang, interrupt, launcher, meeting, user_code
-from finetune.runtime.command import console
+from finetune.runtime.command import console, warn
 from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -351,7 +350,7 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
     trained = trainer.state.global_step > trainer.resumed_step
     found = attention.computed(job.attention) if trained else job.attention
     if found != job.attention and distributed.ranks().is_main:
-        sys.stderr.write(f'warning: {found.reason}. run.json records "{found.kernel}".\n')
+        warn(f'{found.reason}. run.json records "{found.kernel}".')
     return found.to_dict()
 
 
