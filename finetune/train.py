@@ -137,7 +137,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
     record.update(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
     if answers_before is not None and answers_after is not None:
-        console().print(samples.table(job.tokenizer, questions, answers_before.answers, answers_after.answers))
+        console().print(samples.table(answers_before, answers_after))
     report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
     return False
 

@@ -373,8 +373,8 @@ def generate(
     stops: Collection[int] = (),
     batch_size: int = 32,
     with_other_ranks: bool = False,
-) -> list[str]:
-    """Greedy completions of tokenized prompts, as text without special tokens.
+) -> list[tuple[str, bool]]:
+    """Greedy completions of tokenized prompts, each as text without special tokens, and whether it came to an end.
 
     Args:
         prompts: token ids of each prompt, up to the start of the assistant's turn.
@@ -391,12 +391,14 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
-    answers: list[str] = []
+    answers: list[tuple[str, bool]] = []
     with _inference(model):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             found = complete(model, batch, settings, synced_gpus=with_other_ranks)
-            answers += tokenizer.batch_decode(found, skip_special_tokens=True)
+            texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+            ended = [ids[-1:] and ids[-1] in settings.eos_token_id for ids in found]
+            answers += zip(texts, map(bool, ended), strict=True)
     return answers
 
 
