@@ -114,10 +114,16 @@ def _saved(tokenizer: Any) -> Files:
 @functools.lru_cache(maxsize=2)
 def _saved_from(kind: type, origin: Path) -> Files | None:
     """What `save_pretrained` writes of the tokenizer in a folder as it is; None if that cannot be loaded."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it warns of, it has warned of before
     try:
         return _saved(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
     except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
         return None
+    finally:
+        logging.set_verbosity(level)
 
 
 def _files(folder: Path) -> list[Path]:

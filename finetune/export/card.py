@@ -112,8 +112,10 @@ def _usage(base: str, form: str) -> list[str]:
     if form == "adapter":
         return [
             "from peft import AutoPeftModelForCausalLM",
+            "from transformers import GenerationConfig",
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("PATH OR NAME")  # loads {base} too',
+            'model.generation_config = GenerationConfig.from_pretrained("PATH OR NAME")  # stops where training did',
         ]
     return ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "PATH OR NAME")']
 

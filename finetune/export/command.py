@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.export import card, gguf, hub, verify
+from finetune.export import card, gguf, gguf_metadata, hub, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
@@ -237,6 +237,18 @@ def ends_of(found: Source, tokenizer: Any) -> list[int]:
     return [one for one in dict.fromkeys(ends) if one is not None]
 
 
+def end_of_turn(found: Source, tokenizer: Any) -> int | None:
+    """The token that ended the trained turns, for a file that names one beside EOS; None if it is EOS or unknown."""
+    from finetune.engine import generation
+
+    if not found.raw and (turn := generation.end_of_turn_token(tokenizer)) is not None:
+        return turn
+    config = files.read_json(found.base / "config.json")
+    of_base = [] if found.adapter is None else generation.ends_in(found.base)
+    known = {tokenizer.eos_token_id, *generation.ids(config.get("eos_token_id")), *of_base}
+    return next((one for one in reversed(generation.ends_in(found.folder)) if one not in known), None)
+
+
 def note_unstoppable(found: Source, tokenizer: Any) -> None:
     """Print the text that ends a turn if no token does: no file of an export can say it."""
     from finetune.engine import generation
@@ -268,6 +280,8 @@ def write_gguf(
     finding = None
     exact = folder / f"model-{gguf.exact(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
+    if (token := end_of_turn(found, tokenizer)) is not None:
+        gguf_metadata.add_end_of_turn(exact, token)
     if not options.no_verify:
         finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer, raw=found.raw)})
         refuse(finding, options)
