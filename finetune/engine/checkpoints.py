@@ -206,6 +206,7 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     Raises:
         UserError: one of these is not so.
     """
+    files.check_name(output_dir, "training.output_dir")
     parent = _existing(output_dir)
     existing = existing_run(output_dir)
     if existing and not resuming and not overwrite:

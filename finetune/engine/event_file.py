@@ -36,7 +36,9 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """As SummaryWriter.add_text."""
-        self._write("add_text", tag, text, step)
+        self._write(
+            "add_text", tag, text.encode(errors="backslashreplace").decode(), step
+        )  # a file's name may be no text
 
     def add_histogram(self, tag: str, values: Any, step: int) -> None:
         """As SummaryWriter.add_histogram."""

@@ -31,7 +31,7 @@ from finetune.engine import (
     shard_loading,
 )
 from finetune.errors import RunError, UserError
-from finetune.runtime import flash
+from finetune.runtime import files, flash
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -48,6 +48,7 @@ def load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
     name = config.model.model_name_or_path
+    files.check_name(Path(str(name)), "model.model_name_or_path")
     with _model_not_found(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code

@@ -103,6 +103,7 @@ def check_options(options: argparse.Namespace) -> None:
     for flag, given in (("gguf-type", options.gguf_type), ("llama-cpp", options.llama_cpp)):
         if given and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
+    files.check_name(options.out, "--out")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())

@@ -152,6 +152,22 @@ def check_output(path: Path) -> None:
         raise NotRegular(path, kind)
 
 
+def check_name(path: Path, given: str) -> None:
+    """Check that the path of a model or an output is text: libraries that read or write it take no other bytes.
+
+    Args:
+        given: the option or key.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    for name in (str(path), path.resolve().name):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{given} is {path}, whose name is not UTF-8. Give another name.") from None
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Check, before the work, that a file can be written in this place as far as that is known.
 
@@ -183,8 +199,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
-    """`write_bytes` of `content` in UTF-8."""
-    write_bytes(path, content.encode())
+    """`write_bytes` of `content` in UTF-8. A byte of a file's name that is not UTF-8 is written as an escape."""
+    write_bytes(path, content.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -120,3 +120,14 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(UserError, match="read-only"):
         files.check_writable(tmp_path / "new" / "a.json", "--json")
+
+
+def test_the_name_of_an_output_is_text() -> None:
+    files.check_name(Path("out/猫"), "--out")
+    with pytest.raises(UserError, match="--out is .*, whose name is not UTF-8"):
+        files.check_name(Path(os.fsdecode(b"out\xff")), "--out")
+
+
+def test_a_text_may_quote_a_name_that_is_not_text(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "card", "trained on " + os.fsdecode(b"rows\xfe.jsonl"))
+    assert (tmp_path / "card").read_text() == "trained on rows\\udcfe.jsonl"
