@@ -270,6 +270,14 @@ def edit(file: str, **values: object) -> Callable[[Path], object]:
     return write
 
 
+def name_a_template_as_a_path(folder: Path) -> None:
+    """transformers loads it, and refuses to save it."""
+    template = folder / "chat_template.jinja"
+    named = [{"name": "default", "template": template.read_text()}, {"name": "a/b", "template": "x"}]
+    template.unlink()
+    edit("tokenizer_config.json", chat_template=named)(folder)
+
+
 def add_tokens(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -288,6 +296,8 @@ MODELS = {
     "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
     "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
     "tokenizer_config": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "is not valid JSON"),
+    "template that cannot be saved": (name_a_template_as_a_path, "cannot be saved: Invalid chat template name: 'a/b'"),
+    "generation config": (edit("generation_config.json", max_new_tokens=-5), "generation_config.json is invalid: `max"),
     "larger tokenizer": (add_tokens, "The tokenizer does not fit the model: the training rows have the token id"),
 }
 
