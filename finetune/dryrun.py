@@ -88,6 +88,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
 
         report.print_introduction(job, resume.Start())
         session.check_space(config, job.model)
+        session.check_saving(job)
         show_example(job)
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:

@@ -67,6 +67,7 @@ def run_locked(
         process_group.finish()
         return DONE
     session.check_space(config, job.model)
+    session.check_saving(job)
     size = choose(job, start.per_device)
     job.batch = divided(job.batch, size.per_device)
     checkpoints.take_over(output_dir, overwrite=overwrite)
@@ -154,7 +155,7 @@ def train(
     scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
     record.update(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
     if answers_before is not None and answers_after is not None:
-        console().print(samples.table(job.tokenizer, questions, answers_before.answers, answers_after.answers))
+        console().print(samples.table(answers_before, answers_after))
     report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
     return False
 

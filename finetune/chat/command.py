@@ -42,7 +42,8 @@ def own_options() -> Options:
     found.add_switch("--compare", "answer with the base model as well, beside the trained one")
     found.add("--prompts", path, "FILE", "answer each line of a text file, greedily, instead of talking")
     found.add("--system", str, "TEXT", "system message (default: data.system_prompt of the run); '' for none")
-    found.add_switch("--raw", "send prompts as they are, without the chat template: for models of plain text")
+    found.add_switch("--raw", "send prompts as they are, without the chat template (default: as in training)")
+    found.add_switch("--template", "send prompts in the chat template, although the run was trained without it")
     found.add("--max-new-tokens", count, "N", f"longest answer (default: {MAX_NEW_TOKENS})", MAX_NEW_TOKENS)
     found.add("--temperature", _temperature, "T", "sample with this temperature; 0 is greedy")
     found.add("--seed", count, "N", "seed of sampling (default: 42)", 42)
@@ -119,11 +120,25 @@ def _check(options: argparse.Namespace) -> None:
     from finetune.runtime import distributed
 
     if options.serve:
-        for name in ("compare", "prompts", "system", "raw", "temperature", "base", "backend", "trust_remote_code"):
+        for name in (
+            "compare",
+            "prompts",
+            "system",
+            "raw",
+            "template",
+            "temperature",
+            "base",
+            "backend",
+            "trust_remote_code",
+        ):
             if getattr(options, name) not in (None, False, "auto"):
                 raise UserError(
                     f"--serve and --{name.replace('_', '-')} are both given: --serve loads no model. Keep one."
                 )
+    if options.raw and options.template:
+        raise UserError(
+            "--raw and --template are both given: prompts are sent with the chat template or without. Keep one."
+        )
     if options.raw and options.system:
         raise UserError(
             "--raw and --system are both given: without a chat template, there is no system message. Keep one."
@@ -164,4 +179,5 @@ def _speaker(options: argparse.Namespace, found: Trained, loaded: Any) -> Speake
         greedy=options.prompts is not None,
         seed=options.seed,
     )
-    return Speaker(loaded, found, manner, system=options.system, raw=options.raw)
+    raw = True if options.raw else False if options.template else None
+    return Speaker(loaded, found, manner, system=options.system, raw=raw)

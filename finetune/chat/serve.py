@@ -27,9 +27,12 @@ def commands(found: Trained) -> dict[str, Any]:
         vllm = [["finetune", "export", source, "--to", "merged", "--out", str(merged)], *vllm]
     size = [] if length is None else ["--ctx-size", str(length)]
     llama = [["finetune", "export", source, "--to", "gguf", "--out", str(gguf)]]
-    llama_server = shlex.join(["llama-server", "--alias", name, "--jinja", "--port", "8000", *size])
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    ask = ["curl", "http://localhost:8000/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    raw = found.templated is False  # as in training
+    llama_server = shlex.join(["llama-server", "--alias", name, *([] if raw else ["--jinja"]), "--port", "8000", *size])
+    asked = {"prompt": "Hello"} if raw else {"messages": [{"role": "user", "content": "Hello"}]}
+    path = "completions" if raw else "chat/completions"
+    body = json.dumps({"model": name, **asked})
+    ask = ["curl", f"http://localhost:8000/v1/{path}", "-H", "Content-Type: application/json", "-d", body]
     return {
         "run": source,
         "vllm": [shlex.join(step) for step in vllm],

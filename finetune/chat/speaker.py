@@ -14,6 +14,7 @@ from transformers import set_seed
 from finetune.chat.load import Loaded
 from finetune.data import render
 from finetune.data.template import end_of_turn, load_template
+from finetune.engine import generation
 from finetune.engine.model import complete, end_tokens
 from finetune.engine.trained import Trained
 from finetune.errors import RunError, UserError
@@ -51,22 +52,28 @@ class Manner:
 class Speaker:
     """A loaded model with its chat template, stop tokens and way to generate."""
 
-    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool) -> None:
+    def __init__(self, loaded: Loaded, found: Trained, manner: Manner, *, system: str | None, raw: bool | None) -> None:
         """
         Args:
             system: the system message; None takes the run's own, an empty text none.
-            raw: send texts without the chat template.
+            raw: send texts without the chat template; None does as in training.
 
         Raises:
             UserError: the chat template is invalid, or cannot express the system message.
         """
         self.loaded, self.found, self.manner = loaded, found, manner
         tokenizer = loaded.tokenizer
-        untemplated = raw or found.setting("model.chat_template", str) == "none"
+        self.as_trained = raw is None
+        untemplated = found.templated is False if raw is None else raw
         self.template = None if untemplated else load_template(tokenizer)
         self.system = found.setting("data.system_prompt", str) if system is None else system
         if self.template is None:
             if system:
+                if untemplated and raw is None:
+                    raise UserError(
+                        f"--system needs a chat template, and {found.folder} was trained without one. Remove it, or "
+                        "add --template."
+                    )
                 raise UserError(f"--system needs a chat template, and {found.folder} has none. Remove it.")
             self.system = None
         kwargs = found.setting("data.chat_template_kwargs", dict) or {}
@@ -108,20 +115,15 @@ class Speaker:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _stops(self) -> tuple[list[int], str | None]:
-        """Tokens that end an answer: of the generation config, of the tokenizer, and the one that ends a turn in the
-        chat template. If the tokenizer has no token for that, its text."""
+        """Tokens that end an answer: of the generation configs of model and run, of the tokenizer, and the one that
+        ends a turn in the chat template. If the tokenizer has no token for that, its text."""
         tokenizer = self.loaded.tokenizer
-        stops = set(end_tokens(self.loaded.model, tokenizer))
+        stops = {*end_tokens(self.loaded.model, tokenizer), *generation.ends_in(self.found.folder)}
         ending = end_of_turn(tokenizer, self.template, self._variables) if self.template is not None else None
         if ending is None:
             return sorted(stops), None
-        special = tokenizer.added_tokens_decoder
-        first = next(
-            (token for token in tokenizer(ending, add_special_tokens=False)["input_ids"] if token in special), None
-        )
-        if first is None:
-            return sorted(stops), ending
-        return sorted({*stops, first}), None
+        first = generation.first_added(tokenizer, ending)
+        return (sorted(stops), ending) if first is None else (sorted({*stops, first}), None)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +144,9 @@ class Speaker:
         manner = f"Sampling{': ' + how if how else ''}, seed {self.manner.seed}" if self.samples else "Greedy"
         names = [self.loaded.tokenizer.decode([token]) for token in self.stops]
         ends = ", ".join([*names, *([self.stop_string] if self.stop_string else [])])
-        shape = "no chat template: each prompt is continued as it is" if self.template is None else "chat template"
+        trained = self.as_trained and self.found.templated is False
+        plain = f"no chat template{', as in training' if trained else ''}: each prompt is continued as it is"
+        shape = plain if self.template is None else "chat template"
         system = f"system message {_short(self.system)!r}; " if self.system else ""
         return f"{manner}; {shape}; {system}an answer ends at {ends or 'the length limit'}"
 

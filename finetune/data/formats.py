@@ -223,7 +223,8 @@ def detect(
             "not use. To train on the chosen answers, write them to a file of messages or of prompts and completions."
         )
     raise UserError(
-        f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}."
+        f"no row format matches: {present}; {needs}. Map your columns with data.columns: {{field: column}}, such as "
+        "{instruction: COLUMN, output: COLUMN} for questions and answers in the model's chat template."
     )
 
 

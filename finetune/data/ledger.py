@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Ledger:
     truncated: int = 0
     split: int = 0
     duplicates: int = 0
+    templated: int = 0  # kept rows that are in the chat template
     tokens: int = 0
     supervised_tokens: int = 0
     sources: dict[str, SourceCounts] = field(default_factory=dict)  # by name, in the order in which they are read
@@ -76,8 +77,9 @@ class Ledger:
         printable = detail.encode(errors="backslashreplace").decode()  # a row may have half of a character
         self.examples.setdefault(reason, f"{where}: {printable}")
 
-    def keep(self, source: str, length: int, supervised_tokens: int) -> None:
+    def keep(self, source: str, length: int, supervised_tokens: int, *, templated: bool = True) -> None:
         """Count a document that is kept."""
+        self.templated += templated
         for counts in (self, self.source(source)):
             counts.rows_kept += 1
             counts.tokens += length
@@ -103,6 +105,7 @@ class Ledger:
             "truncated": self.truncated,
             "split": self.split,
             "duplicates": self.duplicates,
+            "templated": self.templated,
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "sources": [{"name": name, **asdict(counts)} for name, counts in self.sources.items()],
@@ -118,6 +121,14 @@ def examples(ledgers: dict[str, dict[str, Any]]) -> list[str]:
         for name, one in ledgers.items()
         for reason, count in sorted(one["dropped"].items())
     ]
+
+
+def is_templated(record: Mapping[str, Any]) -> bool | None:
+    """Whether any training row of a run was in the chat template, from its run.json; None if it does not say."""
+    ledger = record.get("ledger")
+    train = ledger.get("train") if isinstance(ledger, dict) else None
+    count = train.get("templated") if isinstance(train, dict) else None
+    return count > 0 if type(count) is int else None
 
 
 def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.config.schema import DEFAULTS
-from finetune.data import formats, store, tokenizer_state
+from finetune.data import formats, store, templated, tokenizer_state
 from finetune.data.formats import Format, RowError
 from finetune.data.ledger import Ledger
 from finetune.data.markers import Markers, derive_markers
@@ -215,6 +215,7 @@ class _Readers:
         self._templates: dict[str | None, str | None] = {}
         self._markers: dict[str | None, tuple[str | None, str | None]] = {}
         self._encoders: dict[tuple[str | None, bool, bool], Encoder] = {}
+        self._turns: dict[str | None, str | None] = {}
         self.derived_markers = ""
         for source in sources:
             try:
@@ -244,6 +245,14 @@ class _Readers:
     def has_template(self, source: Source) -> bool:
         """Whether the conversations of a source can be rendered."""
         return self._templates[self._name(source)] is not None
+
+    def marker(self, source: Source) -> str | None:
+        """The text that begins an assistant's turn in the template of a source."""
+        name = self._name(source)
+        if name not in self._turns:
+            template = self._templates[name]
+            self._turns[name] = None if template is None else templated.marker(self.tokenizer, template)
+        return self._turns[name]
 
     def _name(self, source: Source) -> str | None:
         return source.template or self._config.model.chat_template
@@ -303,6 +312,8 @@ class _Chunk:
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
     source: str
     format: str  # and its evidence
+    templated: bool  # the rows are in the chat template, by this program or before
+    note: str | None  # about rows that are not, although they could be
     work: tuple  # how to encode the rows, see `_encode`
 
     @property
@@ -360,6 +371,8 @@ def _chunks(
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
         work += (config.data.keep_empty,)
         columns = _Columns(format, has_template=readers.has_template(source))
+        rendered = templated.is_rendered(format, has_template=readers.has_template(source))
+        marker = None if rendered else readers.marker(source)
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
         while batch := list(islice(rows, CHUNK_ROWS)):
@@ -374,7 +387,18 @@ def _chunks(
                 columns.add(row)
             read += len(batch)
             if chosen:
-                yield _Chunk(rows=chosen, placed=placed, source=source.name, format=described, work=work)
+                in_template = rendered or (
+                    marker is not None and templated.is_written_in(chosen, format, readers.tokenizer, marker)
+                )
+                yield _Chunk(
+                    rows=chosen,
+                    placed=placed,
+                    source=source.name,
+                    format=described,
+                    templated=in_template,
+                    note=None if in_template or not readers.has_template(source) else templated.remedy(format),
+                    work=work,
+                )
         formats.check_mapping(source.columns, columns.all)
         ledger.source(source.name).unread += columns.unread
         ledger.notes.update(columns.notes())
@@ -449,14 +473,14 @@ def _encode_all(
                 ledger.drop(chunk.source, result.reason, where, result.detail, copies)
                 continue
             for piece in [*result] * copies:
-                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens)
+                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens, templated=chunk.templated)
                 writers[name].add(piece.input_ids, piece.labels)
             for piece in result:
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
-                if piece.notes:
-                    ledger.note(piece.notes)
+                if notes := (*piece.notes, *([chunk.note] if chunk.note else [])):
+                    ledger.note(notes)
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)
             shortened = sum(piece.shortened for piece in result)

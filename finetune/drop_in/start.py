@@ -25,6 +25,7 @@ def start() -> Stack:
     Raises:
         UserError: the variable has another value, the backend cannot run here, or there are more ranks than GPUs.
     """
+    command.keep_printing()
     bytecode.keep(cache_folder())
     sys.excepthook = _report_errors
     backend = os.environ.get(VARIABLE, "auto")

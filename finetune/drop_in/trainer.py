@@ -299,6 +299,7 @@ class SFTTrainer(engine.SFTTrainer):
         start = resume.prepare(config, self.job.batch, config.model.dtype, config.training.master_weights)
         start = resume.confirm(start, config, self.model, self.plan.digest(), self.total_steps)
         session.check_space(config, self.model)
+        session.check_saving(self.job)
         if not resuming and (moved := checkpoints.set_aside(output_dir)) is not None:
             print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
         checkpoints.take_over(output_dir, overwrite=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from finetune.engine import invariants, shard
 from finetune.errors import RunError, UserError
 from finetune.runtime import distributed, files, interrupt, user_code
+from finetune.runtime.command import warn
 
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
@@ -110,7 +110,7 @@ class Profile(TrainerCallback):
         try:
             profiler.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:
-            sys.stderr.write(f"warning: {self._file} was not written ({error}). The training continues.\n")
+            warn(f"{self._file} was not written ({error}). The training continues.")
 
 
 class FirstGradients(TrainerCallback):

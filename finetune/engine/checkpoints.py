@@ -206,6 +206,7 @@ def check_output(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     Raises:
         UserError: one of these is not so.
     """
+    files.check_name(output_dir, "training.output_dir")
     parent = _existing(output_dir)
     existing = existing_run(output_dir)
     if existing and not resuming and not overwrite:
@@ -413,8 +414,9 @@ def final_files(output_dir: Path, *, main: bool = True) -> Iterator[Path]:
         with activity.during("saving"):
             yield folder
             files.sync_tree(folder)
-        written = sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.suffix == ".json")
-        for path in written:
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
+            if path.is_dir():  # such as further chat templates
+                remove(output_dir / path.name)
             os.replace(path, output_dir / path.name)
         files.sync_folder(output_dir)
     finally:

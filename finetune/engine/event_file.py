@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from finetune.runtime import disk, files
+from finetune.runtime.command import warn
 
 
 class EventFile:
@@ -36,7 +36,9 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """As SummaryWriter.add_text."""
-        self._write("add_text", tag, text, step)
+        self._write(
+            "add_text", tag, text.encode(errors="backslashreplace").decode(), step
+        )  # a file's name may be no text
 
     def add_histogram(self, tag: str, values: Any, step: int) -> None:
         """As SummaryWriter.add_histogram."""
@@ -88,7 +90,7 @@ class EventFile:
             self._writer = None
             if self.warning is None:
                 self.warning = f"{why}: TensorBoard's events in {self.folder} are incomplete."
-                sys.stderr.write(f"warning: {self.warning} The training continues without TensorBoard.\n")
+                warn(f"{self.warning} The training continues without TensorBoard.")
 
 
 def _quiet_event_thread() -> None:

@@ -23,6 +23,7 @@ from finetune.engine import (
     adapter_targets,
     attention,
     fp8,
+    generation,
     layer_kernels,
     master_weights,
     preflight,
@@ -30,7 +31,7 @@ from finetune.engine import (
     shard_loading,
 )
 from finetune.errors import RunError, UserError
-from finetune.runtime import flash
+from finetune.runtime import files, flash
 from finetune.runtime.bootstrap import Stack, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -47,6 +48,7 @@ def load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
     name = config.model.model_name_or_path
+    files.check_name(Path(str(name)), "model.model_name_or_path")
     with _model_not_found(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -89,6 +91,8 @@ def check(config: Config, stack: Stack) -> bool:
     if stack.backend == "transformers":
         _check_arguments(config, stack)
     adapter = preflight.adapter(config)
+    if (folder := preflight.base_folder(config)) is not None:
+        generation.check(folder)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
     layer_kernels.check(config, stack)
@@ -370,8 +374,8 @@ def generate(
     stops: Collection[int] = (),
     batch_size: int = 32,
     with_other_ranks: bool = False,
-) -> list[str]:
-    """Greedy completions of tokenized prompts, as text without special tokens.
+) -> list[tuple[str, bool]]:
+    """Greedy completions of tokenized prompts, each as text without special tokens, and whether it came to an end.
 
     Args:
         prompts: token ids of each prompt, up to the start of the assistant's turn.
@@ -388,12 +392,14 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
-    answers: list[str] = []
+    answers: list[tuple[str, bool]] = []
     with _inference(model):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             found = complete(model, batch, settings, synced_gpus=with_other_ranks)
-            answers += tokenizer.batch_decode(found, skip_special_tokens=True)
+            texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+            ended = [ids[-1:] and ids[-1] in settings.eos_token_id for ids in found]
+            answers += zip(texts, map(bool, ended), strict=True)
     return answers
 
 

@@ -173,7 +173,9 @@ def hyperparameters(values: dict[str, Any]) -> list[Any]:
     from torch.utils.tensorboard.summary import hparams
 
     plain = {
-        name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+        name: value
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else str(value).encode(errors="backslashreplace").decode()  # the name of a file may be no text
         for name, value in values.items()
         if value is not None
     }

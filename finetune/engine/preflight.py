@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from finetune.config.origins import evaluation_origins, training_origins
 from finetune.config.rules import TRACKERS
 from finetune.errors import UserError
 from finetune.runtime import user_code
+from finetune.runtime.command import warn
 from finetune.runtime.files import open_regular, read_json, read_text, special_in
 
 HUB_SECONDS = 4.0  # to connect to the Hub; a connection takes a few round trips, and a second try for a lost packet
@@ -169,7 +169,7 @@ def use_cache_without_network() -> None:
     from huggingface_hub import constants
 
     if why_unreachable(tries=1) is not None:
-        sys.stderr.write(f"warning: {constants.ENDPOINT} cannot be reached; using the files in the cache.\n")
+        warn(f"{constants.ENDPOINT} cannot be reached; using the files in the cache.")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
 

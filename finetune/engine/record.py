@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
 from finetune.redact import redact_tree
 from finetune.runtime import disk, distributed
+from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
 
 FILE_NAME = "run.json"
@@ -38,7 +38,7 @@ class RunRecord:
                 raise
             warning = f"{why}: {self.path} was not updated."
             self.content.setdefault("warnings", []).append(warning)
-            sys.stderr.write(f"warning: {warning}\n")
+            warn(warning)
 
     def fail(self, message: str, *, in_place_of_main: bool = False) -> None:
         """Note why the run failed, where it had begun; a full disk does not hide the failure behind its own.

@@ -15,8 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import Progress, ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from finetune.data.collate import MULTIPLE
@@ -590,14 +594,8 @@ class ProgressLines:
         self._first: tuple[int, float] | None = None  # the first step done here, which compiles, and when it ended
         self._done = start_step
         if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[times]}"),
-                console=console,
-            )
-            self._task = self._bar.add_task("training", total=total, completed=start_step, times="")
+            self._bar = Progress(_Line(), console=console)
+            self._task = self._bar.add_task("training", total=total, completed=start_step, times="", figures=())
             self._bar.start()
 
     def step(self, state: TrainerState) -> None:
@@ -625,11 +623,11 @@ class ProgressLines:
             parts.append(f"gradient norm {grad_norm:.3f}")
         if per_gpu is not None:
             parts.append(f"{per_gpu:,.0f} tokens/s per device")
-        text = ", ".join(parts)
         if self._bar:
-            self._bar.update(self._task, description=text)
+            short = [parts[0]] if per_gpu is None else [parts[0], f"{per_gpu:,.0f} tok/s"]
+            self._bar.update(self._task, figures=(", ".join(parts), ", ".join(short), parts[0]))
         else:
-            self.line(state, f"{text}, {self.times()}")
+            self.line(state, f"{', '.join(parts)}, {self.times()}")
 
     def line(self, state: TrainerState, text: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -648,6 +646,56 @@ class ProgressLines:
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+
+class _Line(ProgressColumn):
+    """The line of a progress bar in whatever width there is. The step count is the last thing to drop: first the
+    figures become shorter, then the bar, the time so far and the figures go."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> _Fitted:
+        return _Fitted(task)
+
+
+class _Fitted:
+    """A task's line, as much of it as fits."""
+
+    BAR, SHORTEST_BAR = 40, 10
+
+    def __init__(self, task: Task) -> None:
+        figures = task.fields["figures"] or (task.description,)
+        times = task.fields["times"]
+        left = times[max(times.find("remaining"), 0) :]
+        steps = f"{int(task.completed)}/{int(task.total or 0)}"
+        self._task = task
+        # (what stands before the bar, what follows it), from the longest to the shortest
+        self._forms = [
+            *((one, f"{steps} {times}".rstrip()) for one in figures),
+            *((one, f"{steps} {left}".rstrip()) for one in figures),
+            (figures[-1], steps),
+            ("", steps),
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        for before, after in self._forms:
+            room = width - len(before) - len(after) - 2 * bool(before)
+            if room >= self.SHORTEST_BAR:
+                grid = Table.grid(padding=(0, 1))
+                bar = ProgressBar(total=self._task.total, completed=self._task.completed, width=min(room, self.BAR))
+                grid.add_row(*([Text(before)] if before else []), bar, Text(after))
+                yield grid
+                return
+        for before, after in self._forms:
+            line = f"{before} {after}".strip()
+            if len(line) <= width:
+                yield Text(line)
+                return
+        yield Text(self._forms[-1][1], overflow="crop", no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._forms[-1][1]), options.max_width), options.max_width)
 
 
 def _clock(seconds: float) -> str:

@@ -12,16 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.data import IGNORE_INDEX
+from finetune.data.markers import derive_markers
 from finetune.data.store import Rows
+from finetune.data.template import load_template
 from finetune.engine import shard
 from finetune.engine.metrics import exact_match
 from finetune.engine.model import generate
-from finetune.errors import RunError
+from finetune.errors import RunError, UserError
 from finetune.plural import counted
 from finetune.runtime import activity, distributed, user_code
 from finetune.runtime.command import printable
 
 MOST_NEW_TOKENS = 256
+CUT = " ... (cut)"  # after an answer that came to no end within its tokens
 SPARE_TOKENS = 8  # beyond the longest right answer: room to be wrong in
 SCORE_NAME = re.compile(r"[\w .%@-]{1,40}", re.ASCII)  # in a tag of TensorBoard and in a key of logs
 RESERVED = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "mean_token_accuracy", "entropy")
@@ -29,9 +32,13 @@ RESERVED = ("exact_match", "answers", "loss", "perplexity", "token_accuracy", "m
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A held-out prompt, up to where the assistant speaks for the last time, and what it should say."""
+    """A held-out prompt, up to where the assistant speaks for the last time, and what it should say.
+
+    asked:  the last message of the user in the prompt, as text; the whole prompt if it has no turns
+    """
 
     prompt: list[int]
+    asked: str
     reference: str
     answer_tokens: int
     end: int | None  # the special token that ends the answer, if one does
@@ -41,6 +48,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     """The first `count` rows that end in a supervised answer to a prompt; fully supervised rows have no prompt."""
     found: list[Question] = []
     special = set(tokenizer.added_tokens_decoder)
+    markers = _markers(tokenizer)
     for index in range(len(rows)):
         if len(found) == count:
             break
@@ -55,6 +63,7 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
             found.append(
                 Question(
                     prompt=ids[:start].tolist(),
+                    asked=_last_message(tokenizer, ids[:start].tolist(), markers),
                     reference=reference,
                     answer_tokens=end - start,
                     end=last if last in special else None,
@@ -63,9 +72,34 @@ def questions(rows: Rows, tokenizer: Any, count: int) -> list[Question]:
     return found
 
 
+def _markers(tokenizer: Any) -> tuple[str, str] | None:
+    """What starts a user's and an assistant's turn in the chat template; None if it is not known."""
+    try:
+        user, assistant = derive_markers(tokenizer, load_template(tokenizer))
+    except (UserError, AttributeError):
+        return None
+    return (user.strip(), assistant.strip()) if user.strip() and assistant.strip() else None
+
+
+def _last_message(tokenizer: Any, prompt: list[int], markers: tuple[str, str] | None) -> str:
+    """The last message of the user in a prompt that the chat template rendered; else the whole prompt. A template may
+    begin every prompt with a system message of its own."""
+    if markers is not None:
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        _, turn, rest = text.rpartition(markers[0])
+        if turn:
+            message, answered, _ = rest.rpartition(markers[1])
+            message = message if answered else rest
+            for token in tokenizer.added_tokens_decoder.values():
+                if token.special:
+                    message = message.replace(token.content, "")
+            return message.strip()
+    return tokenizer.decode(prompt, skip_special_tokens=True).strip()
+
+
 @activity.during("generating samples")
-def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
-    """Greedy answers, in order, on every rank; each rank generates its share."""
+def answers(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[tuple[str, bool]]:
+    """Greedy answers, in order, on every rank, and whether each came to an end; each rank generates its share."""
     me = distributed.ranks()
     longest = max(question.answer_tokens for question in asked)
     own = [question.prompt for question in asked[me.rank :: me.world_size]]
@@ -87,7 +121,7 @@ class Result:
     """Answers and what they are worth.
 
     answers:  in the order of the questions
-    shown:    (prompt, answer, reference) of each, as text
+    shown:    (question, answer, reference) of each, as text; the answer with a mark if it was cut
     scores:   by name: "exact_match", then those of the user's metric
     """
 
@@ -117,12 +151,17 @@ def examine(model: Any, tokenizer: Any, asked: Sequence[Question], metric: Metri
     Raises:
         RunError: on every rank: the metric failed, or returned something else than numbers.
     """
-    given = answers(model, tokenizer, asked)
+    generated = answers(model, tokenizer, asked)
+    given = [text for text, _ in generated]
     references = [question.reference for question in asked]
     scores = {"exact_match": exact_match(given, references)}
     if metric is not None:
         scores |= _on_main(metric, given, references)
-    return Result(answers=given, shown=texts(tokenizer, asked, given), scores=scores)
+    shown = [
+        (question.asked, text if ended else text + CUT, question.reference)
+        for question, (text, ended) in zip(asked, generated, strict=True)
+    ]
+    return Result(answers=given, shown=shown, scores=scores)
 
 
 @activity.during("running logging.metric")
@@ -159,22 +198,12 @@ def _numbers(metric: Metric, value: Any) -> dict[str, float]:
     return {name: float(number) for name, number in value.items()}
 
 
-def texts(tokenizer: Any, asked: Sequence[Question], given: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(prompt, the model's answer, right answer) of each question, as text."""
-    return [
-        (tokenizer.decode(question.prompt, skip_special_tokens=True).strip(), answer, question.reference)
-        for question, answer in zip(asked, given, strict=True)
-    ]
-
-
-def table(
-    tokenizer: Any, asked: Sequence[Question], before: Sequence[str], after: Sequence[str], count: int = 3
-) -> Table:
+def table(before: Result, after: Result, count: int = 3) -> Table:
     """The first few questions with the model's answers before and after training."""
     shown = Table(title="The model's own answers to held-out prompts", title_justify="left", show_lines=True)
     for column in ("prompt", "right answer", "before training", "after training"):
         shown.add_column(column, overflow="fold")
-    for (prompt, early, right), late in list(zip(texts(tokenizer, asked, before), after, strict=True))[:count]:
+    for (prompt, early, right), (_, late, _) in list(zip(before.shown, after.shown, strict=True))[:count]:
         shown.add_row(*(Text(_shortened(text)) for text in (prompt, right, early, late)))  # Text: nothing is markup
     return shown
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from finetune.errors import RunError, UserError, describe
 from finetune.plural import counted
 from finetune.redact import redact_tree
 from finetune.runtime import bootstrap, disk, distributed, failures, hang, interrupt, launcher, meeting, user_code
-from finetune.runtime.command import console
+from finetune.runtime.command import console, warn
 from finetune.runtime.files import checksums, write_json
 from finetune.runtime.hardware import out_of_memory_details
 from finetune.runtime.hooks import NO_HOOKS, Hooks
@@ -318,6 +318,31 @@ def check_space(config: Config, model: Any) -> None:
     checkpoints.check_space(Path(config.training.output_dir), needed + checkpoints.SPARE_BYTES, what)
 
 
+def check_saving(job: Job) -> None:
+    """Save everything but the weights into a temporary folder: what cannot be saved must not be found at the end.
+
+    Raises:
+        UserError: names what cannot be saved.
+    """
+    from finetune.engine import generation, tokenizer_files
+
+    model = job.model
+    adapters = getattr(model, "peft_config", None)
+    with tempfile.TemporaryDirectory(prefix="finetune-save-") as folder:
+        tokenizer_files.save(job.tokenizer, Path(folder))
+        generation.write(Path(folder), model, [])
+        configs = [model.config] if adapters is None else list(adapters.values())
+        for config in configs:
+            try:
+                config.save_pretrained(folder)
+            except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+                name = preflight.SHAPES[0] if adapters is None else preflight.ADAPTER
+                raise UserError(
+                    f"The {name} of this model cannot be saved: {' '.join(str(error).split())[:300]}. Correct "
+                    f"{'it in the folder of the model' if adapters is None else 'the lora section'}."
+                ) from error
+
+
 def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
     """The kernel of packs for run.json at the end of training; a warning if it is not the chosen one."""
     from finetune.engine import attention
@@ -325,7 +350,7 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
     trained = trainer.state.global_step > trainer.resumed_step
     found = attention.computed(job.attention) if trained else job.attention
     if found != job.attention and distributed.ranks().is_main:
-        sys.stderr.write(f'warning: {found.reason}. run.json records "{found.kernel}".\n')
+        warn(f'{found.reason}. run.json records "{found.kernel}".')
     return found.to_dict()
 
 

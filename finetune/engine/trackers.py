@@ -8,7 +8,6 @@ single ranks are in TensorBoard and ranks.jsonl only.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.integrations import integration_utils
 from finetune.engine.callbacks import EVENTS
 from finetune.errors import RunError, UserError, describe
 from finetune.runtime import distributed
-from finetune.runtime.command import printable
+from finetune.runtime.command import printable, warn
 from finetune.runtime.tags import METRICS
 
 # Usage statistics that the services' own libraries send, beside what they are asked to log.
@@ -118,10 +117,7 @@ class Tracker:
                 raise _refusal(self.name, error) from error
             self._failed = True
             why = printable(" ".join(describe(error).split()))[:300]
-            sys.stderr.write(
-                f"warning: {self.name} failed ({why}). The training continues "
-                "without it; TensorBoard's files are complete.\n"
-            )
+            warn(f"{self.name} failed ({why}). The training continues without it; TensorBoard's files are complete.")
 
     def end(self) -> None:
         """Pass the end of training on, and let go of the callback."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.data.ledger import is_templated
 from finetune.engine import checkpoints, preflight
 from finetune.engine.record import FILE_NAME
 from finetune.errors import UserError
@@ -68,6 +69,11 @@ class Trained:
         """Bits of the frozen base weights in training; None if they were not quantized."""
         four, eight = (self.setting(f"model.load_in_{bits}bit", bool) for bits in (4, 8))
         return 4 if four else 8 if eight else None
+
+    @property
+    def templated(self) -> bool | None:
+        """Whether training rows were in the chat template; None if it is not recorded."""
+        return False if self.setting("model.chat_template", str) == "none" else is_templated(self.record)
 
     @property
     def base_digest(self) -> str | None:

@@ -31,12 +31,14 @@ from finetune.engine import (
     best,
     checkpoints,
     eight_bit,
+    generation,
     invariants,
     master_weights,
     shard,
     shard_checkpoints,
     tensor_files,
     token_statistics,
+    tokenizer_files,
 )
 from finetune.engine.model import keep_4bit_layout, resolve_dtype
 from finetune.errors import RunError, UserError
@@ -544,10 +546,19 @@ class SFTTrainer(trl.SFTTrainer):
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir or self.args.output_dir)
-        shard_checkpoints.save_model(self.model, folder, self.saved_dtype, self._in_checkpoint)
+        with generation.not_saved(self.model):
+            shard_checkpoints.save_model(self.model, folder, self.saved_dtype, self._in_checkpoint)
         if self.args.should_save:
-            self.processing_class.save_pretrained(folder)
+            self._save_beside_weights(folder)
         distributed.barrier()
+
+    def _save_beside_weights(self, folder: Path) -> None:
+        """Generation config and tokenizer. Beside an adapter, the former has the end tokens that export and chat add to
+        the base's."""
+        tokenizer = self.processing_class
+        ends = [tokenizer.eos_token_id, *generation.trained_ends(tokenizer, self.layout.rows)]
+        generation.write(folder, self.model, ends)
+        tokenizer_files.save(tokenizer, folder)
 
     @contextlib.contextmanager
     def keeping_dtypes(self) -> Iterator[None]:
@@ -628,11 +639,12 @@ class SFTTrainer(trl.SFTTrainer):
         dtype = self.saved_dtype
         if dtype is not None and not self._in_checkpoint:
             state_dict = master_weights.saved_state(unwrapped, dtype)
-        unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        with generation.not_saved(unwrapped):
+            unwrapped.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
         if dtype is not None:  # also in a checkpoint: whoever loads it gets the model
             unwrapped.config.dtype = dtype
             unwrapped.config.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
+        self._save_beside_weights(Path(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both on the host; the optimizer moves its state to the devices of its parameters.

@@ -38,6 +38,8 @@ def text(source: Source, form: str, verified: str | None) -> str:
     lines = ["---", *_metadata(source, form), "---", "", f"# {_title(source)}", "", _summary(source, base, form), ""]
     lines += ["License: _to be filled in by you; the base model's license and that of the data apply._", ""]
     lines += ["## Use", "", "```python", *_usage(base, form), "```", ""]
+    if source.raw:
+        lines += ["It was trained without a chat template: give it the prompt as it is, not messages.", ""]
     if data := list(_data(record)):
         lines += ["## Data", "", *data, "", "License of the data: _to be filled in by you._", ""]
     if metrics := list(_metrics(record, source.step)):
@@ -64,9 +66,16 @@ def shortened(value: Any) -> Any:
         return value
     if re.match(r"\w{2,}://", value):
         return value
-    local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or Path(value).exists()
+    local = value.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", value) or _exists(value)
     deep = len(PurePath(value).parts) > 2
     return PureWindowsPath(value).name if (local or deep) and value.strip("./\\~") else value
+
+
+def _exists(value: str) -> bool:
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):  # not a path: too long, or with a zero byte
+        return False
 
 
 def _metadata(source: Source, form: str) -> Iterator[str]:
@@ -103,8 +112,10 @@ def _usage(base: str, form: str) -> list[str]:
     if form == "adapter":
         return [
             "from peft import AutoPeftModelForCausalLM",
+            "from transformers import GenerationConfig",
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("PATH OR NAME")  # loads {base} too',
+            'model.generation_config = GenerationConfig.from_pretrained("PATH OR NAME")  # stops where training did',
         ]
     return ["from transformers import pipeline", "", 'chat = pipeline("text-generation", "PATH OR NAME")']
 

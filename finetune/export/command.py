@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RunError, UserError
-from finetune.export import card, gguf, hub, verify
+from finetune.export import card, gguf, gguf_metadata, hub, verify
 from finetune.export import source as sources
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
 from finetune.export.source import Source
@@ -73,6 +73,8 @@ def run(argv: list[str]) -> int:
     form = _form(options, found)
     for note in found.notes:
         print_line(f"note: {note}", style="yellow")
+    if found.raw:
+        print_line("note: the run was trained without the chat template. Send prompts as they are, not as messages.")
     result = reused(options, found, form) or export(options, found, form)
     result |= {"seconds": time.perf_counter() - started, "peak_host_gib": peak_host()}
     if options.to == "hub":
@@ -101,6 +103,7 @@ def check_options(options: argparse.Namespace) -> None:
     for flag, given in (("gguf-type", options.gguf_type), ("llama-cpp", options.llama_cpp)):
         if given and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
+    files.check_name(options.out, "--out")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())
@@ -136,8 +139,10 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         model = folder if tools is None else folder / ".merged"
         model.mkdir(exist_ok=True)
         tokenizer = write_tokenizer(found, model)
+        note_unstoppable(found, tokenizer)
         if merge is None:
             write_adapter(found, model, public=options.to == "hub")
+            write_generation_config(found, model, tokenizer)
         else:
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
             print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
@@ -152,14 +157,14 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
         if tools is not None:
             named = preflight.folder_of(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
-            result |= write_gguf(options, folder, model, tools, tokenizer, kind)
+            result |= write_gguf(options, found, folder, model, tools, tokenizer, kind)
             finding = result.get("gguf_verification") or finding
         card.write(folder, found, form, verify.sentence(finding) if finding else None)
-        result = describe(found, form, folder) | result
-        files.write_json(folder / MANIFEST, redact_tree(card.shortened(result)))
+        about = describe(found, form, folder)
+        files.write_json(folder / MANIFEST, redact_tree(card.shortened(about) | result))  # answers are not paths
     print_line(f"Verified: {verify.sentence(finding)}" if finding else "Not verified: --no-verify was given.")
     print_line(f"Exported {found.given} to {out}")
-    return result | {"out": str(out)}
+    return about | result | {"out": str(out)}
 
 
 def _merge(found: Source) -> Any:
@@ -179,14 +184,17 @@ def write_tokenizer(found: Source, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     from finetune.data.template import load_template
-    from finetune.export.merged import copy_tokenizer
+    from finetune.engine import tokenizer_files
 
-    copy_tokenizer(found.folder, folder)
+    tokenizer_files.copy(found.folder, folder)
     name = found.model.get("chat_template")
     if name not in (None, "none"):
         files.write_text(folder / "chat_template.jinja", str(load_template(None, str(name))))
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if tokenizer_files.is_of_this_library(folder):
+            tokenizer_files.save(tokenizer, folder, found.base)
+        return tokenizer
     except (OSError, ValueError) as error:
         raise UserError(
             f"The tokenizer in {found.folder} cannot be loaded: {str(error).splitlines()[0][:200]}. Export another "
@@ -208,27 +216,75 @@ def write_adapter(found: Source, folder: Path, *, public: bool) -> None:
 
 
 def write_generation_config(found: Source, folder: Path, tokenizer: Any) -> None:
-    """generation_config.json of the base, with the tokenizer's end token as well."""
-    file = found.base / "generation_config.json"
+    """generation_config.json of the base, which stops where the trained turns ended as well."""
+    from finetune.engine import generation
+
+    file = found.base / generation.FILE
     content = files.read_json(file) if file.is_file() else {}
     config = files.read_json(found.base / "config.json")
     for name in ("bos_token_id", "pad_token_id", "eos_token_id"):
         content.setdefault(name, config.get(name))
-    ends = content["eos_token_id"] if isinstance(content["eos_token_id"], list) else [content["eos_token_id"]]
-    known = [one for one in dict.fromkeys([*ends, tokenizer.eos_token_id]) if one is not None]
-    content["eos_token_id"] = known[0] if len(known) == 1 else known or None
-    files.write_json(folder / "generation_config.json", {k: v for k, v in content.items() if v is not None})
+    content = generation.with_ends(content, ends_of(found, tokenizer))
+    files.write_json(folder / generation.FILE, {k: v for k, v in content.items() if v is not None})
+
+
+def ends_of(found: Source, tokenizer: Any) -> list[int]:
+    """The tokens at which the run's model was trained to stop: those that the run recorded, the tokenizer's, and the
+    one that ends a turn in the chat template."""
+    from finetune.engine import generation
+
+    turn = None if found.raw else generation.end_of_turn_token(tokenizer)
+    ends = [*generation.ends_in(found.folder), tokenizer.eos_token_id, turn]
+    return [one for one in dict.fromkeys(ends) if one is not None]
+
+
+def end_of_turn(found: Source, tokenizer: Any) -> int | None:
+    """The token that ended the trained turns, for a file that names one beside EOS; None if it is EOS or unknown."""
+    from finetune.engine import generation
+
+    if not found.raw and (turn := generation.end_of_turn_token(tokenizer)) is not None:
+        return turn
+    config = files.read_json(found.base / "config.json")
+    of_base = [] if found.adapter is None else generation.ends_in(found.base)
+    known = {tokenizer.eos_token_id, *generation.ids(config.get("eos_token_id")), *of_base}
+    return next((one for one in reversed(generation.ends_in(found.folder)) if one not in known), None)
+
+
+def note_unstoppable(found: Source, tokenizer: Any) -> None:
+    """Print the text that ends a turn if no token does: no file of an export can say it."""
+    from finetune.engine import generation
+
+    ending = generation.turn_ending(tokenizer)
+    if (
+        ending is None
+        or found.model.get("chat_template") == "none"
+        or generation.first_added(tokenizer, ending) is not None
+    ):
+        return
+    print_line(
+        f"note: the chat template ends a turn with the text {ending!r}, which is not a token. Give it to your engine as"
+        " a stop text (`stop` in a request, `stop_strings` in transformers).",
+        style="yellow",
+    )
 
 
 def write_gguf(
-    options: argparse.Namespace, folder: Path, model: Path, tools: gguf.Tools, tokenizer: Any, kind: str
+    options: argparse.Namespace,
+    found: Source,
+    folder: Path,
+    model: Path,
+    tools: gguf.Tools,
+    tokenizer: Any,
+    kind: str,
 ) -> dict[str, Any]:
     """Convert the merged model, compare the file with it, quantize if asked for, and remove the merged model."""
     finding = None
     exact = folder / f"model-{gguf.exact(kind)}.gguf"
     gguf.convert(tools, model, exact, kind)
+    if (token := end_of_turn(found, tokenizer)) is not None:
+        gguf_metadata.add_end_of_turn(exact, token)
     if not options.no_verify:
-        finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer)})
+        finding = verify.run({"exported": model, "gguf": exact, "prompts": verify.prompts(tokenizer, raw=found.raw)})
         refuse(finding, options)
     if kind not in gguf.EXACT:
         gguf.quantize(tools, exact, folder / f"model-{kind}.gguf", kind)
@@ -243,7 +299,8 @@ def verified(options: argparse.Namespace, found: Source, folder: Path, tokenizer
     Raises:
         RunError: the export does not match the run.
     """
-    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": verify.prompts(tokenizer)}
+    asked = verify.prompts(tokenizer, raw=found.raw)
+    job: dict[str, Any] = {"exported": folder, "tokenizer": found.folder, "prompts": asked}
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
     job |= {"trust_remote_code": options.trust_remote_code}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}

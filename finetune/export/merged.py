@@ -6,8 +6,6 @@ rounded once, to the base's dtype.
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +20,6 @@ from finetune.export.weights import Entry, Weights, write
 from finetune.runtime import files
 
 SHARD_BYTES = 5_000_000_000  # as transformers' save_pretrained has it since 5.0: 5 GB files are what hubs handle well
-_TOKENIZER = re.compile(
-    r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
-    r"processor)[\w.-]*\.(json|txt|model|jinja)"
-)
 
 
 @dataclass(frozen=True)
@@ -254,11 +248,3 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
         f"The weights in {folder} are quantized ({method}), which cannot be merged. Give the original 16-bit model "
         "with --base, or use --to adapter."
     )
-
-
-def copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    """Copy the files of a tokenizer and its chat template. Returns their names."""
-    found = sorted(path for path in source.iterdir() if path.is_file() and _TOKENIZER.fullmatch(path.name))
-    for path in found:
-        shutil.copyfile(path, folder / path.name)
-    return [path.name for path in found]

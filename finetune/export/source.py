@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.data.ledger import is_templated
 from finetune.engine import checkpoints, preflight, record, resume
 from finetune.errors import UserError
 from finetune.export.adapter import FILE as ADAPTER_WEIGHTS
@@ -40,6 +41,11 @@ class Source:
         """The `model:` section of the run's configuration; empty if it is not known."""
         section = self.record.get("config", {}).get("model", {})
         return section if isinstance(section, dict) else {}
+
+    @property
+    def raw(self) -> bool:
+        """Whether the run is known to have trained without a chat template."""
+        return self.model.get("chat_template") == "none" or is_templated(self.record) is False
 
 
 def find(path: Path, base: str | None = None) -> Source:

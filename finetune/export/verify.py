@@ -55,8 +55,14 @@ def _answer(output: str) -> dict[str, Any]:
     return {}
 
 
-def prompts(tokenizer: Any) -> list[str]:
-    """The questions as text, by the tokenizer's chat template if it has one. Templates are rendered with bounds."""
+def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
+    """The questions as text, by the tokenizer's chat template if it has one. Templates are rendered with bounds.
+
+    Args:
+        raw: without the template, as in training.
+    """
+    if raw:
+        return list(QUESTIONS)
     from jinja2 import TemplateError
 
     from finetune.data.render import render

@@ -56,7 +56,7 @@ def text(answers: Answers, schema: str, next_commands: dict[str, str]) -> str:
         "",
         *_model(answers),
         *_lora(answers.method),
-        *_data(answers.rows),
+        *_data(answers.rows, uses_template=answers.model.has_template is not False),
         *_training(answers),
         "logging:",
         _line("logging_steps", 10, "optimizer steps between log lines"),
@@ -98,10 +98,14 @@ def _lora(method: str) -> list[str]:
     ]
 
 
-def _data(rows: Rows) -> list[str]:
+def _data(rows: Rows, *, uses_template: bool) -> list[str]:
     lines = ["data:", f"  {_comment(rows.described)}", _line(rows.key, rows.name, "")]
     if rows.format is not None and any(field != column for field, column in rows.format.columns.items()):
         lines.append(_line("columns", dict(rows.format.columns), "field: your column"))
+    if rows.format is not None and rows.format.of_text and uses_template:
+        columns = {"instruction": rows.format.columns["prompt"], "output": rows.format.columns["completion"]}
+        lines.append("  # These prompts are trained as they are. In the model's chat template instead:")
+        lines.append(f"  {_comment(dump_setting('columns', columns))}")
     if rows.enough_to_hold_out:
         lines.append(_line("eval_fraction", HELD_OUT, "share of the rows held out; or name an eval_file"))
     else:

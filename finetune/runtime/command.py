@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 import sys
 import traceback
@@ -28,10 +30,17 @@ def run_command(command: str, argv: list[str] | None, run: Callable[[Config], in
         purpose: first line of the command's help; unused for `train`, whose help lists all keys.
     """
     from finetune.config import help_text, load
+    from finetune.runtime.files import check_writable
     from finetune.runtime.options import Options
 
+    def load_and_run(arguments: list[str]) -> int:
+        config = load(arguments, command=command)
+        if config.json:
+            check_writable(config.json, "--json")
+        return run(config)
+
     text = help_text() if command == "train" else Options(command, purpose, usage="[--json PATH]").format_help()
-    return run_with_options(text, argv, lambda arguments: run(load(arguments, command=command)))
+    return run_with_options(text, argv, load_and_run)
 
 
 def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
@@ -39,6 +48,7 @@ def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list
     from finetune.runtime import bytecode
     from finetune.runtime.files import cache_folder
 
+    keep_printing()
     bytecode.keep(cache_folder())  # before anything else is imported
     from finetune.runtime.options import help_asked
 
@@ -63,7 +73,7 @@ def guarded(run: Callable[[], int]) -> int:
     except interrupt.Interrupted:
         failures.announce_interruption(interrupt.reason())
         if distributed.ranks().is_main:
-            sys.stderr.write(f"stopped by {interrupt.reason()}\n")
+            Output(sys.stderr).write(f"stopped by {interrupt.reason()}\n")
         return INTERRUPTED
     except UserError as error:
         report(error)
@@ -91,8 +101,9 @@ def _report(error: Exception, text: str) -> None:
     except UserError:  # the launcher's variables themselves are wrong
         mine = True
     if mine or failures.wait_for_launcher():
-        sys.stderr.write(printable(text))
-        sys.stderr.flush()
+        output = Output(sys.stderr)
+        output.write(printable(text))
+        output.flush()
 
 
 def _rank_name() -> str:
@@ -108,6 +119,13 @@ def _rank_name() -> str:
 def print_line(text: RenderableType, style: str | None = None) -> None:
     """Print text or a rich object on rank 0, without markup, highlighting or line wrapping."""
     console().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def warn(text: str) -> None:
+    """Write a warning to standard error."""
+    output = Output(sys.stderr)
+    output.write(printable(f"warning: {text}\n"))
+    output.flush()
 
 
 # Terminals obey C0 and C1 controls; bidirectional controls and line separators show a text in another order. A stream
@@ -136,9 +154,67 @@ def new_console(**options: Any) -> Console:
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [_Printable(one) for one in renderables]
 
-    made = Console(**options)
+    made = Console(file=Output(options.pop("file", None)), **options)  # type: ignore[arg-type]  # what rich needs of one
     made.push_render_hook(Hook())
     return made
+
+
+def keep_printing() -> None:
+    """Let standard output and error replace the characters that they cannot encode, such as in a pipe on Windows
+    (cp1252) or with LANG=C: output must never end a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+class Output:
+    """A stream that takes every text: what its encoding lacks is replaced, and what cannot be written is lost, because
+    a reader has gone, a terminal was closed, or a disk is full."""
+
+    def __init__(self, stream: Any = None) -> None:
+        """
+        Args:
+            stream: None for standard output, whatever that is when something is written.
+        """
+        self._given = stream
+
+    @property
+    def _stream(self) -> Any:
+        stream = sys.stdout if self._given is None else self._given
+        return getattr(stream, "rich_proxied_file", stream)  # a progress bar puts itself in place of sys.stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        stream = self._stream
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            self._try(lambda: stream.write(text.encode(encoding, "replace").decode(encoding)))
+        except (OSError, ValueError) as error:
+            self._lost(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be written."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        if isinstance(error, BrokenPipeError):  # else Python fails again when it flushes at the end
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class _Printable:

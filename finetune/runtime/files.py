@@ -152,14 +152,55 @@ def check_output(path: Path) -> None:
         raise NotRegular(path, kind)
 
 
+def check_name(path: Path, given: str) -> None:
+    """Check that the path of a model or an output is text: libraries that read or write it take no other bytes.
+
+    Args:
+        given: the option or key.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    for name in (str(path), path.resolve().name):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{given} is {path}, whose name is not UTF-8. Give another name.") from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Check, before the work, that a file can be written in this place as far as that is known.
+
+    Raises:
+        UserError: it cannot; names the option.
+    """
+    if why := _why_unwritable(path):
+        raise UserError(f"{flag} {path}: {why}.")
+
+
+def _why_unwritable(path: Path) -> str | None:
+    try:
+        if path.is_dir():
+            return "expected a file, got a folder. Give the name of a file"
+        check_output(path)
+        above = next(one for one in path.absolute().parents if one.exists())
+    except (OSError, ValueError) as error:
+        return f"{getattr(error, 'strerror', None) or error}. Give another path"
+    if not above.is_dir():
+        return f"{path.parent if above == path.absolute().parent else above} is a file. Give another path"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"{above} is read-only for this user. Give another path"
+    return None
+
+
 def write_json(path: Path, content: Any) -> None:
     """`write_text` of `content` as JSON. NaN and infinity, which JSON cannot represent, become null."""
     write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:
-    """`write_bytes` of `content` in UTF-8."""
-    write_bytes(path, content.encode())
+    """`write_bytes` of `content` in UTF-8. A byte of a file's name that is not UTF-8 is written as an escape."""
+    write_bytes(path, content.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

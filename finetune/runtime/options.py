@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from finetune.config import help as config_help
 from finetune.config.schema import SECTIONS
 from finetune.errors import UserError
+from finetune.runtime.files import check_writable
 
 _CONFIGURATION = """
 common to all commands:
@@ -83,6 +84,8 @@ class Options(argparse.ArgumentParser):
                 near = get_close_matches(name[2:], [flag[2:] for flag in self.flags], n=1, cutoff=_CUTOFF)
                 if near or not self.configuration:
                     self.error(f"unknown option: `{word}`." + (f" Nearest is --{near[0]}." if near else ""))
+        if options.json is not None:
+            check_writable(options.json, "--json")
         if rest and not self.configuration:
             self.error(f"unexpected argument: `{rest[0]}`")
         return options, rest

@@ -141,6 +141,8 @@ OPENS_ITSELF = {
         "convert.sandbox",
         "engine.read_ahead:_free_bytes",
         "runtime.activity",
+        "runtime.command:_lost",
+        "runtime.command:keep_printing",
         "runtime.cpu_threads",
         "runtime.interrupt",
         "runtime.machines",

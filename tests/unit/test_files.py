@@ -99,3 +99,35 @@ def test_what_a_folder_holds_beside_files(tmp_path: Path) -> None:
     (tmp_path / "zero").symlink_to("/dev/zero")
     assert files.special_in(tmp_path) == "zero is a device"
     assert files.special_in(tmp_path / "none") is None
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    wrong = {
+        tmp_path: "expected a file, got a folder",
+        tmp_path / "file" / "a.json": "file is a file|Not a directory",
+        tmp_path / ("n" * 300): "name too long",
+        tmp_path / "pipe": "it is a FIFO",
+    }
+    for path, why in wrong.items():
+        with pytest.raises(UserError, match=why):
+            files.check_writable(path, "--json")
+    files.check_writable(tmp_path / "new" / "a.json", "--json")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(UserError, match="read-only"):
+        files.check_writable(tmp_path / "new" / "a.json", "--json")
+
+
+def test_the_name_of_an_output_is_text() -> None:
+    files.check_name(Path("out/猫"), "--out")
+    with pytest.raises(UserError, match="--out is .*, whose name is not UTF-8"):
+        files.check_name(Path(os.fsdecode(b"out\xff")), "--out")
+
+
+def test_a_text_may_quote_a_name_that_is_not_text(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "card", "trained on " + os.fsdecode(b"rows\xfe.jsonl"))
+    assert (tmp_path / "card").read_text() == "trained on rows\\udcfe.jsonl"

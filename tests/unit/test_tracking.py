@@ -161,7 +161,9 @@ def test_an_answer_ends_where_training_ends_a_turn() -> None:
             last = (9, 4)[index]
             return np.array([1, 2, 3, last]), np.array([-100, -100, 3, last])
 
-    assert [one.end for one in samples.questions(Two(), Tokenizer(), 2)] == [9, None]
+    found = samples.questions(Two(), Tokenizer(), 2)
+    assert [one.end for one in found] == [9, None]
+    assert found[0].asked == "1 2"  # without a chat template, the whole prompt
 
 
 @pytest.mark.parametrize(

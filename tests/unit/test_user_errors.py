@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,6 +270,14 @@ def edit(file: str, **values: object) -> Callable[[Path], object]:
     return write
 
 
+def name_a_template_as_a_path(folder: Path) -> None:
+    """transformers loads it, and refuses to save it."""
+    template = folder / "chat_template.jinja"
+    named = [{"name": "default", "template": template.read_text()}, {"name": "a/b", "template": "x"}]
+    template.unlink()
+    edit("tokenizer_config.json", chat_template=named)(folder)
+
+
 def add_tokens(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -286,6 +296,8 @@ MODELS = {
     "tokenizer list": (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json must be a JSON"),
     "tokenizer empty": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
     "tokenizer_config": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "is not valid JSON"),
+    "template that cannot be saved": (name_a_template_as_a_path, "cannot be saved: Invalid chat template name: 'a/b'"),
+    "generation config": (edit("generation_config.json", max_new_tokens=-5), "generation_config.json is invalid: `max"),
     "larger tokenizer": (add_tokens, "The tokenizer does not fit the model: the training rows have the token id"),
 }
 
@@ -459,3 +471,46 @@ def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=expected) as error:
             checkpoints.check_output(folder, resuming=False, overwrite=False)
         assert not isinstance(error.value, RunError)
+
+
+class Broken(io.StringIO):
+    """A stream that nobody reads any more, on a terminal that is closed, or on a full disk."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+    def flush(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(errno.EIO, "I/O"), OSError(errno.ENOSPC, "full"), ValueError("closed")]
+)
+def test_printing_never_ends_a_command(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Broken(error))
+    monkeypatch.setattr(sys, "stderr", Broken(error))
+    made = command.new_console()
+    made.print("step 1")
+    with made.status("the bar"):
+        made.print("step 2")
+    command.warn("a warning")
+
+
+def test_what_a_stream_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    command.new_console(file=narrow).print("猫 café")
+    assert narrow.buffer.getvalue().decode("cp1252").split() == ["?", "café"]  # type: ignore[attr-defined]
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    command.keep_printing()
+    for stream in streams.values():
+        stream.write("猫")
+    monkeypatch.setattr(sys, "stdout", None)  # closed by whoever started the program
+    command.keep_printing()
+    sys.stdout.write("猫")
+    sys.stdout.close()

@@ -1,0 +1,167 @@
+"""The files of a run's tokenizer: those of the base model as they are, except for what the run changed.
+
+transformers 5 saves a tokenizer under a class name that version 4 does not know, without `add_bos_token`, and with keys
+about where it was loaded from. Engines with transformers 4, such as older vLLM and SGLang, do not load it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.engine import preflight
+from finetune.errors import UserError
+from finetune.runtime import files
+
+NAMES = re.compile(
+    r"(tokenizer|added_tokens|special_tokens_map|vocab|merges|spiece|sentencepiece|tekken|chat_template|preprocessor|"
+    r"processor)[\w.-]*\.(json|txt|model|jinja)"
+)
+VARIANTS = "additional_chat_templates"  # a folder of further chat templates
+CONFIG, TOKENIZER, SPECIAL = "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"
+LOCAL = ("is_local", "local_files_only", "backend")  # of the machine and library that loaded the tokenizer
+OF_TRAINING = ("padding_side", "truncation_side")  # set for a run's own batches
+Files = dict[str, bytes]  # by name; of a chat template in VARIANTS with the folder's
+
+
+def save(tokenizer: Any, folder: Path, origin: Path | None = None) -> None:
+    """Write the tokenizer's files.
+
+    Args:
+        origin: folder of the base's tokenizer; None for the one that it was loaded from.
+
+    Raises:
+        UserError: it has something that cannot be saved, such as a chat template that is not text.
+    """
+    found = origin or _origin(tokenizer)
+    for name, content in _contents(tokenizer, found).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        files.write_bytes(folder / name, content)
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer and its chat templates."""
+    for name, content in read(source).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        files.write_bytes(folder / name, content)
+
+
+def is_of_this_library(folder: Path) -> bool:
+    """Whether the tokenizer in a folder was saved by transformers 5 on its own, as earlier versions of this project had
+    it done."""
+    return any(key in _json(read(folder).get(CONFIG)) for key in LOCAL)
+
+
+def _origin(tokenizer: Any) -> Path | None:
+    name = str(getattr(tokenizer, "name_or_path", "") or "")
+    return preflight.folder_of(name) if name else None
+
+
+def _contents(tokenizer: Any, origin: Path | None) -> Files:
+    own = _saved(tokenizer)
+    base = None if origin is None else _saved_from(type(tokenizer), origin.resolve())
+    raw = {} if origin is None else read(origin)
+    config, before = _json(own.get(CONFIG)), _json((base or {}).get(CONFIG))
+    if base is None or CONFIG not in raw or TOKENIZER not in raw or TOKENIZER not in own:
+        return own | {CONFIG: _bytes(_portable(config))}
+    same_tokens = _tokens(own) == _tokens(base)
+    same_template = _templates(own) == _templates(base)
+    names = {*config, *before} - {*LOCAL, *OF_TRAINING, "chat_template"}
+    changed = {name: config.get(name) for name in names if config.get(name) != before.get(name)}
+    kept = raw
+    if not same_tokens:  # other files of the base have its vocabulary
+        kept = {CONFIG: raw[CONFIG]} | _templates(raw) | {TOKENIZER: own[TOKENIZER]}
+        if "added_tokens_decoder" in _json(raw[CONFIG]):
+            changed["added_tokens_decoder"] = {
+                str(number): token.__getstate__() for number, token in tokenizer.added_tokens_decoder.items()
+            }
+    if not same_template:
+        kept = {name: content for name, content in kept.items() if name not in _templates(kept)} | _templates(own)
+    if changed or not same_template:
+        content = {key: value for key, value in _json(kept[CONFIG]).items() if changed.get(key, value) is not None}
+        if not same_template:
+            content.pop("chat_template", None)
+        new = {key: value for key, value in _portable(changed).items() if value is not None}
+        kept = kept | {CONFIG: _bytes(content | new)}
+        if SPECIAL in kept:
+            tokens = {key: value for key, value in new.items() if key in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+            kept |= {SPECIAL: _bytes(_json(kept[SPECIAL]) | tokens)}
+    return {name: content for name, content in own.items() if name.endswith(".py")} | kept
+
+
+def _saved(tokenizer: Any) -> Files:
+    """What `save_pretrained` writes.
+
+    Raises:
+        UserError: it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="finetune-tokenizer-") as folder:
+        try:
+            tokenizer.save_pretrained(folder)
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            raise UserError(
+                f"The tokenizer {tokenizer.name_or_path} cannot be saved: {' '.join(str(error).split())[:300]}. "
+                "Correct its chat templates and tokenizer_config.json, or set model.chat_template to another template."
+            ) from error
+        return {path.relative_to(folder).as_posix(): files.read_bytes(path) for path in _files(Path(folder))}
+
+
+@functools.lru_cache(maxsize=2)
+def _saved_from(kind: type, origin: Path) -> Files | None:
+    """What `save_pretrained` writes of the tokenizer in a folder as it is; None if that cannot be loaded."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it warns of, it has warned of before
+    try:
+        return _saved(kind.from_pretrained(str(origin)))  # type: ignore[attr-defined]
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, OSError):
+        return None
+    finally:
+        logging.set_verbosity(level)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def read(folder: Path) -> Files:
+    """The files of a tokenizer in a folder."""
+    found = {path.name: path for path in folder.iterdir() if path.is_file() and NAMES.fullmatch(path.name)}
+    if (folder / VARIANTS).is_dir():
+        found |= {f"{VARIANTS}/{path.name}": path for path in (folder / VARIANTS).glob("*.jinja")}
+    return {name: files.read_bytes(path) for name, path in found.items()}
+
+
+def _tokens(found: Files) -> Any:
+    """tokenizer.json without the padding and truncation that a call leaves in it."""
+    content = _json(found.get(TOKENIZER))
+    return {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+
+
+def _templates(found: Files) -> Files:
+    return {name: content for name, content in found.items() if name.startswith(("chat_template", f"{VARIANTS}/"))}
+
+
+def _json(content: bytes | None) -> dict[str, Any]:
+    found = json.loads(content) if content else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of transformers 5 in terms that version 4 reads as well."""
+    found = {key: value for key, value in config.items() if key not in LOCAL}
+    if found.get("tokenizer_class") == "TokenizersBackend":
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(found.get("extra_special_tokens"), list):
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    return found
