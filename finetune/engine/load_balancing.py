@@ -5,16 +5,18 @@ that choose the expert) x (mean probability of the expert). A mean over a produc
 divided. Here it is that loss of each document alone, and a step has the mean over its documents, weighted by their
 tokens. Padding and dummy rows do not count.
 
-Its gradient with respect to the router's probabilities follows from the counts of the forward pass alone. So it is
-added to the gradient of the router logits when the backward pass reaches them. That works below every head, because
-nothing is added to the loss, and under every kind of gradient checkpointing: reentrant checkpointing computes the
-forward pass without a graph, and loses the gradient of a term that is computed from it.
+Its gradient with respect to the router logits follows from the logits and from counts of the forward pass. So it is
+not computed from a term of the loss, but added when the backward pass reaches the router. That works below every head,
+and under every kind of gradient checkpointing: the reentrant kind, as Unsloth's on a GPU, computes the forward pass
+without a graph, and would lose the gradient of a term.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +96,7 @@ def install(model: Any, coefficient: float) -> LoadBalancing | None:
         raise NoRouters(f"{_name(model)} does not return the logits of its routers. {OFF}")
     one = LoadBalancing(coefficient=coefficient, chosen=chosen, name=_name(model))
     for module, place in found:
-        module.register_forward_hook(functools.partial(one.note, place))
+        module.register_forward_hook(functools.partial(_balance, place, one.number))
     return one
 
 
@@ -127,6 +129,62 @@ class _Attached(torch.autograd.Function):
         return gradients[0], None
 
 
+# The terms of this process's models by number: what a compiled layer can pass on. Operators, because torch.compile does
+# not look into them: Unsloth compiles layers without graph breaks.
+_terms: weakref.WeakValueDictionary[int, LoadBalancing] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("finetune::balanced", mutates_args=())
+def _balanced(output: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
+    """An output of a router, unchanged. The backward pass adds the term's gradient to that of the router's logits."""
+    if (term := _terms.get(number)) is not None:
+        term.count(logits)
+    return output.clone()
+
+
+@_balanced.register_fake
+def _(output: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(output)
+
+
+@torch.library.custom_op("finetune::balanced_gradient", mutates_args=())
+def _balanced_gradient(after: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
+    """The term's gradient by router logits, computed `after` a gradient: compiled code would compute what depends on
+    the forward pass alone in the forward pass."""
+    term = _terms.get(number)
+    return torch.zeros_like(logits) if term is None else term.gradient(logits)
+
+
+@_balanced_gradient.register_fake
+def _(after: torch.Tensor, logits: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(logits)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, logits, ctx.number = inputs
+    ctx.save_for_backward(logits)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    (logits,) = ctx.saved_tensors
+    return gradient, _balanced_gradient(gradient, logits, ctx.number), None
+
+
+_balanced.register_autograd(_backward, setup_context=_keep)
+
+
+def _balance(place: int, number: int, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    """Forward hook of a router. It runs in each forward pass; outside of training the term ignores it."""
+    if not isinstance(output, tuple):
+        return _balanced(output, output, number)
+    # What the layer computes with: routing weights. Most layers do not read the logits.
+    used = next(
+        (at for at, one in enumerate(output) if at != place and torch.is_tensor(one) and one.is_floating_point()), place
+    )
+    return (*output[:used], _balanced(output[used], output[place], number), *output[used + 1 :])
+
+
 class LoadBalancing:
     """The term in a model's training passes.
 
@@ -138,6 +196,8 @@ class LoadBalancing:
 
     def __init__(self, *, coefficient: float, chosen: int, name: str) -> None:
         self.coefficient, self.chosen, self.name = coefficient, chosen, name
+        self.number = next(_numbers)
+        _terms[self.number] = self
         self._pass: _Pass | None = None
         self._in_forward = False
         self._summed: torch.Tensor | None = None
@@ -161,18 +221,11 @@ class LoadBalancing:
         finally:
             self._in_forward = False
 
-    def note(self, place: int, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook of a router. Under checkpointing it runs again in the backward pass."""
-        if (one := self._pass) is None:
+    def count(self, logits: torch.Tensor) -> None:
+        """Count the choices of one router. Recomputed layers have been counted."""
+        one = self._pass
+        if one is None or not self._in_forward:
             return
-        logits = output[place] if isinstance(output, tuple) else output
-        if self._in_forward:
-            self._count(one, logits.detach())
-        if logits.requires_grad:
-            kept = logits.detach()  # the hook must not hold the tensor that holds the hook
-            logits.register_hook(lambda gradient: gradient + self._gradient(one, kept).view_as(gradient))
-
-    def _count(self, one: _Pass, logits: torch.Tensor) -> None:
         logits = logits.flatten(0, -2)
         if len(logits) != len(one.segments):
             raise NoRouters(
@@ -201,14 +254,15 @@ class LoadBalancing:
         one.weights = weights * (self.coefficient * one.scale)
         return _Attached.apply(loss, one)  # type: ignore[return-value]
 
-    @staticmethod
-    def _gradient(one: _Pass, logits: torch.Tensor) -> torch.Tensor:
-        """Of the term with respect to the logits of one layer, in their type."""
+    def gradient(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of the term with respect to the logits of one router, in their type."""
+        one = self._pass
+        if one is None or one.weights is None or one.upstream is None:  # of another loss of the user's
+            return torch.zeros_like(logits)
         probabilities = logits.flatten(0, -2).float().softmax(-1)
-        assert one.weights is not None and one.upstream is not None
         weights = one.weights[one.segments]
         weights = weights - (probabilities * weights).sum(-1, keepdim=True)
-        return (probabilities * weights * one.upstream).to(logits.dtype)
+        return (probabilities * weights * one.upstream).to(logits.dtype).view_as(logits)
 
     def end(self) -> None:
         """The backward pass is over."""

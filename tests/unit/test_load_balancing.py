@@ -173,3 +173,32 @@ def test_routers_that_a_forward_pass_leaves_out_are_an_error(monkeypatch: pytest
         monkeypatch.setattr(layer.mlp, "forward", lambda hidden: hidden)
     with pytest.raises(load_balancing.NoRouters, match="without calling its routers.*router_aux_loss_coef"):
         trained(model, batches_of(documents(), 7, None), documents())
+
+
+class EveryExpert:
+    """Qwen3Moe's experts, all for every token: torch.compile cannot choose among them without a graph break."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("td,eod->teo", hidden, self.experts.gate_up_proj).chunk(2, -1)
+        outputs = torch.einsum("tei,edi->ted", self.experts.act_fn(gate) * up, self.experts.down_proj)
+        return (outputs * torch.zeros(len(hidden), EXPERTS).scatter(1, chosen, weights)[..., None]).sum(1)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_compiled_layers_without_graph_breaks(recomputed: bool) -> None:
+    """As Unsloth compiles them. What depends on the forward pass alone is not computed before its end."""
+    rows = documents()
+    one, other = tiny_moe("Qwen3Moe", num_hidden_layers=1), tiny_moe("Qwen3Moe", num_hidden_layers=1)
+    reference(one, rows)
+    layer = other.model.layers[0]
+    layer.mlp.experts.forward = EveryExpert(layer.mlp.experts)
+    layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition", fullgraph=True)
+    if recomputed:
+        other.gradient_checkpointing_enable({"use_reentrant": True})
+        other.enable_input_require_grads()
+    trained(other, batches_of(rows, 7, None), rows)
+    torch.testing.assert_close(gradients(other), gradients(one), rtol=1e-4, atol=1e-6)
