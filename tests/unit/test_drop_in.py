@@ -6,6 +6,7 @@ What TRL's own tests ask is in test_drop_in_trainer.py, several ranks are in tes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -549,6 +550,29 @@ def test_a_mixture_of_experts_trains_alike_by_any_micro_batch(make: Callable[...
     one, other = found
     assert other[0] == pytest.approx(one[0], rel=1e-5) and other[1] == pytest.approx(one[1], rel=1e-5)
     torch.testing.assert_close(other[2], one[2], rtol=1e-4, atol=1e-6)
+
+
+def test_the_fused_head_keeps_the_load_balancing_loss(make: Callable[..., Any], experts: Path) -> None:
+    """TRL's fused head, by which a GPU computes the loss, against that of transformers: one micro-batch."""
+    from tests.conformance import trl_on_cpu
+
+    trl_on_cpu.give_kernel()
+    trainer, found = make(PAIRS, path=experts, router_aux_loss_coef=0.5), []
+    for device in ("cpu", "cuda"):
+        trainer.stack = dataclasses.replace(trainer.stack, device=device)
+        trainer.model.zero_grad()
+        batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
+        loss.backward()
+        router = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad.clone()
+        found.append((loss.detach(), router, trainer.take_load_balancing()))
+    torch.testing.assert_close(found[1], found[0])
+    trainer.load_balancing.coefficient = 0.0
+    trainer.model.zero_grad()
+    batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+    trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9)).backward()
+    without = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad
+    assert (without - found[1][1]).norm() > 0.1 * without.norm()  # the term is a large part of the gradient
 
 
 def test_a_coefficient_for_experts_that_a_model_lacks_is_refused(make: Callable[..., Any]) -> None:
