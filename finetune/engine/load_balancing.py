@@ -200,7 +200,6 @@ class LoadBalancing:
         _terms[self.number] = self
         self._pass: _Pass | None = None
         self._in_forward = False
-        self._summed: torch.Tensor | None = None
 
     @contextlib.contextmanager
     def forward(self, lengths: torch.Tensor, tokens: int, share: float, scale: float) -> Iterator[None]:
@@ -238,8 +237,9 @@ class LoadBalancing:
         one.probabilities = empty.index_add(0, one.segments, probabilities) + one.probabilities
         one.layers += 1
 
-    def attach(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the forward pass, unchanged; its backward pass will include the term.
+    def attach(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of the forward pass, unchanged, whose backward pass will include the term; and this micro-batch's
+        share of the load-balancing loss of the step, without the coefficient: a scalar on the device.
 
         Raises:
             NoRouters: the forward pass called no router.
@@ -250,9 +250,8 @@ class LoadBalancing:
         experts = one.counts.shape[-1]
         weights = (one.sizes > 0) * experts * one.share * one.counts / (one.sizes.clamp(min=1) * one.layers**2)
         value = (weights * one.probabilities).sum()
-        self._summed = value if self._summed is None else self._summed + value
         one.weights = weights * (self.coefficient * one.scale)
-        return _Attached.apply(loss, one)  # type: ignore[return-value]
+        return _Attached.apply(loss, one), value  # type: ignore[return-value]
 
     def gradient(self, logits: torch.Tensor) -> torch.Tensor:
         """Of the term with respect to the logits of one router, in their type."""
@@ -267,9 +266,3 @@ class LoadBalancing:
     def end(self) -> None:
         """The backward pass is over."""
         self._pass = None
-
-    def take(self) -> float | None:
-        """This rank's share of the term, without the coefficient, summed over the steps since the last call; None if
-        there were none. Synchronizes with the device."""
-        summed, self._summed = self._summed, None
-        return None if summed is None else float(summed)

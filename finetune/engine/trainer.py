@@ -211,6 +211,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss, until it is drained
         self._step_loss: torch.Tensor | None = None
         self._step_tokens: int | None = None  # of all ranks' documents in the step that is trained
+        self._balancing: torch.Tensor | None = None  # load-balancing loss, summed like this:
         self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
         self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
         self._eval_tokens: token_statistics.TokenStatistics | None = None  # of the last micro-batch
@@ -366,7 +367,9 @@ class SFTTrainer(trl.SFTTrainer):
         share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
         with self.load_balancing.forward(lengths, tokens, share, self._scale()):
             loss = self._token_loss(model, inputs, num_items_in_batch, **kwargs)
-        return self.load_balancing.attach(loss)
+        loss, value = self.load_balancing.attach(loss)
+        self._balancing = value if self._balancing is None else self._balancing + value
+        return loss
 
     def _token_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
         """`compute_loss`, without the gradient of a term that is no sum over supervised tokens."""
@@ -475,8 +478,9 @@ class SFTTrainer(trl.SFTTrainer):
 
     def take_load_balancing(self) -> float | None:
         """This rank's share of the load-balancing losses of the steps since the last call, without the coefficient; the
-        sum over ranks is that of the steps. None for a model without one. Synchronizes with the device."""
-        return None if self.load_balancing is None else self.load_balancing.take()
+        sum over ranks is that of the steps. None if there were none. Synchronizes with the device."""
+        summed, self._balancing = self._balancing, None
+        return None if summed is None else float(summed)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: callbacks count them from the plan when they log. transformers would walk all modules on every call."""

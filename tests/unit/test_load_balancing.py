@@ -80,21 +80,24 @@ def reference(model: Any, rows: list[tuple[np.ndarray, np.ndarray]]) -> float:
     return value
 
 
-def trained(model: Any, batches: list[dict[str, torch.Tensor]], rows: list[Any], scale: float = 1.0) -> float | None:
+def trained(model: Any, batches: list[dict[str, torch.Tensor]], rows: list[Any], scale: float = 1.0) -> float:
     """The same step by micro-batches."""
     term = load_balancing.install(model, COEFFICIENT)
     assert term is not None
     labels = sum(int((one["labels"][:, 1:] != -100).sum()) for one in batches)
     tokens = sum(len(ids) for ids, _ in rows)
+    value = 0.0
     for batch in batches:
         lengths = batch.pop("document_lengths")
         batch.pop("packed_seq_lengths", None)
         with term.forward(lengths, batch["input_ids"].numel(), 1 / tokens, scale):
             output = model(**batch, num_items_in_batch=torch.tensor(labels), use_cache=False)
         assert output.loss is not None and getattr(output, "aux_loss", None) is None
-        (term.attach(output.loss * scale) / scale).backward()
+        loss, share = term.attach(output.loss * scale)
+        (loss / scale).backward()
         term.end()
-    return term.take()
+        value += float(share)
+    return value
 
 
 def batches_of(rows: list[Any], size: int, pack_length: int | None) -> list[dict[str, torch.Tensor]]:
