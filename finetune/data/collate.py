@@ -25,7 +25,8 @@ def collate(
         pack_length: tokens per pack. Packs are concatenated into one sequence: returns input_ids, labels and
             position_ids, int64 [1, len(rows) * pack_length], and packed_seq_lengths, int32 [segments].
             None if each row is one document, padded to the longest: returns input_ids, attention_mask and labels,
-            int64 [len(rows), width].
+            int64 [len(rows), width]. Either way also document_lengths, int64 [segments]: of documents and, negative, of
+            padding, in the order of the tokens.
         uneven: where all segments of packs are equally long, append one of MULTIPLE padding tokens.
     """
     if pack_length is None:
@@ -39,10 +40,11 @@ def _packed(
     lengths: list[int] = []
     for documents in rows:
         own = [len(ids) for ids, _ in documents]
-        lengths += [*own, *padding_segments(pack_length - sum(own))]
-    if uneven and len(set(lengths)) == 1:
-        lengths.append(MULTIPLE)
-    total = sum(lengths)
+        lengths += [*own, *(-length for length in padding_segments(pack_length - sum(own)))]
+    if uneven and len({abs(length) for length in lengths}) == 1:
+        lengths.append(-MULTIPLE)
+    segments = np.abs(np.array(lengths, dtype=np.int64))
+    total = int(segments.sum())
     input_ids = np.full(total, pad_token_id, dtype=np.int64)
     labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
     for number, documents in enumerate(rows):
@@ -51,7 +53,6 @@ def _packed(
             input_ids[place : place + len(ids)] = ids
             labels[place + 1 : place + len(ids)] = supervised[1:]
             place += len(ids)
-    segments = np.array(lengths, dtype=np.int64)
     starts = np.cumsum(segments) - segments
     positions = np.arange(total) - np.repeat(starts, segments)  # restart at every segment
     return {
@@ -59,6 +60,7 @@ def _packed(
         "labels": torch.from_numpy(labels)[None],
         "position_ids": torch.from_numpy(positions)[None],
         "packed_seq_lengths": torch.from_numpy(segments.astype(np.int32)),
+        "document_lengths": torch.tensor(lengths),
     }
 
 
@@ -68,14 +70,18 @@ def _padded(rows: Sequence[list[Document]], pad_token_id: int) -> dict[str, torc
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
     labels = np.full((len(rows), width), IGNORE_INDEX, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)
+    lengths = np.zeros((len(rows), 2), dtype=np.int64)
+    lengths[:, 1] = -width
     for number, documents in enumerate(rows):
         for ids, supervised in documents:
             input_ids[number, : len(ids)] = ids
             labels[number, 1 : len(ids)] = supervised[1:]
             mask[number, : len(ids)] = 1
+            lengths[number] = len(ids), len(ids) - width
         mask[number, 0] = 1  # softmax over a row with every position masked is undefined
     return {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(mask),
         "labels": torch.from_numpy(labels),
+        "document_lengths": torch.from_numpy(lengths.ravel()),
     }

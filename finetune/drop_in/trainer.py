@@ -127,11 +127,6 @@ class SFTTrainer(engine.SFTTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             peft_config=peft_config,
         )
-        if getattr(self, "aux_loss_enabled", False):
-            raise refusals.Refused(
-                "the model adds the load-balancing loss of its experts, which is a mean over a micro-batch and so "
-                "depends on the number of GPUs. Set router_aux_loss_coef=0.0, or train with trl.SFTTrainer."
-            )
         if self.job.layer_kernels.kernels == layer_kernels.LIGER:
             layer_kernels.install(self.model)
         adapted.install(self.model)
@@ -406,8 +401,8 @@ class SFTTrainer(engine.SFTTrainer):
 
 
 class TrlMetrics(transformers.TrainerCallback):
-    """Adds the metrics of training that TRL logs: `num_tokens` and, if the loss yields them, `entropy` and
-    `mean_token_accuracy`, per supervised token of the global batch."""
+    """Adds the metrics of training that TRL logs: `num_tokens`; if the loss yields them, `entropy` and
+    `mean_token_accuracy`, per supervised token of the global batch; `aux_loss` of a mixture of experts."""
 
     def __init__(self, logger: RunLogger) -> None:
         self._logger = logger

@@ -20,7 +20,7 @@ from finetune.runtime.tags import PHASES
 # What a rank sends besides its losses, in this order; NaN for what it does not know.
 FIELDS = (
     *("step", *PHASES, "own_work", "wait", "peak_gib", "reserved_gib", "allocator_retries"),
-    *("top1", "entropy", "unchanged", "compared"),
+    *("top1", "entropy", "load_balancing", "unchanged", "compared"),
 )
 DDP_FIRST_STEPS = 10  # DDP measures its first ten steps whatever the sample rate
 
@@ -57,6 +57,7 @@ class StepRecord:
     ranks: list[RankRecord]
     top1: float | None  # supervised tokens whose label had the highest probability, over all ranks
     entropy: float | None  # summed over supervised tokens of all ranks, in nats
+    load_balancing: float | None  # loss of a mixture of experts without its coefficient, summed over steps
     unchanged: float | None  # share of the sampled trained weights that the last optimizer step left as they were
 
 
@@ -176,6 +177,7 @@ class Monitor:
             ],
             top1=_known_sum(fields, "top1"),
             entropy=_known_sum(fields, "entropy"),
+            load_balancing=_known_sum(fields, "load_balancing"),
             unchanged=(unchanged or 0) / compared if compared else None,
         )
 
@@ -216,7 +218,14 @@ class Monitor:
         weights, self._unchanged = self._unchanged, None
         top1, entropy = found or (math.nan, math.nan)
         unchanged, compared = (math.nan, math.nan) if weights is None else weights.tolist()
-        return {"top1": top1, "entropy": entropy, "unchanged": unchanged, "compared": compared}
+        balancing = self._trainer.take_load_balancing()
+        return {
+            "top1": top1,
+            "entropy": entropy,
+            "load_balancing": math.nan if balancing is None else balancing,
+            "unchanged": unchanged,
+            "compared": compared,
+        }
 
     def _gpu_block(self) -> list[float]:
         """Samples of this machine's GPUs, from its first rank; NaN from the others. The same length on every rank, also
@@ -275,7 +284,7 @@ def _rank_record(
     rank: int, fields: dict[str, float], tokens: int, squares: int, gpu: dict[str, Any] | None
 ) -> RankRecord:
     known = {name: None if math.isnan(value) else value for name, value in fields.items()}
-    for name in ("top1", "entropy", "unchanged", "compared"):
+    for name in ("top1", "entropy", "load_balancing", "unchanged", "compared"):
         known.pop(name)
     retries = int(known.pop("allocator_retries") or 0)
     return RankRecord(rank=rank, tokens=tokens, squared_lengths=squares, gpu=gpu, allocator_retries=retries, **known)

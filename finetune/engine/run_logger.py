@@ -284,6 +284,8 @@ class RunLogger(TrainerCallback):
                 "mean_token_accuracy": record.top1 / supervised,
                 "entropy": record.entropy / supervised,
             }
+        if record.load_balancing is not None and record.losses:
+            self.token_means["aux_loss"] = record.load_balancing / len(record.losses)
         self._retries += retries
         first = state.global_step - len(record.losses) + 1
         self.reported.clear()
@@ -299,6 +301,7 @@ class RunLogger(TrainerCallback):
             values = {
                 "token_accuracy": self.token_means.get("mean_token_accuracy"),
                 "entropy": self.token_means.get("entropy"),
+                "load_balancing_loss": self.token_means.get("aux_loss"),
                 "clipped": clipped,
                 "weights_unchanged": record.unchanged,
                 "supervised_tokens": supervised / window.steps if supervised else None,

@@ -33,6 +33,7 @@ from finetune.engine import (
     eight_bit,
     generation,
     invariants,
+    load_balancing,
     master_weights,
     shard,
     shard_checkpoints,
@@ -127,7 +128,8 @@ class SFTTrainer(trl.SFTTrainer):
     """TRL's trainer with this project's data order, loss, evaluation and checkpoints.
 
     Loss of a step = sum of the token losses of the global batch / number of its supervised tokens, at any world size
-    and accumulation. Each rank multiplies its share by the world size, because DDP averages over ranks.
+    and accumulation. Each rank multiplies its share by the world size, because DDP averages over ranks. The gradient of
+    a mixture of experts also has that of the load-balancing loss, which is not in the loss (`load_balancing`).
     """
 
     # transformers types these as optional; here they are always set.
@@ -182,8 +184,10 @@ class SFTTrainer(trl.SFTTrainer):
         self.weights = weights
         self.saved_dtype = saved_dtype
         self._in_checkpoint = False
+        self.load_balancing: load_balancing.LoadBalancing | None = None
         self._uneven = stack.backend == "unsloth" and flash.used()
         self._packed_kernel = model.config.get_text_config()._attn_implementation == attention.PACKED
+        load_balancing.check(model, args.router_aux_loss_coef)
         super().__init__(
             model=model,
             args=args,
@@ -194,6 +198,9 @@ class SFTTrainer(trl.SFTTrainer):
             callbacks=callbacks,
             **further,
         )
+        if self.aux_loss_enabled:  # by TRL's rules
+            self.load_balancing = load_balancing.install(self.model, self.router_aux_loss_coef)
+            self.aux_loss_enabled = False  # TRL's own loss has nothing to add
         if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # else `training_step` goes by the model alone
             self.loss_is_scaled_for_ga = True
         self.remove_callback(transformers.PrinterCallback)
@@ -205,6 +212,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.model.register_forward_pre_hook(_unwrap_host_tensors, with_kwargs=True)
         self.step_losses: list[torch.Tensor] = []  # this rank's share of each step's loss, until it is drained
         self._step_loss: torch.Tensor | None = None
+        self._step_tokens: int | None = None  # of all ranks' documents in the step that is trained
+        self._balancing: torch.Tensor | None = None  # load-balancing loss, summed like this:
         self._top1_and_entropy: torch.Tensor | None = None  # summed since the last record, on the device
         self.eval_document_losses: list[float] = []  # of the last evaluation, all ranks
         self._eval_tokens: token_statistics.TokenStatistics | None = None  # of the last micro-batch
@@ -271,6 +280,8 @@ class SFTTrainer(trl.SFTTrainer):
     def _collate(self, rows: Any, pack_length: int | None = None) -> dict[str, Any]:
         pad = self.processing_class.pad_token_id
         batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
+        if self.load_balancing is None:
+            batch.pop("document_lengths")
         if self.stack.backend == "transformers" and not self._packed_kernel:  # it reads boundaries from position_ids
             batch.pop("packed_seq_lengths", None)
         return batch
@@ -304,6 +315,7 @@ class SFTTrainer(trl.SFTTrainer):
             return batches, None
         epoch, step = divmod(self.state.global_step, self.plan.steps_per_epoch)
         planned = self.plan.label_tokens_of_step(epoch, step)
+        self._step_tokens = int(self.layout.tokens[self.plan.step_rows(epoch, step)].sum())
         if not self._counts_checked:
             self._check_count(batches, planned)
         count = torch.tensor(planned, dtype=torch.int64)
@@ -346,10 +358,23 @@ class SFTTrainer(trl.SFTTrainer):
         Args:
             num_items_in_batch: supervised tokens of the global batch. Without it the loss is the micro-batch's mean.
         """
+        lengths = inputs.pop("document_lengths", None)
         if return_outputs or num_items_in_batch is None:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
+        if self.load_balancing is None or not torch.is_grad_enabled():
+            return self._token_loss(model, inputs, num_items_in_batch, **kwargs)
+        tokens = inputs["input_ids"].numel()
+        share = 1 / (self._step_tokens or tokens)  # a trial of a micro-batch has no step
+        with self.load_balancing.forward(lengths, tokens, share, self._scale()):
+            loss = self._token_loss(model, inputs, num_items_in_batch, **kwargs)
+        loss, value = self.load_balancing.attach(loss)
+        self._balancing = value if self._balancing is None else self._balancing + value
+        return loss
+
+    def _token_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor, **kwargs: Any) -> Any:
+        """`compute_loss`, without the gradient of a term that is no sum over supervised tokens."""
         loss: Any
         if not self.model_accepts_loss_kwargs:
             loss = self._loss_of_model_that_ignores_counts(model, inputs, num_items_in_batch)
@@ -360,7 +385,7 @@ class SFTTrainer(trl.SFTTrainer):
             # with the GPU several times per step, to average metrics.
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
             self._note_tokens(outputs, inputs)
-            loss = -outputs.log_probs.sum() / num_items_in_batch * self.args.world_size
+            loss = -outputs.log_probs.sum() / num_items_in_batch * self._scale()
         else:
             # TRL's fused head needs Triton and a GPU; transformers' loss does not.
             loss, outputs = transformers.Trainer.compute_loss(
@@ -389,10 +414,13 @@ class SFTTrainer(trl.SFTTrainer):
         outputs = model(**inputs)
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         mean = torch.where(own > 0, mean, torch.zeros_like(mean))  # the mean over no label is NaN
-        # Unless `loss_is_scaled_for_ga` is set, `training_step` divides by the accumulation for such models.
-        divided = torch.is_grad_enabled() and not self.loss_is_scaled_for_ga
-        accumulation = self.current_gradient_accumulation_steps if divided else 1
-        return mean * own / total * self.args.world_size * accumulation
+        return mean * own / total * self._scale()
+
+    def _scale(self) -> int:
+        """What this rank's share of a step's loss is multiplied by: DDP averages over ranks, and unless
+        `loss_is_scaled_for_ga` is set, `training_step` divides by the accumulation for models that ignore counts."""
+        divided = torch.is_grad_enabled() and not self.model_accepts_loss_kwargs and not self.loss_is_scaled_for_ga
+        return self.args.world_size * (self.current_gradient_accumulation_steps if divided else 1)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch; the loss stays on the device."""
@@ -400,6 +428,8 @@ class SFTTrainer(trl.SFTTrainer):
             shard.set_reduction(self.model, self.accelerator.sync_gradients or not self.reduces_once)
         self._keep_gradients_in_buckets(model)
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.load_balancing is not None:
+            self.load_balancing.end()
         if self.sharded:
             invariants.check_loss(loss)
         self._free_first_buckets(model)
@@ -447,6 +477,12 @@ class SFTTrainer(trl.SFTTrainer):
         None if the loss does not yield them. Synchronizes with the device."""
         sums, self._top1_and_entropy = self._top1_and_entropy, None
         return None if sums is None else tuple(sums.tolist())
+
+    def take_load_balancing(self) -> float | None:
+        """This rank's share of the load-balancing losses of the steps since the last call, without the coefficient; the
+        sum over ranks is that of the steps. None if there were none. Synchronizes with the device."""
+        summed, self._balancing = self._balancing, None
+        return None if summed is None else float(summed)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: callbacks count them from the plan when they log. transformers would walk all modules on every call."""

@@ -217,7 +217,7 @@ def empty(trainer: Any) -> None:
     trainer.model.zero_grad(set_to_none=True)
     trainer.step_losses.clear()
     trainer._step_loss = None
-    trainer._top1_and_entropy = None
+    trainer._top1_and_entropy = trainer._balancing = None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

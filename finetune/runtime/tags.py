@@ -125,6 +125,15 @@ METRICS = (
         also=("train/entropy",),
     ),
     Metric(
+        name="load_balancing_loss",
+        tag="1 learning/load balancing loss",
+        unit="",
+        meaning="Load-balancing loss of a mixture of experts without its coefficient, which is not part of the loss: "
+        "mean over documents, weighted by tokens. Evenly used experts give the number of experts per token.",
+        also=("train/aux_loss",),
+        logged="aux_loss",
+    ),
+    Metric(
         name="gradient_norm",
         tag="2 health/gradient norm",
         unit="",

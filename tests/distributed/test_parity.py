@@ -10,8 +10,18 @@ import pytest
 
 from finetune.parity import command as parity
 from tests import launch
+from tests.cases import models
 
 pytestmark = pytest.mark.process
+
+# A coefficient with which the load-balancing loss is a large part of the gradient.
+EXPERTS = ("--model.model_name_or_path", "EXPERTS", "--training.router_aux_loss_coef", "0.5")
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a mixture of four experts, two for each token."""
+    return models.make("moe", tmp_path_factory.mktemp("experts") / "moe")
 
 
 def arguments(model: Path, data: Path, *extra: str) -> list[str]:
@@ -37,18 +47,28 @@ def prove(cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
                              "--training.gradient_checkpointing", "false"), marks=pytest.mark.unsloth),
         ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
                  "--data.max_length", "128", "--model.load_in_fp8", "--model.backend", "transformers")),
+        ("1,2", ("--training.global_batch_size", "4", "--training.per_device_train_batch_size", "1", "--data.packing",
+                 "--data.max_length", "128", "--data.pack_length", "150", "--model.full_finetuning",
+                 "--model.backend", "transformers", "--strategies", "ddp,shard", *EXPERTS)),
+        pytest.param("1,2", ("--training.global_batch_size", "12", "--training.per_device_train_batch_size", "3",
+                             "--data.train_file", "THIRTEEN", "--model.backend", "unsloth", *EXPERTS),
+                     marks=pytest.mark.unsloth),
     ],
-    ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA", "FP8"],
+    ids=["LoRA packed accumulated modules_to_save", "full padded masked", "QLoRA", "FP8", "experts packed sharded",
+         "experts LoRA padded"],
 )  # fmt: skip
-def test_world_sizes_are_equal(tiny_model: Path, tiny_data: Path, tmp_path: Path, worlds: str, extra: tuple) -> None:
+def test_world_sizes_are_equal(
+    tiny_model: Path, experts: Path, tiny_data: Path, tmp_path: Path, worlds: str, extra: tuple
+) -> None:
     report, few = tmp_path / "parity.json", tmp_path / "few.jsonl"
     few.write_text("".join((tiny_data / "train.jsonl").read_text().splitlines(keepends=True)[:13]))
-    extra = tuple(word.replace("THIRTEEN", str(few)) for word in extra)
+    extra = tuple(word.replace("THIRTEEN", str(few)).replace("EXPERTS", str(experts)) for word in extra)
     words = arguments(tiny_model, tiny_data, *extra, "--json", str(report))
     done = prove(tmp_path, "--world-sizes", worlds, "--steps", "3", *words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(report.read_text())
-    assert found["proven"] and [one["world_size"] for one in found["found"]] == [int(w) for w in worlds.split(",")[1:]]
+    ways = 2 if "--strategies" in extra else 1
+    assert found["proven"] and [one["world_size"] for one in found["found"]] == [int(worlds.split(",")[1])] * ways
     for one in found["found"]:
         assert len(one["tensors"]) > 4
         if "--model.load_in_4bit" not in extra:  # whose adapter TRL keeps in bfloat16

@@ -6,6 +6,7 @@ What TRL's own tests ask is in test_drop_in_trainer.py, several ranks are in tes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 
 from finetune.errors import UserError
 from tests import tiny
+from tests.cases import models
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -39,7 +41,7 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     from finetune import SFTConfig, SFTTrainer
 
-    def make(rows: Any = TEXTS, trainer: type = SFTTrainer, **given: Any) -> Any:
+    def make(rows: Any = TEXTS, trainer: type = SFTTrainer, path: Path = model, **given: Any) -> Any:
         settings: dict[str, Any] = dict(
             output_dir=str(tmp_path / "out"),
             per_device_train_batch_size=4,
@@ -52,7 +54,7 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             learning_rate=1e-2,
         )
         settings |= {name: given.pop(name) for name in list(given) if name in SFTConfig.__dataclass_fields__}
-        return trainer(str(model), SFTConfig(**settings), train_dataset=dataset(rows), **given)
+        return trainer(str(path), SFTConfig(**settings), train_dataset=dataset(rows), **given)
 
     return make
 
@@ -477,6 +479,104 @@ def test_losses_are_those_of_trl_on_the_rows_of_the_plan(
     assert losses(own) == pytest.approx(losses(reference), rel=1e-5)
     for name, parameter in reference.model.named_parameters():
         assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-3, atol=2e-5), name
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts."""
+    return models.make("moe", tmp_path_factory.mktemp("experts") / "moe")
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.0, None], ids=["given", "off", "the model's"])
+def test_by_single_rows_a_mixture_of_experts_trains_as_with_trl(
+    make: Callable[..., Any], experts: Path, tmp_path: Path, coefficient: float | None
+) -> None:
+    """The load-balancing loss of a row is then that of TRL's batch. The reference is trl.SFTTrainer itself."""
+    import trl
+
+    from finetune import SFTConfig
+    from tests.conformance import trl_on_cpu
+
+    given: dict[str, Any] = dict(
+        per_device_train_batch_size=1,
+        router_aux_loss_coef=coefficient,
+        logging_steps=1,
+        max_steps=3,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.05,
+        max_grad_norm=0.0,
+    )
+    own = make(PAIRS, path=experts, eval_dataset=dataset(PAIRS), **given)
+    before = own.evaluate()
+    own.train()
+    order = [int(row) for step in range(3) for row in own.plan.step_rows(0, step)]
+    trl_on_cpu.give_kernel()
+    reference = trl.SFTTrainer(
+        str(experts),
+        SFTConfig(output_dir=str(tmp_path / "reference"), train_sampling_strategy="sequential", **given),
+        train_dataset=dataset([PAIRS[row] for row in order]),
+    )
+    reference.train()
+    for name, parameter in reference.model.named_parameters():
+        assert torch.allclose(parameter, own.model.get_parameter(name), rtol=1e-4, atol=1e-6), name
+    logged = [entry for entry in own.state.log_history if "loss" in entry]
+    theirs = [entry for entry in reference.state.log_history if "loss" in entry]
+    if coefficient == 0.0:
+        assert losses(own) == pytest.approx(losses(reference), rel=1e-5) and "aux_loss" not in logged[0] | theirs[0]
+        return
+    weight = 0.001 if coefficient is None else coefficient
+    terms = [entry["aux_loss"] for entry in logged]
+    assert terms == pytest.approx([entry["aux_loss"] for entry in theirs], rel=1e-5)
+    # TRL's loss contains the term. Ours, of training and evaluation, is that of the tokens, as of a dense model.
+    with_term = [loss + weight * term for loss, term in zip(losses(own), terms, strict=True)]
+    assert with_term == pytest.approx(losses(reference), rel=1e-5)
+    dense = make(PAIRS, path=experts, eval_dataset=dataset(PAIRS), **given | {"router_aux_loss_coef": 0.0})
+    assert before["eval_loss"] == dense.evaluate()["eval_loss"]
+
+
+def test_a_mixture_of_experts_trains_alike_by_any_micro_batch(make: Callable[..., Any], experts: Path) -> None:
+    found: list[Any] = []
+    for size, accumulation in ((1, 4), (4, 1)):
+        batch: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        batch |= {"max_steps": 2, "optim": "sgd", "max_grad_norm": 0.0}
+        trainer = make(PAIRS, path=experts, router_aux_loss_coef=0.5, **batch)
+        trainer.train()
+        router = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").detach()
+        found.append((losses(trainer), [entry.get("aux_loss") for entry in trainer.state.log_history[:-1]], router))
+    one, other = found
+    assert other[0] == pytest.approx(one[0], rel=1e-5) and other[1] == pytest.approx(one[1], rel=1e-5)
+    torch.testing.assert_close(other[2], one[2], rtol=1e-4, atol=1e-6)
+
+
+def test_the_fused_head_keeps_the_load_balancing_loss(make: Callable[..., Any], experts: Path) -> None:
+    """TRL's fused head, by which a GPU computes the loss, against that of transformers: one micro-batch."""
+    from tests.conformance import trl_on_cpu
+
+    trl_on_cpu.give_kernel()
+    trainer, found = make(PAIRS, path=experts, router_aux_loss_coef=0.5), []
+    for device in ("cpu", "cuda"):
+        trainer.stack = dataclasses.replace(trainer.stack, device=device)
+        trainer.model.zero_grad()
+        batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
+        loss.backward()
+        router = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad.clone()
+        found.append((loss.detach(), router, trainer.take_load_balancing()))
+    torch.testing.assert_close(found[1], found[0])
+    trainer.load_balancing.coefficient = 0.0
+    trainer.model.zero_grad()
+    batch = trainer._collate(trainer.layout.__getitems__([0, 1, 2]))
+    trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9)).backward()
+    without = trainer.model.get_parameter("model.layers.0.mlp.gate.weight").grad
+    assert (without - found[1][1]).norm() > 0.1 * without.norm()  # the term is a large part of the gradient
+
+
+def test_a_coefficient_for_experts_that_a_model_lacks_is_refused(make: Callable[..., Any]) -> None:
+    assert "LlamaForCausalLM is no mixture of experts" in refusal(make, router_aux_loss_coef=0.1)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

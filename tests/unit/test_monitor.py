@@ -71,6 +71,9 @@ class FakeTrainer:
     def take_token_statistics(self) -> None:
         return None
 
+    def take_load_balancing(self) -> float:
+        return 0.75  # this rank's share
+
 
 def plan(rows: int) -> Plan:
     return Plan(
@@ -106,7 +109,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
         other = {"step": 3.75, "data_wait": 0.0, "forward": 1.5, "backward": 1.4, "communication": 0.1,
                  "optimizer": 0.5, "other": 0.25, "own_work": 3.65, "wait": 0.0, "peak_gib": 9.0,
                  "reserved_gib": math.nan, "allocator_retries": 3.0, "top1": math.nan, "entropy": math.nan,
-                 "unchanged": 30.0, "compared": 40.0}  # fmt: skip
+                 "load_balancing": 1.5, "unchanged": 30.0, "compared": 40.0}  # fmt: skip
         blocks = [math.nan] * (2 * len(gpu_sampler.FIELDS))
         theirs = [4.0, 8.0, 10.0, *(other[name] for name in monitor.FIELDS), *blocks]
         assert len(own) == len(theirs)
@@ -122,6 +125,7 @@ def test_a_record_of_two_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch)
     # Two steps are an epoch of all eight rows; a third has four of them. No row is counted twice.
     assert mine.tokens + other.tokens >= 36 and mine.gpu is None and record.top1 is None
     assert record.unchanged == 0.75  # of the rank that knows
+    assert record.load_balancing == 2.25  # of both ranks
 
 
 def test_tokens_of_each_rank_are_those_of_its_rows(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

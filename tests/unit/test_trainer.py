@@ -43,10 +43,11 @@ def trainer(*, accepts: bool, world_size: int = 1, accumulation: int = 1) -> Any
         args=types.SimpleNamespace(world_size=world_size),
         current_gradient_accumulation_steps=accumulation,
         loss_is_scaled_for_ga=None,
+        load_balancing=None,
         _note_tokens=lambda outputs, inputs: None,
     )
-    hook = SFTTrainer._loss_of_model_that_ignores_counts
-    fake._loss_of_model_that_ignores_counts = types.MethodType(hook, fake)
+    for hook in (SFTTrainer._token_loss, SFTTrainer._loss_of_model_that_ignores_counts, SFTTrainer._scale):
+        setattr(fake, hook.__name__, types.MethodType(hook, fake))
     return fake
 
 
