@@ -310,7 +310,8 @@ def _merged(model: Any) -> Any:
                     (f"{path}.{name}", one, True) for name, one in module.modules_to_save[active].state_dict().items()
                 )
             else:
-                module.merge()
+                if module.token_adapter.tied_adapter is None:  # a tied head is the embedding, merged already
+                    module.token_adapter.merge()
                 yield from ((f"{path}.{n}", t, True) for n, t in module.original_module.state_dict().items())
     saved = set(plain.state_dict())
     for name, tensor in [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]:

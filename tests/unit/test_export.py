@@ -478,6 +478,25 @@ def test_an_adapter_and_a_full_model_are_copied_bit_by_bit(run_folder: Path, bas
         command.run([str(full), "--to", "adapter", "--out", str(tmp_path / "none")])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_trained_tokens_are_checked(kind: str, tmp_path: Path, check: ModuleType) -> None:
+    """In a model with tied embeddings the head has them too."""
+    base = make_base(tmp_path / "base", kind)
+    make_adapter(tmp_path / "adapter", base, trainable_token_indices=[7, 3])
+    merge(tmp_path / "adapter", base, tmp_path / "out")
+    job = {"base": base, "adapter": tmp_path / "adapter"}
+
+    def wrong() -> list[str]:
+        reference = check._with_adapter(job, tmp_path / "adapter", torch.float32, torch.device("cpu"), tmp_path / "out")
+        return check._compare_tensors(reference, {}, tmp_path / "out")[0]["wrong"]
+
+    assert wrong() == []
+    content = load_file(tmp_path / "out" / "model.safetensors")
+    content["model.embed_tokens.weight"][7, 0] += 1
+    save_file(content, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    assert len(wrong()) == 1
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_float32_weights_of_a_16_bit_model_are_rounded_as_the_final_model(
     base: Path, tmp_path: Path, check: ModuleType
