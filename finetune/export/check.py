@@ -37,7 +37,8 @@ import torch
 
 FACTOR = 4.0
 LOST = 0.1
-LOSS_TOKENS = {"cuda": 16_384, "cpu": 2048}  # of all rows that the loss is of
+LOSS_TOKENS = {"cuda": (16_384, 16_384), "cpu": (256, 2048)}  # of all rows that the loss is of, at least and at most
+LOSS_PRODUCTS = 5e11  # tokens times parameters, between these
 ROW_TOKENS = 2048  # of one of them: the logits of a row are kept
 IGNORED = -100
 SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -103,7 +104,9 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     reference = _reference(job, dtype, device, len(tokenizer), exported)
     answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    rows = _rows(job.get("rows") or [], LOSS_TOKENS[device.type])
+    least, most = LOSS_TOKENS[device.type]
+    tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
+    rows = _rows(job.get("rows") or [], min(max(tokens, least), most))
     losses = {"run": _losses(reference, rows)}
     if hasattr(reference, "disable_adapter"):
         with reference.disable_adapter():
