@@ -115,7 +115,7 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
         found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), {}
     else:
         stored = _open(Path(job["model"])) if "model" in job else {}
-        found["tensors"], rounded = _compare_tensors(reference, stored, exported)
+        found["tensors"], rounded = _compare_tensors(reference, stored, exported, dtype)
     del reference
     gc.collect()
 
@@ -201,6 +201,10 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
+    stored = _open(folder) if dtype in DROPPED_BITS else {}
+    for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
+        if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
+            parameter.copy_(_stochastic(stored[name].get_tensor(name), dtype, name))
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
 
@@ -246,13 +250,16 @@ def _is_tied(config: dict[str, Any]) -> bool:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _compare_tensors(reference: Any, stored: dict[str, Any], exported: Path) -> tuple[dict[str, Any], dict[str, float]]:
+def _compare_tensors(
+    reference: Any, stored: dict[str, Any], exported: Path, computed: torch.dtype
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
     the u of each tensor that the export rounds, by name: those that the adapter changes, and float32 weights that
     become narrower.
 
     Args:
         stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
+        computed: the dtype that the models compute in, which the export is loaded in.
     """
     where = _open(exported)
     wrong: list[str] = []
@@ -271,7 +278,7 @@ def _compare_tensors(reference: Any, stored: dict[str, Any], exported: Path) -> 
         whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
         changed += merged
         if merged or not torch.equal(own.float(), whole):
-            rounded[name] = _size(whole, own.dtype)
+            rounded[name] = _size(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
         if why := _difference(name, own, whole, merged=merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)

@@ -44,6 +44,7 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 IDS = torch.tensor([[5, 9, 30, 77, 120, 8, 3]])
 
 
@@ -202,7 +203,7 @@ def test_a_base_stored_in_4_bits_is_dequantized(tmp_path: Path, check: ModuleTyp
     merge(tmp_path / "adapter", tmp_path / "nf4", tmp_path / "out")
     job = {"base": tmp_path / "nf4", "adapter": tmp_path / "adapter"}
     wanted = check._with_adapter(job, tmp_path / "adapter", torch.float32, torch.device("cpu"), tmp_path / "out")
-    found, changed = check._compare_tensors(wanted, {}, tmp_path / "out")
+    found, changed = check._compare_tensors(wanted, {}, tmp_path / "out", torch.float32)
     assert found == {"compared": 21, "changed": 6, "not_compared": [], "wrong": []} and len(changed) == 6
     assert {one.dtype for one in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert not torch.equal(*(tensors(f)["model.layers.0.mlp.up_proj.weight"] for f in (tmp_path / "out", base)))
@@ -281,8 +282,36 @@ def test_small_updates_survive_the_rounding(tmp_path: Path, check: ModuleType) -
 
     nearest = {name: one.bfloat16() for name, one in tensors(tmp_path / "exact").items()}
     save_file(nearest, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    found, _ = check._compare_tensors(peft, {}, tmp_path / "out")
+    found, _ = check._compare_tensors(peft, {}, tmp_path / "out", torch.float32)
     assert len(found["wrong"]) == 6 and "q_proj.weight is off by more than a rounding" in " ".join(found["wrong"])
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_a_check_in_16_bits_does_not_lose_small_updates(
+    kind: str, tmp_path: Path, check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a float32 copy of the model does not fit, transformers would load float32 weights rounded to nearest."""
+    base = make_base(tmp_path / "base")
+    make_adapter(tmp_path / "adapter", base)
+    shrink(tmp_path / "adapter", 1e-2)
+    exact, out = (Path(shutil.copytree(base, tmp_path / name)) for name in ("exact", "out"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    Merge(base, Adapter(tmp_path / "adapter", config), torch.float32).write(exact)
+    job: dict[str, Any] = {"tokenizer": base, "prompts": ["the cat"], "max_new_tokens": 4}
+    if kind == "adapter":
+        job |= {"base": base, "adapter": tmp_path / "adapter", "exported": exact}
+    else:  # a checkpoint of full fine-tuning, whose weights are float32
+        edit(exact / "config.json", dtype="bfloat16")
+        Merge(exact, None).write(out)
+        job |= {"model": exact, "exported": out}
+    monkeypatch.setattr(check, "_place", lambda job: (torch.device("cpu"), torch.bfloat16))
+    with torch.no_grad():
+        found = check._check_folder(job)
+        assert found["passed"], found["why"]
+        loaded = check._load(exact, {}, torch.bfloat16).state_dict()[PROJECTION].float()
+    old = tensors(base)[PROJECTION].float()
+    update = tensors(exact)[PROJECTION] - old
+    assert float(((loaded - old) * update).sum() / (update * update).sum()) == pytest.approx(1, abs=0.2)
 
 
 # --- what is exported -------------------------------------------------------------------------------------------------
@@ -488,7 +517,7 @@ def test_trained_tokens_are_checked(kind: str, tmp_path: Path, check: ModuleType
 
     def wrong() -> list[str]:
         reference = check._with_adapter(job, tmp_path / "adapter", torch.float32, torch.device("cpu"), tmp_path / "out")
-        return check._compare_tensors(reference, {}, tmp_path / "out")[0]["wrong"]
+        return check._compare_tensors(reference, {}, tmp_path / "out", torch.float32)[0]["wrong"]
 
     assert wrong() == []
     content = load_file(tmp_path / "out" / "model.safetensors")
@@ -515,7 +544,7 @@ def test_float32_weights_of_a_16_bit_model_are_rounded_as_the_final_model(
     name = "model.layers.0.mlp.up_proj.weight"
     assert float(own[name].float().abs().sum() / old[name].float().abs().sum() - 1) == pytest.approx(2**-11, rel=0.1)
     save_file({name: one.bfloat16() for name, one in trained.items()}, tmp_path / "out" / "model.safetensors")
-    found, _ = check._compare_tensors(load(full), check._open(full), tmp_path / "out")
+    found, _ = check._compare_tensors(load(full), check._open(full), tmp_path / "out", torch.float32)
     assert found["wrong"] and "is not equal to the original" in found["wrong"][0]
 
 
