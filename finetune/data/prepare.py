@@ -663,6 +663,11 @@ def _nothing_drawn(split: str, ledgers: Mapping[str, Ledger], sources: Iterable[
     return f"no row of {split} is used: the weights take none of the rows of {weights}. Raise them, or add rows."
 
 
+def rows_of(folder: Path, split: str) -> Rows | None:
+    """The rows of a split in an entry of the cache; None if they are not there any more."""
+    return store.load_rows(folder, _file_name(split)) if store.is_complete(folder, _file_name(split)) else None
+
+
 def _file_name(split: str) -> str:
     """Split names may be any text."""
     return quote(split, safe="")

@@ -199,6 +199,11 @@ def content(folder: Path) -> str:
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def is_complete(folder: Path, name: str) -> bool:
+    """Whether an entry has what `Writer(folder, name)` wrote, by the sizes of all its files."""
+    return _damage(folder, verify=False) is None and (folder / f"{name}.arrow").is_file()
+
+
 def _damage(folder: Path, *, verify: bool) -> str | None:
     """Why an entry must be built again, or None if it is complete."""
     try:

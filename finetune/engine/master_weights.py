@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config import Config
 from finetune.config.rules import STOCHASTIC_OPTIMIZERS
-from finetune.engine import optimizer_bytes
+from finetune.engine import optimizer_bytes, rounding
 from finetune.errors import UserError
 from finetune.runtime import distributed, hardware
 from finetune.runtime.bootstrap import Stack, errors_only
@@ -174,13 +174,14 @@ def saved_dtype(model: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype)
 
 
 def saved_state(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a model in `dtype`, on the host; what is one tensor in the model stays one."""
+    """The tensors of a model in `dtype`, on the host, rounded as `rounding` does; what is one tensor in the model stays
+    one."""
     made: dict[tuple[Any, ...], torch.Tensor] = {}
     found = {}
     for name, one in model.state_dict().items():
         place = one.data_ptr(), one.shape, one.dtype
         if place not in made:
-            made[place] = one.to(saved_dtype(model, name, one, dtype)).cpu()
+            made[place] = rounding.rounded(one.cpu(), saved_dtype(model, name, one, dtype), name)
         found[name] = made[place]
     return found
 

@@ -384,6 +384,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             ledger={name: job.data.ledgers[name] | {"layout": layout} for name, layout in layouts(job).items()},
             batch_mix=batch_mix(job.layout, job.plan()),
             data_fingerprint=job.data.fingerprint,
+            data_folder=str(job.data.folder.resolve()),  # where an export finds the held-out rows
             settings=start.settings,
             resumed_with_changes=list(start.history),
         )

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from finetune.engine import shard, tensor_files
+from finetune.engine import rounding, shard, tensor_files
 from finetune.engine.master_weights import saved_dtype
 from finetune.errors import RunError
 from finetune.runtime import distributed
@@ -30,10 +30,10 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None, in_ch
         if dtype is not None and distributed.ranks().is_main:
             _save_config(model, folder, dtype)
     else:
-        found = weights(model)
+        found, dtypes = weights(model), None
         if dtype is not None and not in_checkpoint:
-            found = {name: one.to(saved_dtype(model, name, one, dtype)) for name, one in found.items()}
-        tensor_files.write(folder, "model", found)
+            dtypes = {name: saved_dtype(model, name, one, dtype) for name, one in found.items()}
+        tensor_files.write(folder, "model", found, dtypes=dtypes)
         if distributed.ranks().is_main:
             _save_config(model, folder, dtype or model.dtype)
     distributed.barrier()
@@ -107,7 +107,9 @@ def _save_through_transformers(model: Any, folder: Path, dtype: torch.dtype | No
     for name, tensor in model.state_dict().items():
         gathered = shard.whole(tensor)
         if distributed.ranks().is_main:
-            kept[name] = (gathered if dtype is None else gathered.to(saved_dtype(model, name, gathered, dtype))).cpu()
+            if dtype is not None:
+                gathered = rounding.rounded(gathered.cpu(), saved_dtype(model, name, gathered, dtype), name)
+            kept[name] = gathered.cpu()
     if distributed.ranks().is_main:
         model.save_pretrained(folder, state_dict=kept, safe_serialization=True)
 

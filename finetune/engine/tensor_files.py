@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from finetune.engine import eight_bit
+from finetune.engine import eight_bit, rounding
 from finetune.errors import RunError
 from finetune.runtime import distributed, files
 
@@ -29,7 +29,14 @@ ONE_FILE_BYTES = 256 * 2**20  # below this, more files than needed would only be
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], *, file_bytes: int | None = None) -> None:
+def write(
+    folder: Path,
+    stem: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    file_bytes: int | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
     """Write `tensors` into `folder`. Every rank calls it with the same names; each writes some of the files, which are
     flushed to the disk, and waits until all are written.
 
@@ -37,9 +44,12 @@ def write(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], *, file_
         stem: the files' name without `.safetensors`.
         tensors: DTensors are gathered one after the other. A plain tensor is the same on all ranks.
         file_bytes: of one file at most. By default each rank gets files, unless there is little to write.
+        dtypes: that whole tensors are rounded to, as `rounding` does; without it they stay as they are.
     """
     me = distributed.ranks()
-    planned = plan(tensors, file_bytes or _file_bytes(tensors, me.world_size))
+    dtypes = dtypes or {name: tensor.dtype for name, tensor in tensors.items()}
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
+    planned = plan(sizes, file_bytes or _file_bytes(sizes, me.world_size))
     names = _file_names(stem, len(planned))
     for first in range(0, len(planned), me.world_size):  # one file per rank at a time
         wave = planned[first : first + me.world_size]
@@ -49,42 +59,41 @@ def write(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], *, file_
                 tensor = tensors[key].detach()
                 tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if writer == me.rank:
-                    kept[key] = tensor.to("cpu").contiguous()
+                    kept[key] = rounding.rounded(tensor.to("cpu"), dtypes[key], key).contiguous()
                 del tensor
         if kept:
             path = folder / names[first + me.rank]
             _save(kept, path)
             files.sync_file(path)
     if me.is_main and len(planned) > 1:
-        total = sum(_bytes(tensor) for tensor in tensors.values())
         content = {
-            "metadata": {"total_size": total},
+            "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {key: name for name, keys in zip(names, planned, strict=True) for key in keys},
         }
         files.write_json(folder / f"{stem}.safetensors.index.json", content)
     distributed.barrier()
 
 
-def plan(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> list[list[str]]:
-    """The names in each file, in order; at least one file, and no file above `file_bytes` with more than one tensor."""
+def plan(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """The names in each file, in order; at least one file, and no file above `file_bytes` with more than one tensor.
+
+    Args:
+        sizes: of the tensors, in bytes.
+    """
     found: list[list[str]] = [[]]
     used = 0
-    for key, tensor in tensors.items():
-        if found[-1] and used + _bytes(tensor) > file_bytes:
+    for key, size in sizes.items():
+        if found[-1] and used + size > file_bytes:
             found.append([])
             used = 0
         found[-1].append(key)
-        used += _bytes(tensor)
+        used += size
     return found
 
 
-def _file_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
-    total = sum(_bytes(tensor) for tensor in tensors.values())
+def _file_bytes(sizes: Mapping[str, int], world_size: int) -> int:
+    total = sum(sizes.values())
     return FILE_BYTES if total <= ONE_FILE_BYTES else min(FILE_BYTES, math.ceil(total / world_size))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _file_names(stem: str, count: int) -> list[str]:

@@ -5,16 +5,21 @@ process of its own, and imports nothing of this project, so that a mistake of th
 
 The reference is the base model with the adapter unmerged, or the fully trained one. Compared are
 
-1. every tensor: merged by PEFT in float32, layer by layer, it must equal the exported one up to one rounding to the
-   exported dtype: |exported - reference| <= ulp(reference) / 2 + 2^-20 max|reference|. The first term is rounding to
-   nearest (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.1), the second float32's sums,
-   which PEFT may add up in another order. A tensor that the adapter does not change must be equal in every bit;
+1. every tensor: merged by PEFT in float32, layer by layer, and rounded as the export says, it must equal the exported
+   one. Stochastic rounding to 16 bits is repeated with the same random numbers, from the tensor's name: the exported
+   value lies between the roundings of reference +- slack. Rounding to nearest may be off by half a unit in the last
+   place more. The slack is 2^-20 max|reference|, for float32's sums, which PEFT may add up in another order. A tensor
+   that the adapter does not change must be equal in every bit;
 2. the logits of a few prompts and their answers: they may differ by at most FACTOR times what random roundings of the
    same size do to the same model, which this measures: each changed weight times (1 + u t), and each linear layer's
-   output plus c t times its root mean square, with t uniform in [-1, 1], u = 2^-p for the p significant bits of the
-   weights (Higham, theorem 2.2), and c likewise for the computation, at least 2^-24 sqrt(n) for sums of n products
-   (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019);
-3. the greedy answers: equal, unless the two best tokens are closer than twice that bound.
+   output plus c t times its root mean square, with t uniform in [-1, 1]. Rounding to nearest to p significant bits has
+   u = 2^-p (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2). Stochastic rounding has the
+   u that gives t's disturbance the variance of the rounding, q (1 - q) of a squared unit for a weight that is q units
+   above the number below it. c is u of the computation, at least 2^-24 sqrt(n) for sums of n products (Higham and Mary,
+   A New Approach to Probabilistic Rounding Error Analysis, 2019);
+3. the greedy answers: equal, unless the two best tokens are closer than twice that bound;
+4. the loss on rows of the run's data, held-out ones if it has any: LOST of what the adapter gained over the base model
+   may be lost, plus what those random roundings change at a token, on average.
 """
 
 from __future__ import annotations
@@ -24,13 +29,20 @@ import json
 import math
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 FACTOR = 4.0
+LOST = 0.1
+LOSS_TOKENS = {"cuda": (16_384, 16_384), "cpu": (256, 2048)}  # of all rows that the loss is of, at least and at most
+LOSS_PRODUCTS = 5e11  # tokens times parameters, between these
+ROW_TOKENS = 2048  # of one of them: the logits of a row are kept
+IGNORED = -100
 SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32, in stochastic rounding
 SLACK = 2.0**-20  # of a tensor's largest value
 RESERVE = 2**30  # bytes for activations
 GGUF_TOP = 20  # log-probabilities that llama.cpp is asked for, at each position
@@ -58,7 +70,8 @@ def check(job: dict[str, Any]) -> dict[str, Any]:
     """The finding of a job: {passed, why, ...}.
 
     The job: `base` and `adapter` (folders) or `model` (a folder) for the reference; `exported` (a folder) or `gguf` (a
-    file); `tokenizer` (a folder), `prompts` (texts), `max_new_tokens`, `trust_remote_code`.
+    file); `tokenizer` (a folder), `prompts` (texts), `max_new_tokens`, `trust_remote_code`; `rows` ([input_ids,
+    labels] of each) for the loss.
     """
     import transformers
 
@@ -91,18 +104,28 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     reference = _reference(job, dtype, device, len(tokenizer), exported)
     answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    least, most = LOSS_TOKENS[device.type]
+    tokens = int(LOSS_PRODUCTS / sum(one.numel() for one in reference.parameters()))
+    rows = _rows(job.get("rows") or [], min(max(tokens, least), most))
+    losses = {"run": _losses(reference, rows)}
+    if hasattr(reference, "disable_adapter"):
+        with reference.disable_adapter():
+            losses["base"] = _losses(reference, rows)
     if (exported / "adapter_config.json").is_file():
-        found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), set()
+        found["tensors"], rounded = _compare_files(Path(job["adapter"]), exported), {}
     else:
-        found["tensors"], rounded = _compare_tensors(reference, exported)
+        stored = _open(Path(job["model"])) if "model" in job else {}
+        found["tensors"], rounded = _compare_tensors(reference, stored, exported, dtype)
     del reference
     gc.collect()
 
     model = _exported(job, exported, dtype, device)
     own_answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
     own = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    _add_roundings(model, rounded, _stored_dtype(exported) if rounded else dtype, dtype)
+    losses["export"] = _losses(model, rows)
+    _add_roundings(model, rounded, dtype)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
+    losses["noisy"] = _losses(model, rows)
 
     bound = FACTOR * _largest(own, noisy)
     found["logits"] = {
@@ -110,6 +133,8 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
         "bound": bound,
         "largest": max(float(x.abs().max()) for x in wanted),
     }
+    if rows:
+        found["loss"] = _compare_losses(losses)
     lengths = [len(ids) for ids in prompts]
     found["answers"] = [
         _compare_answers(*one, 2 * bound, tokenizer) for one in zip(answers, own_answers, wanted, lengths, strict=True)
@@ -129,6 +154,12 @@ def _verdict(found: dict[str, Any]) -> str:
         return f"logits differ by {logits['difference']:.3g}, and rounding explains {logits['bound']:.3g}"
     if any(one["outcome"] == "differs" for one in found["answers"]):
         return "an answer differs"
+    loss = found.get("loss")
+    if loss and not loss["export"] - loss["run"] <= loss["bound"]:
+        return (
+            f"the loss on the run's rows is {loss['export']:.4f} instead of {loss['run']:.4f}, and rounding explains "
+            f"{loss['bound']:.2g}"
+        )
     return ""
 
 
@@ -170,6 +201,10 @@ def _load(folder: Path, job: dict[str, Any], dtype: torch.dtype) -> Any:
         local_files_only=True,
         trust_remote_code=bool(job.get("trust_remote_code")),
     )
+    stored = _open(folder) if dtype in DROPPED_BITS else {}
+    for name, parameter in model.named_parameters():  # transformers rounds to nearest, which loses small updates
+        if name in stored and parameter.dtype == dtype and stored[name].get_slice(name).get_dtype() == "F32":
+            parameter.copy_(_stochastic(stored[name].get_tensor(name), dtype, name))
     model.generation_config = GenerationConfig()  # greedy, and without end tokens, for answers of equal length
     return model
 
@@ -215,18 +250,20 @@ def _is_tied(config: dict[str, Any]) -> bool:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], set[str]]:
+def _compare_tensors(
+    reference: Any, stored: dict[str, Any], exported: Path, computed: torch.dtype
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Compare the exported tensors with the reference's, whose layers PEFT merges one at a time, and forget those. Also
-    the names of the tensors that the export rounds: those that the adapter changes, and float32 weights of a checkpoint
-    of full fine-tuning."""
-    from safetensors import safe_open
+    the u of each tensor that the export rounds, by name: those that the adapter changes, and float32 weights that
+    become narrower.
 
-    where = {}
-    for path in sorted(exported.glob("*.safetensors")):
-        file = safe_open(path, framework="pt")
-        where |= {name: file for name in file.keys()}
+    Args:
+        stored: a fully trained model's tensors in their files, where they have the dtype that they were trained in.
+        computed: the dtype that the models compute in, which the export is loaded in.
+    """
+    where = _open(exported)
     wrong: list[str] = []
-    rounded: set[str] = set()
+    rounded: dict[str, float] = {}
     changed = 0
     seen: set[str] = set()
     shared: set[int] = set()
@@ -237,14 +274,23 @@ def _compare_tensors(reference: Any, exported: Path) -> tuple[dict[str, Any], se
             continue
         shared.add(tensor.data_ptr())
         seen.add(name)
-        own, whole = where[name].get_tensor(name).to(tensor.device), tensor.detach().float()
+        own = where[name].get_tensor(name).to(tensor.device)
+        whole = (stored[name].get_tensor(name).to(tensor.device) if name in stored else tensor.detach()).float()
         changed += merged
         if merged or not torch.equal(own.float(), whole):
-            rounded.add(name)
-        if why := _difference(own, whole, exact=not merged):
+            rounded[name] = _size(whole, own.dtype if own.dtype in DROPPED_BITS else computed)
+        if why := _difference(name, own, whole, merged=merged):
             wrong.append(f"{name} {why}")
     unknown = sorted(set(where) - seen)
     return {"compared": len(seen), "changed": changed, "not_compared": unknown, "wrong": wrong}, rounded
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """The file of each tensor of a model."""
+    from safetensors import safe_open
+
+    opened = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 def _merged(model: Any) -> Any:
@@ -274,7 +320,8 @@ def _merged(model: Any) -> Any:
                     (f"{path}.{name}", one, True) for name, one in module.modules_to_save[active].state_dict().items()
                 )
             else:
-                module.merge()
+                if module.token_adapter.tied_adapter is None:  # a tied head is the embedding, merged already
+                    module.token_adapter.merge()
                 yield from ((f"{path}.{n}", t, True) for n, t in module.original_module.state_dict().items())
     saved = set(plain.state_dict())
     for name, tensor in [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]:
@@ -282,18 +329,44 @@ def _merged(model: Any) -> Any:
             yield name, tensor, False
 
 
-def _difference(own: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str | None:
+def _difference(name: str, own: torch.Tensor, reference: torch.Tensor, *, merged: bool) -> str | None:
     """What differs, or None."""
     if own.shape != reference.shape:
         return f"has the shape {list(own.shape)} instead of {list(reference.shape)}"
-    if exact:
-        return None if torch.equal(own, reference.to(own.dtype)) else "is not equal to the original"
-    half = torch.ldexp(torch.ones_like(reference), reference.frexp().exponent - 1 - SIGNIFICANT_BITS[own.dtype])
-    allowed = half + SLACK * reference.abs().max()
-    far = ~((own.float() - reference).abs() <= allowed)
+    slack = SLACK * reference.abs().max() if merged else 0.0
+    if own.dtype in DROPPED_BITS:
+        least, most = (_stochastic(reference + shift, own.dtype, name) for shift in (-slack, slack))
+        far = ~((least <= own) & (own <= most))
+    else:
+        far = ~((own - reference).abs() <= slack + (_unit(reference, own.dtype) / 2 if merged else 0.0))
     if not far.any():
         return None
-    return f"is off by more than a rounding in {int(far.sum())} of {far.numel()} values"
+    what = "off by more than a rounding" if merged else "not equal to the original"
+    return f"is {what} in {int(far.sum())} of {far.numel()} values"
+
+
+def _unit(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance between a number's neighbors in a dtype."""
+    return torch.ldexp(torch.ones_like(numbers), numbers.frexp().exponent - SIGNIFICANT_BITS[dtype])
+
+
+def _stochastic(exact: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """float32 numbers in 16 bits: the bits that are dropped, plus a random number of as many bits, carry or not. For
+    the same random numbers a larger number never becomes a smaller one."""
+    bits = DROPPED_BITS[dtype]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
+    random = torch.randint(1 << bits, exact.shape, dtype=torch.int32, generator=generator).to(exact.device)
+    return ((exact.contiguous().view(torch.int32) + random) & (-1 << bits)).view(torch.float32).to(dtype)
+
+
+def _size(exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """The u of a rounding: see the top of this file."""
+    if dtype not in DROPPED_BITS:
+        return 2.0 ** -SIGNIFICANT_BITS[dtype]
+    unit = _unit(exact, dtype)
+    above = (exact.abs() / unit).frac()
+    share = float((above * (1 - above) * unit**2).sum() / (unit**2).sum())
+    return math.sqrt(3 * share) * 2.0 ** (1 - SIGNIFICANT_BITS[dtype])
 
 
 def _compare_files(adapter: Path, exported: Path) -> dict[str, Any]:
@@ -335,18 +408,18 @@ def _largest(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
 
 
-def _add_roundings(model: Any, rounded: set[str], stored: torch.dtype, computed: torch.dtype) -> None:
-    """Disturb the model as roundings of the weights named in `rounded` to `stored`, and of each layer's output to
-    `computed`, do: see the top of this file."""
+def _add_roundings(model: Any, rounded: dict[str, float], computed: torch.dtype) -> None:
+    """Disturb the model as roundings of weights, by their u in `rounded`, and of each layer's output to `computed` do:
+    see the top of this file."""
     generator = torch.Generator(device=model.device).manual_seed(1)
-    of_weights, of_outputs = (2.0 ** -SIGNIFICANT_BITS[one] for one in (stored, computed))
+    of_outputs = 2.0 ** -SIGNIFICANT_BITS[computed]
 
     def random(like: torch.Tensor) -> torch.Tensor:
         return torch.rand(like.shape, generator=generator, device=like.device).mul_(2).sub_(1).to(like.dtype)
 
     for name, parameter in model.named_parameters():
         if name in rounded:
-            parameter.mul_(1 + of_weights * random(parameter))
+            parameter.mul_(1 + rounded[name] * random(parameter))
 
     def hook(layer: Any, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
@@ -372,6 +445,39 @@ def _compare_answers(
     return texts | {"outcome": "tie" if margin <= near else "differs", "margin": margin}
 
 
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(rows: list[Any], most: int) -> list[tuple[list[int], list[int]]]:
+    """As many rows as have `most` tokens, long ones and the last one cut. Left out are those without a supervised token
+    then."""
+    found = []
+    for ids, labels in rows:
+        kept = ids[: min(most, ROW_TOKENS)], labels[: min(most, ROW_TOKENS)]
+        most -= len(kept[0])
+        if any(label != IGNORED for label in kept[1][1:]):
+            found.append(kept)
+    return found
+
+
+def _losses(model: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """The loss of each supervised token, in order."""
+    found = [torch.empty(0)]
+    for ids, labels in rows:
+        wanted = torch.tensor(labels[1:])
+        kept = wanted != IGNORED
+        found.append(torch.nn.functional.cross_entropy(_logits(model, ids)[:-1][kept], wanted[kept], reduction="none"))
+    return torch.cat(found)
+
+
+def _compare_losses(losses: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Mean losses of the base model, the run and the export, and what the last may be above the second."""
+    means = {name: float(losses[name].mean()) for name in ("base", "run", "export") if name in losses}
+    gained = max(means["base"] - means["run"], 0.0) if "base" in means else 0.0
+    noise = float((losses["noisy"] - losses["export"]).abs().mean())
+    return means | {"bound": LOST * gained + noise, "tokens": len(losses["run"])}
+
+
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
@@ -390,8 +496,9 @@ def _check_gguf(job: dict[str, Any]) -> dict[str, Any]:
     model = _exported(job, folder, dtype, device)
     answers = [_answer(model, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
-    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
-    _add_roundings(model, matrices, torch.float16, torch.float16)
+    unit = 2.0 ** -SIGNIFICANT_BITS[torch.float16]
+    matrices = {name: unit for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    _add_roundings(model, matrices, torch.float16)
     noisy = [_logits(model, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     one, two = ([torch.log_softmax(x, -1) for x in logits] for logits in (wanted, noisy))
     bound = FACTOR * max(_top_difference(a, b) for a, b in zip(one, two, strict=True))

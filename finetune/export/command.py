@@ -26,6 +26,7 @@ PURPOSE = (
 )
 NOTES = "Exit code 0: exported, 1: failed, or the export does not match the run, 2: bad input. Nothing is left then."
 FORMS = ("adapter", "merged", "gguf")
+DTYPES = ("bfloat16", "float32")
 MANIFEST = "export.json"  # what the folder holds, and of which run
 SPARE_BYTES = 64 * 2**20  # for the tokenizer and the card
 
@@ -42,6 +43,7 @@ def own_options() -> Options:
     found.add("--to", one_of(*FORMS, "hub"), "FORM", "adapter, merged, gguf or hub")
     found.add("--out", path, "DIR", "new folder for the export; with --to hub also an earlier export of the same run")
     found.add("--base", str, "DIR", "the base model's folder or name, if it is not where the run found it")
+    found.add("--dtype", one_of(*DTYPES), "DTYPE", "of a merged model: bfloat16 or float32 (default: the base model's)")
     found.add("--shard-size", _gigabytes, "GB", "largest file of a merged model, in GB (default 5)")
     found.add("--gguf-type", str.lower, "TYPE", "f16 (default), bf16, f32, or a type of llama-quantize such as q4_k_m")
     found.add("--llama-cpp", path, "DIR", "folder with llama.cpp's convert_hf_to_gguf.py")
@@ -104,6 +106,9 @@ def check_options(options: argparse.Namespace) -> None:
         if given and form != "gguf":
             raise UserError(f"--{flag} is for GGUF files: got --to {options.to}. Remove it, or use --to gguf.")
     files.check_name(options.out, "--out")
+    if options.dtype and form in ("adapter", "gguf"):
+        instead = "--gguf-type" if form == "gguf" else "--to merged"
+        raise UserError(f"--dtype is for merged models: got {form}. Remove it, or use {instead}.")
     if options.out.is_symlink() or options.out.exists():
         earlier = (options.out / MANIFEST).is_file()
         empty = options.out.is_dir() and not any(options.out.iterdir())
@@ -129,9 +134,11 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     tools = gguf.find(options.llama_cpp, kind, f"{out}-merged") if form == "gguf" else None
     if tools is not None and not options.no_verify:
         gguf.check_verifier()
-    merge = None if form == "adapter" else _merge(found)
+    # The converter rounds to nearest: it gets float32, except for bfloat16, which is rounded here.
+    dtype = options.dtype or {"gguf": "bfloat16" if kind == "bf16" else "float32"}.get(form)
+    merge = None if form == "adapter" else _merge(found, dtype)
     needed = merge.bytes if merge is not None else (found.folder / ADAPTER_WEIGHTS).stat().st_size
-    check_space(out, needed * (1 if tools is None else 3) + SPARE_BYTES)
+    check_space(out, needed * (1 if tools is None else 2) + SPARE_BYTES)
     finding: dict[str, Any] | None = None
     from finetune.engine import checkpoints, preflight
 
@@ -147,13 +154,16 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
             size = f"{merge.bytes / 1e9:,.1f} GB" if merge.bytes >= 1e9 else f"{merge.bytes / 1e6:,.1f} MB"
             print_line(f"Writing {size}, {merge.changed} of {len(merge.steps)} tensors merged")
             merge.write(model, options.shard_size or 5_000_000_000)
+            if merge.kept is not None:
+                print_line(f"Rounding kept {merge.kept:.1%} of the adapter's update; --dtype float32 keeps all of it.")
             write_generation_config(found, model, tokenizer)
             if options.trust_remote_code:
                 for file in found.base.glob("*.py"):
                     shutil.copyfile(file, model / file.name)
         if not options.no_verify:
-            finding = verified(options, found, model, tokenizer)
-        result: dict[str, Any] = {"verification": finding}
+            finding = verified(options, found, model, tokenizer, with_loss=merge is not None)
+        kept = merge.kept if merge is not None else None
+        result: dict[str, Any] = {"dtype": options.dtype, "update_kept": kept, "verification": finding}
         if tools is not None:
             named = preflight.folder_of(found.name)
             gguf.complete_tokenizer(model, (found.base, *([named] if named else [])), tokenizer)
@@ -167,12 +177,14 @@ def export(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     return about | result | {"out": str(out)}
 
 
-def _merge(found: Source) -> Any:
+def _merge(found: Source, dtype: str | None) -> Any:
+    import torch
+
     from finetune.export.adapter import Adapter
     from finetune.export.merged import Merge
 
     adapter = Adapter(found.folder, found.adapter) if found.adapter is not None else None
-    return Merge(found.base, adapter)
+    return Merge(found.base, adapter, getattr(torch, dtype) if dtype else None)
 
 
 def write_tokenizer(found: Source, folder: Path) -> Any:
@@ -293,7 +305,9 @@ def write_gguf(
     return {"gguf_type": kind, "gguf_verification": finding}
 
 
-def verified(options: argparse.Namespace, found: Source, folder: Path, tokenizer: Any) -> dict[str, Any]:
+def verified(
+    options: argparse.Namespace, found: Source, folder: Path, tokenizer: Any, *, with_loss: bool
+) -> dict[str, Any]:
     """The finding of the check.
 
     Raises:
@@ -304,7 +318,10 @@ def verified(options: argparse.Namespace, found: Source, folder: Path, tokenizer
     job |= {"model": found.folder} if found.adapter is None else {"base": found.base, "adapter": found.folder}
     job |= {"trust_remote_code": options.trust_remote_code}
     job |= {"new_template": found.model.get("chat_template") not in (None, "none")}
-    finding = verify.run(job)
+    split, rows = verify.rows(found.record) if with_loss else ("", [])
+    if with_loss and not rows:
+        print_line("note: The run's rows are not in the data cache, so its loss is not compared.", style="yellow")
+    finding = verify.run(job | {"rows": rows}) | {"rows": "training" if split == "train" else "held-out"}
     refuse(finding, options)
     return finding
 
@@ -359,6 +376,7 @@ def reused(options: argparse.Namespace, found: Source, form: str) -> dict[str, A
     try:
         earlier = files.read_json(options.out / MANIFEST)
         same = earlier["form"] == form and earlier["source_digest"] == digest(found)
+        same = same and earlier.get("dtype") == options.dtype
         recorded = {one["name"]: one["xxh3_128"] for one in earlier["files"]}
     except (OSError, ValueError, LookupError, TypeError):
         same, earlier, recorded = False, {}, {}

@@ -1,7 +1,7 @@
 """Writes base and adapter as one model, tensor by tensor, or copies a fully trained model.
 
 Memory holds one tensor in float32 at a time. A merged weight is computed in float32 from the base's original weight and
-rounded once, to the base's dtype.
+rounded once, as `engine.rounding` does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finetune.engine import rounding
 from finetune.engine.master_weights import saved_dtype
 from finetune.errors import UserError
 from finetune.export.adapter import Adapter, Change, find_name
@@ -39,14 +40,16 @@ class Merge:
     Args:
         base: the folder of the model: the adapter's base, or a fully trained one.
         adapter: None for a fully trained model.
+        dtype: of the merged weights; None for the base's.
 
     Raises:
         UserError: the adapter does not fit the model, or cannot be merged.
     """
 
-    def __init__(self, base: Path, adapter: Adapter | None) -> None:
+    def __init__(self, base: Path, adapter: Adapter | None, dtype: torch.dtype | None = None) -> None:
         self.weights = Weights(base, "base model" if adapter else "model")
-        self.adapter = adapter
+        self.adapter, self.dtype = adapter, dtype
+        self._update, self._written = 0.0, 0.0  # |update|^2, and <what was written of it, update>
         self.config = files.read_json(base / "config.json")
         _check_quantization(base, self.config)
         self.model = _skeleton(base)
@@ -58,14 +61,19 @@ class Merge:
                 self._change(path, change)
             if shared is not None:
                 self._untie(*shared)
+        if dtype is not None:
+            self.steps = {name: replace(one, entry=self._as(one.entry, dtype)) for name, one in self.steps.items()}
 
     def _saved(self, entry: Entry, adapter: Adapter | None) -> Entry:
         """A tensor of the base. A checkpoint of full fine-tuning has float32 weights of a 16-bit model."""
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if adapter is not None or entry.dtype != torch.float32 or named not in ("bfloat16", "float16"):
             return entry
+        return self._as(entry, getattr(torch, named))
+
+    def _as(self, entry: Entry, dtype: torch.dtype) -> Entry:
         like = torch.empty((), dtype=entry.dtype)
-        return replace(entry, dtype=saved_dtype(self.model, entry.name, like, getattr(torch, named)))
+        return replace(entry, dtype=saved_dtype(self.model, entry.name, like, dtype))
 
     @property
     def bytes(self) -> int:
@@ -77,6 +85,12 @@ class Merge:
         """Number of tensors that the adapter changes."""
         return sum(step.path is not None for step in self.steps.values())
 
+    @property
+    def kept(self) -> float | None:
+        """Share of the adapter's update U that the tensors made so far have after rounding: <rounded - base, U> /
+        <U, U>. None if none of them was rounded."""
+        return self._written / self._update if self._update else None
+
     def write(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Write the weights and config.json."""
         write(folder, [step.entry for step in self.steps.values()], self.tensor, shard_bytes)
@@ -87,13 +101,18 @@ class Merge:
         step = self.steps[name]
         if step.path is None or self.adapter is None:
             assert step.base is not None
-            return self.weights.get(step.base).to(step.entry.dtype)
-        change = self.adapter.changes[step.path]
-        replaced = getattr(change, step.part) is not None
-        base = torch.empty(0) if replaced else self.weights.get(str(step.base))
+            return rounding.rounded(self.weights.get(step.base), step.entry.dtype, name)
+        base = self.weights.get(str(step.base))
         if step.part == "bias":
-            return self.adapter.bias(base, step.path).to(step.entry.dtype)
-        return self.adapter.weight(base, step.path, transposed=step.transposed).to(step.entry.dtype)
+            exact = self.adapter.bias(base, step.path)
+        else:
+            exact = self.adapter.weight(base, step.path, transposed=step.transposed)
+        found = rounding.rounded(exact, step.entry.dtype, name)
+        if found.dtype != exact.dtype and base.shape == exact.shape:
+            update = exact.sub_(base).reshape(-1)
+            self._update += float(torch.dot(update, update))
+            self._written += float(torch.dot((found.float().sub_(base)).reshape(-1), update))
+        return found
 
     def new_config(self) -> dict[str, Any]:
         """config.json of the merged model."""
@@ -102,6 +121,9 @@ class Merge:
         text = found.get("text_config")
         rows = self._vocabulary()
         for section in (found, text) if isinstance(text, dict) else (found,):
+            if self.dtype is not None:
+                section.pop("torch_dtype", None)
+                section["dtype"] = str(self.dtype).removeprefix("torch.")
             if self.untied and (section is found or "tie_word_embeddings" in section):
                 section["tie_word_embeddings"] = False
             if rows is not None and "vocab_size" in section:

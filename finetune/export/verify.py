@@ -16,6 +16,8 @@ from finetune.runtime import subprocesses
 PROGRAM = Path(__file__).with_name("check.py")
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "Name three colors.")
 MAX_NEW_TOKENS = 24
+ROWS = 64  # of the run's data, on which losses are compared
+ROW_TOKENS = 2048  # that are read of one of them
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +85,25 @@ def prompts(tokenizer: Any, *, raw: bool = False) -> list[str]:
         return list(QUESTIONS)
 
 
+def rows(record: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The split and evenly spaced rows of a run's data, as [input_ids, labels]: held-out rows if it has any. Empty if
+    they are no longer in the data cache."""
+    from finetune.data.prepare import rows_of
+
+    folder, splits = record.get("data_folder"), record.get("ledger")
+    if not isinstance(folder, str) or not isinstance(splits, dict):
+        return "", []
+    try:
+        for split in sorted(splits, key=lambda name: name == "train"):
+            found = rows_of(Path(folder), split)
+            if found is not None and len(found):
+                places = sorted({place * len(found) // ROWS for place in range(ROWS)})
+                return split, [[part[:ROW_TOKENS].tolist() for part in found[place]] for place in places]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # run.json names some other folder
+        pass
+    return "", []
+
+
 def sentence(found: dict[str, Any]) -> str:
     """A finding that passed, in a sentence."""
     answers, logits = found["answers"], found["logits"]
@@ -92,7 +113,11 @@ def sentence(found: dict[str, Any]) -> str:
     tensors = (
         f"{counted(found['tensors']['compared'], 'tensor')} equal up to one rounding, " if "tensors" in found else ""
     )
+    loss = ""
+    if one := found.get("loss"):
+        base = f", base model {one['base']:.4f}" if "base" in one else ""
+        loss = f"loss on {found['rows']} rows {one['export']:.4f} (run {one['run']:.4f}{base}), "
     return (
-        f"{tensors}{equal + ties} of {len(answers)} greedy answers equal{near} over {counted(tokens, 'token')}, "
-        f"logits differ by {logits['difference']:.2g} (bound {logits['bound']:.2g})"
+        f"{tensors}{loss}{equal + ties} of {len(answers)} greedy answers equal{near} over "
+        f"{counted(tokens, 'token')}, logits differ by {logits['difference']:.2g} (bound {logits['bound']:.2g})"
     )

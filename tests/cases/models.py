@@ -21,6 +21,7 @@ CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
 # kind: (configuration class, its arguments). Kinds that differ in their files or tokenizer alone are Llamas.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA),
+    "bfloat16": ("LlamaConfig", LLAMA),
     "base_chatml": ("LlamaConfig", LLAMA),
     "gemma_like": ("LlamaConfig", LLAMA),
     "bad_generation_config": ("LlamaConfig", LLAMA),
@@ -52,7 +53,8 @@ def make(kind: str, folder: Path) -> Path:
             pad_token_id=tokenizer.pad_token_id,
             **arguments,
         )
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        (model.bfloat16() if kind == "bfloat16" else model).save_pretrained(folder)
     _change_files(kind, folder)
     return folder
 
