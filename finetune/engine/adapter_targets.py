@@ -62,6 +62,13 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> No
         raise UserError(_missing("lora.modules_to_save", missing, names))
 
 
+def is_transposed(model: Any) -> bool:
+    """Whether the model's layers store their weights as GPT-2's do: inputs by outputs (`fan_in_fan_out`)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
 def _matches_regex(pattern: str, names: list[str]) -> bool:
     try:
         return any(re.fullmatch(pattern, name) for name in names)

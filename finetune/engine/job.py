@@ -80,7 +80,7 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import adapter_targets, master_weights, model
+    from finetune.engine import adapter_targets, master_weights, model, positions
 
     start_up = startup.of_this_process()
     start_up.ended("libraries")
@@ -112,6 +112,9 @@ def open_job(
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:
                 model.check_vocabulary(loaded, rows, split)
+    for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
+        if rows is not None:
+            positions.check(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
         model.prepare_for_packs(loaded, config, stack)

@@ -6,6 +6,7 @@ Import it after `bootstrap.start`, like everything that uses transformers or pef
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import pickle
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
+from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.data.template import load_template
 from finetune.engine import (
     adapted,
@@ -25,6 +27,7 @@ from finetune.engine import (
     fp8,
     layer_kernels,
     master_weights,
+    positions,
     preflight,
     shard,
     shard_loading,
@@ -246,7 +249,7 @@ def _load_transformers(
             use_rslora=lora.use_rslora,
             bias=lora.bias,
             task_type="CAUSAL_LM",
-            **lora.adapter_kwargs,
+            **({"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}) | lora.adapter_kwargs,
         ),
     )
 
@@ -332,6 +335,9 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
         return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
     if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
         return f"Unsloth does not separate packed documents in {text.model_type}"
+    table = positions.limit(model)
+    if table is not None and table < MAX_PADDING_SEGMENT:
+        return f"{text.model_type} has a table of {table} positions, fewer than the padding of a pack may take"
     own = str(text._attn_implementation)
     if own not in _PACKS:
         return f"attention {own!r} is not known to separate packed documents"
@@ -402,13 +408,24 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **furt
     """The token ids that the model adds to each prompt of a batch, its end token included if it comes to one.
 
     Prompts are padded on the left, so that each is followed by its own answer; positions count from its first token.
+    An answer ends where the model's positions do.
 
     Args:
         settings: a GenerationConfig with `pad_token_id` and a list of `eos_token_id`.
         further: arguments of transformers' `generate`, such as `streamer`.
+
+    Raises:
+        UserError: a prompt has as many tokens as the model has positions.
     """
     device = next(model.parameters()).device
     width = max(len(ids) for ids in prompts)
+    room = positions.room(model, width)
+    if room is not None:
+        # Alone, a prompt leaves room for its own answer; a sharded model generates as often on every rank.
+        if len(prompts) > 1 and (room < settings.max_new_tokens or further.get("synced_gpus")):
+            return [ids for one in prompts for ids in complete(model, [one], settings, **further)]
+        settings = copy.copy(settings)
+        settings.max_new_tokens = min(settings.max_new_tokens, room)
     padded = [[settings.pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
     output = model.generate(
