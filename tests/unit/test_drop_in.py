@@ -211,6 +211,61 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
             trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("given", "former", "length", "printed"),
+    [
+        ({}, {}, 2048, True),  # TRL's default of 1,024 is nobody's choice
+        ({"max_length": None}, {}, 2048, True),
+        ({"max_length": 512}, {}, 512, False),
+        ({"max_length": 4096}, {}, 2048, True),
+        ({}, {"max_seq_length": 1024}, 1024, False),
+        ({}, {"max_seq_length": 4096}, 2048, True),
+    ],
+)
+def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
+    given: dict[str, Any],
+    former: dict[str, Any],
+    length: int,
+    printed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """As in the constructor of Unsloth's rewritten trainer (unsloth/models/rl.py, `max_length_check`)."""
+    from finetune import SFTConfig
+    from finetune.drop_in import settings
+
+    loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    found = settings.arguments(args, loaded, dict(former))
+    assert settings.data(found).max_length == length
+    assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
+    args.max_seq_length = 4096  # the field of Unsloth's SFTConfig
+    assert settings.arguments(args, loaded, {}).max_length == 2048
+    of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
+    assert settings.arguments(args, of_another_loader, {}).max_length == 4096
+
+
+def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
+    from finetune.drop_in import refusals
+
+    rows = make().layout.rows
+    refusals.row_length(rows, "train", None)
+    refusals.row_length(rows, "train", int(rows.lengths.max()))
+    with pytest.raises(UserError, match="was loaded with max_seq_length=8"):
+        refusals.row_length(rows, "train", 8)
+
+
+def test_arguments_that_only_unsloths_own_trainer_reads_are_refused(make: Callable[..., Any]) -> None:
+    from finetune.drop_in import refusals
+
+    trainer = make()
+    given = {"train_dataset": dataset(TEXTS), "args": trainer.given}
+    refusals.check(type(trainer), type(trainer), trainer.given, given)
+    trainer.given.embedding_learning_rate = 1e-5
+    with pytest.raises(UserError, match="`embedding_learning_rate=1e-05`: all weights are trained with one"):
+        refusals.check(type(trainer), type(trainer), trainer.given, given)
+
+
 def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]) -> None:
     assert "IterableDataset" in refusal(make, dataset(TEXTS).to_iterable_dataset())
     assert "vision" in refusal(make, [{"text": "a", "image": 1}])
