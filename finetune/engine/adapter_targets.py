@@ -1,9 +1,11 @@
-"""Checks that `lora.target_modules` and `lora.modules_to_save` match modules of the model."""
+"""Checks that `lora.target_modules` and `lora.modules_to_save` match modules of the model, and measures how much of it
+an adapter reaches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +13,90 @@ import torch
 
 from finetune.config import Config
 from finetune.errors import UserError
+
+# PEFT takes these names for stacked experts if a model has them, so that they reach no layer beside the experts.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+ENOUGH = 0.9  # share of the linear weights, below which a run warns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How much of the linear layers an adapter trains, the output embedding aside.
+
+    share:      of their weights, from 0 to 1
+    layers:     the last two parts of the names of linear layers without an adapter, the largest first
+    parameters: the same of weights that `target_modules` cannot name: stacked experts, layers named as their parts
+    """
+
+    share: float
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @property
+    def warning(self) -> str | None:
+        """What has no adapter and how to give it one; None if that is little."""
+        if self.share >= ENOUGH:
+            return None
+        bare = [*self.layers, *self.parameters]
+        shown = ", ".join(bare[:8]) + (f" and {len(bare) - 8} more" if len(bare) > 8 else "")
+        lines = ["lora.target_modules: all-linear"] if self.layers else []
+        if self.parameters:
+            lines.append(f"lora.adapter_kwargs: {{target_parameters: [{', '.join(self.parameters)}]}}")
+        return (
+            f"{1 - self.share:.0%} of the linear weights have no adapter: {shown}. To train them, set "
+            f"{' and '.join(lines)} (in a script, the same arguments of LoraConfig)."
+        )
+
+
+def coverage(model: Any) -> Coverage | None:
+    """Which linear weights of the language model have an adapter or are trained; None without an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not getattr(model, "peft_config", None):
+        return None
+    base = model.get_base_model()
+    adapted = {
+        id(getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"), None))
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    weights = list(_linear_weights(base))
+    stacked = {name for name, weight, _ in weights if weight.ndim == 3}
+    reached = 0
+    bare: dict[str, int] = {}
+    for name, weight, size in weights:
+        if id(weight) in adapted or weight.requires_grad:
+            reached += size
+            continue
+        as_parameter = stacked and name not in stacked and name.rpartition(".")[2] in _OF_EXPERTS
+        name = f"{name}.weight" if as_parameter else name
+        bare[name] = bare.get(name, 0) + size
+    largest = sorted(bare, key=lambda name: -bare[name])
+    parameters = tuple(name for name in largest if name in stacked or name.endswith(".weight"))
+    return Coverage(
+        share=reached / (sum(size for _, _, size in weights) or 1),
+        layers=tuple(name for name in largest if name not in parameters),
+        parameters=parameters,
+    )
+
+
+def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
+    """Each weight that the language model multiplies by, with the last two parts of its name and its size unpacked."""
+    from transformers.pytorch_utils import Conv1D
+
+    decoder, head = base.get_decoder(), base.get_output_embeddings()
+    for path, module in (decoder if isinstance(decoder, torch.nn.Module) else base).named_modules():
+        parts = [part for part in path.split(".") if part not in ("base_layer", "modules_to_save", "default")]
+        if module is head or "original_module" in parts or any(part.startswith("lora_") for part in parts):
+            continue
+        if isinstance(module, torch.nn.Linear):  # the weights of bitsandbytes' are packed
+            yield ".".join(parts[-2:]), module.weight, module.in_features * module.out_features
+        elif isinstance(module, Conv1D):
+            yield ".".join(parts[-2:]), module.weight, module.weight.numel()
+        elif not isinstance(module, torch.nn.modules.conv._ConvNd):
+            for own, weight in module.named_parameters(recurse=False):
+                if weight.ndim == 3:  # the experts of one layer
+                    yield ".".join([*parts, own][-2:]), weight, weight.numel()
 
 
 def check_by_config(config: Config) -> None:
