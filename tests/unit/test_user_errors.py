@@ -224,7 +224,9 @@ SHARED_EXPERT = dict(num_experts=4, moe_intermediate_size=32, shared_expert_inte
         ("Qwen3NextConfig", ATTENTION | LINEAR_ATTENTION | SHARED_EXPERT, PROJECTIONS, "shared_expert.up_proj.weight"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:fan_in_fan_out:UserWarning", "ignore:The following rank_pattern keys:RuntimeWarning"
+)
 def test_the_line_that_a_warning_names_covers_the_rest(
     kind: str, shape: dict[str, Any], targets: list[str], bare: str
 ) -> None:
