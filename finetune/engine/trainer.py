@@ -43,6 +43,8 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, flash, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
+# Of an optimizer's group of parameters: what is no setting. All but the first are of the schedule-free ones.
+_STATE_IN_GROUPS = frozenset(("params", "k", "train_mode", "weight_sum", "lr_max", "scheduled_lr"))
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
 
@@ -221,6 +223,8 @@ class SFTTrainer(trl.SFTTrainer):
         except (ImportError, ValueError) as error:
             name = getattr(args.optim, "value", args.optim)
             raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
+        if 0 < settings.get("warmup_steps", 0) < 1:  # schedule-free ones warm up themselves, and count steps
+            settings["warmup_steps"] = self.args.get_warmup_steps(self.total_steps)
         if self.weights != master_weights.STOCHASTIC:
             return kind, settings
         return master_weights.rounding_optimizer(kind, settings)
@@ -231,6 +235,12 @@ class SFTTrainer(trl.SFTTrainer):
         if self.weights == master_weights.STOCHASTIC:
             master_weights.seed_rounding(optimizer, self.args.seed, lambda: self.state.global_step)
         return optimizer
+
+    def use_evaluation_weights(self) -> None:
+        """Put the weights that the optimizer promises into the model: a schedule-free one trains at another point, to
+        which `training_step` returns. Others have one set of weights."""
+        if callable(switch := getattr(self.optimizer, "eval", None)):
+            switch()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As in transformers; the parts of a sharded model are in place."""
@@ -479,6 +489,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Loss and, if the model yields them, token accuracy and entropy over all rows of `layout`."""
         was_training = self.model.training
         self.model.eval()
+        self.use_evaluation_weights()
         total = 0.0
         one = torch.ones((), dtype=torch.int64, device=self.args.device)  # dividing by 1 gives sums
         size = self.args.per_device_eval_batch_size
@@ -531,6 +542,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers. Every rank calls it if the model is sharded."""
+        self.use_evaluation_weights()
         if not self.sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -650,7 +662,8 @@ class SFTTrainer(trl.SFTTrainer):
             self.lr_scheduler.load_state_dict(schedule)
             return
         fresh = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+            {name: value for name, value in group.items() if name not in _STATE_IN_GROUPS}
+            for group in self.optimizer.param_groups
         ]
         self.optimizer.load_state_dict(optimizer)
         for group, values in zip(self.optimizer.param_groups, fresh, strict=True):
@@ -659,6 +672,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _load_best_model(self) -> None:
         """Load the weights of the best evaluation, verified, on every rank."""
+        self.use_evaluation_weights()
         checkpoint = Path(self.state.best_model_checkpoint)
         if checkpoint.name == f"checkpoint-{self.state.global_step}":
             return  # these are the weights in memory
@@ -697,7 +711,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._rebuilds = rebuild
         if resume_from_checkpoint is None:
             self.resumed_step = 0
-            return super().train(**kwargs)
+            return self._train_to_end(**kwargs)
         self.resumed_step = checkpoints.manifest(Path(resume_from_checkpoint))["step"]
         state = Path(resume_from_checkpoint, "trainer_state.json")
         with loading(state):
@@ -707,8 +721,13 @@ class SFTTrainer(trl.SFTTrainer):
         for tracker in ended:
             tracker.stopped_at = self.resumed_step if self.resumed_step < self.total_steps else None
         if self.resumed_step < self.total_steps and not ended:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            return self._train_to_end(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         return self._train_zero_steps(resume_from_checkpoint)
+
+    def _train_to_end(self, **kwargs: Any) -> Any:
+        output = super().train(**kwargs)
+        self.use_evaluation_weights()
+        return output
 
     def _train_zero_steps(self, checkpoint: str) -> None:
         """Load the weights and the state of a checkpoint at the end of the run, then the best weights if asked for.

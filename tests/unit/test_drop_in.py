@@ -562,3 +562,69 @@ def test_a_script_keeps_weights_as_it_loads_the_model() -> None:
     assert master_weights.warning(whole, settings.kept_weights(whole), 2e-5) is None
     half.requires_grad_(False)  # a frozen base under an adapter
     assert settings.kept_weights(half).kind == "float32"
+
+
+class TwoPoints(torch.optim.SGD):
+    """As schedule-free optimizers: the weights that training sees are not the ones it promises."""
+
+    OFFSET = 0.25
+    trains = False
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def _move(self, trains: bool) -> None:
+        for parameter in [one for group in self.param_groups for one in group["params"]]:
+            parameter += self.OFFSET * (trains - self.trains)
+        self.trains = trains
+
+
+def test_an_optimizer_with_two_sets_of_weights_is_evaluated_and_saved_with_the_right_one(
+    make: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    """Its `eval` comes before evaluations, checkpoints and the final model, its `train` before each step."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    at_first = AutoModelForCausalLM.from_pretrained(model)
+    optimizer = TwoPoints(at_first.parameters(), lr=0.0)
+    trained_at = []
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trained_at.append(optimizer.trains)
+
+    from finetune import SFTConfig, SFTTrainer
+
+    trainer = SFTTrainer(
+        at_first,
+        SFTConfig(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+        ),
+        train_dataset=dataset(TEXTS),
+        eval_dataset=dataset(TEXTS[:8]),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+        callbacks=[Watch()],
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated[-2:] == pytest.approx([before, before]) and trained_at == [True] * 4
+    trainer.save_model(str(tmp_path / "saved"))
+    right = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for folder in ("out/checkpoint-2", "out/checkpoint-4", "saved"):
+        for name, value in load_file(tmp_path / folder / "model.safetensors").items():
+            torch.testing.assert_close(value, right[name])
