@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from finetune.config.rules import why_no_optimizer
 from finetune.errors import UserError
 
 _EXACT = "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's own code"
@@ -127,6 +128,9 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "
             "`padding_free`, which changes nothing in this trainer's results."
         )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if (why := why_no_optimizer(optim, args.optim_target_modules)) is not None:
+        yield f"`optim={optim!r}`: {why}"
     if given.get("formatting_func") is not None and args.completion_only_loss:
         yield (
             "`formatting_func` turns rows into text, which has no completion, and `completion_only_loss=True`. Remove "

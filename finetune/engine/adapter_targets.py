@@ -99,7 +99,7 @@ def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
                     yield ".".join([*parts, own][-2:]), weight, weight.numel()
 
 
-def check_by_config(config: Config) -> None:
+def check_by_config(config: Config, backend: str) -> None:
     """Check the names against the model's architecture, built without weights, so that a typo is found before loading.
     Models that cannot be built this way (remote code, several towers, adapters) are left to `check`, after loading.
 
@@ -122,30 +122,64 @@ def check_by_config(config: Config) -> None:
             skeleton = AutoModelForCausalLM.from_config(shape)
     except Exception:  # loading the model reports the error better
         return
-    check(skeleton, config, lora.target_modules)
+    check(skeleton, config, lora.target_modules, backend)
 
 
-def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> None:
+def check(model: Any, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
     """Check the names against a model that has no adapter yet.
 
     Args:
         targets: as in PEFT: names or their endings, a regular expression, "all-linear", or None for PEFT's default.
+        backend: Unsloth trains an output embedding that is named as a target in full; PEFT does not.
 
     Raises:
-        UserError: a name matches no module. PEFT accepts a list if any of its names matches.
+        UserError: a name matches no module, or one that takes no adapter. PEFT accepts a list if any of its names
+            matches.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    given = config.lora.target_modules
-    if isinstance(targets, str):
-        if targets != "all-linear" and not _matches_regex(targets, names):
-            raise UserError(_missing("lora.target_modules", [targets], linear))
-    elif targets:
-        missing = [target for target in targets if not _found(target, names)]
-        if missing and (given is not None or len(missing) == len(targets)):
-            raise UserError(_missing("lora.target_modules", missing, linear))
-    if missing := [name for name in config.lora.modules_to_save or [] if not _found(name, names)]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = list(modules)
+    linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
+    given, saved = config.lora.target_modules, config.lora.modules_to_save or []
+    if missing := [name for name in saved if not _found(name, names)]:
         raise UserError(_missing("lora.modules_to_save", missing, names))
+    if isinstance(targets, str):
+        if targets == "all-linear":
+            return
+        matched = {targets: [modules[name] for name in names if _matches_regex(targets, name)]}
+    else:
+        matched = {target: [modules[name] for name in names if _found(target, [name])] for target in targets or ()}
+    missing = [target for target, found in matched.items() if not found]
+    if missing and (given is not None or len(missing) == len(matched)):
+        raise UserError(_missing("lora.target_modules", missing, linear))
+    _check_kinds(model, matched, backend)
+    in_full = [module for name, module in modules.items() if any(_found(one, [name]) for one in saved)]
+    beneath = {id(part) for module in in_full for part in module.modules()}
+    if matched and all(id(module) in beneath for found in matched.values() for module in found):
+        raise UserError(
+            f"lora.modules_to_save trains all of lora.target_modules in full ({', '.join(saved)}), so nothing is left "
+            "for an adapter. Remove one of them, or set model.full_finetuning."
+        )
+
+
+def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> None:
+    """Check that the modules are layers on which PEFT can put an adapter."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.MultiheadAttention, torch.nn.modules.conv._ConvNd, Conv1D)
+    has_experts = any(weight.ndim == 3 for weight in model.parameters())
+    head = model.get_output_embeddings()
+    for target, found in matched.items():
+        if backend != "unsloth" and head is not None and any(module is head for module in found):
+            raise UserError(
+                f"lora.target_modules has `{target}`, the output embedding: the loss reads its weights, past an "
+                "adapter. Name it in lora.modules_to_save, or remove it."
+            )
+        wrong = sorted({type(module).__name__ for module in found if not isinstance(module, kinds)})
+        if wrong and not (has_experts and target.rpartition(".")[2] in _OF_EXPERTS):
+            raise UserError(
+                f"lora.target_modules has `{target}`, which matches {', '.join(wrong[:3])}: an adapter goes on linear "
+                "layers and embeddings. Name the layers inside, or use all-linear."
+            )
 
 
 def is_transposed(model: Any) -> bool:
@@ -155,9 +189,9 @@ def is_transposed(model: Any) -> bool:
     return any(isinstance(module, Conv1D) for module in model.modules())
 
 
-def _matches_regex(pattern: str, names: list[str]) -> bool:
+def _matches_regex(pattern: str, name: str) -> bool:
     try:
-        return any(re.fullmatch(pattern, name) for name in names)
+        return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise UserError(
             f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "

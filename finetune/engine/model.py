@@ -183,7 +183,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     if config.model.full_finetuning or continue_adapter:
         return model
     lora = config.lora
-    adapter_targets.check(model, config, _targets(config))
+    adapter_targets.check(model, config, _targets(config), "unsloth")
     return loader.get_peft_model(
         model,
         r=lora.r,
@@ -236,7 +236,7 @@ def _load_transformers(
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     lora = config.lora
-    adapter_targets.check(model, config, _targets(config))
+    adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
     return get_peft_model(
         model,

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -92,6 +93,78 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     if tracks_best:
         best.set_arguments(args, training)
     return args
+
+
+# Fields of SFTConfig that are mappings, with the keys that torch's and transformers' functions take.
+_MAPPINGS = {
+    "gradient_checkpointing_kwargs": {
+        "use_reentrant",
+        "preserve_rng_state",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "context_fn",
+    },
+}
+_NEEDS_MODEL = ("galore_", "apollo_", "lomo", "adalomo")  # optimizers that are made for the model's own weights
+
+
+def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
+    """Check the values that only TRL and transformers judge, before a model is loaded.
+
+    Raises:
+        UserError: one of them is refused.
+    """
+    training = config.training
+    try:
+        args = arguments(config, stack, batch, evaluate=bool(training.eval_steps))
+        for key, known in _MAPPINGS.items():
+            value = getattr(args, key, None)
+            if key in training.extra and value is not None and not (isinstance(value, dict) and value.keys() <= known):
+                raise UserError(
+                    f"training.{key} must be a mapping of {', '.join(sorted(known))}; it is {value!r}. Change it."
+                )
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
+        if not training.optim.startswith(_NEEDS_MODEL):
+            kind, settings = trl.SFTTrainer.get_optimizer_cls_and_kwargs(args)
+            kind([parameter], **settings)
+        with refused_schedule(training.lr_scheduler_type, training.extra.get("lr_scheduler_kwargs")):
+            transformers.get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=args.get_warmup_steps(10),
+                num_training_steps=10,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            )
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library raises for a value that it cannot use
+        message = " ".join(str(error).split()) or type(error).__name__
+        given = [*training.extra, "optim", "lr_scheduler_type"]
+        named = [f"training.{key}" for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
+        keys = named or [f"training.{key}" for key in given[:-1]]
+        raise UserError(
+            f"{', '.join(keys)}: the libraries cannot use the value: {message[:300]}. Change or remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def refused_schedule(name: Any, arguments: Any) -> Iterator[None]:
+    """Context in which a schedule is made; an error is about its arguments.
+
+    Raises:
+        UserError: with the keys.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        message = " ".join(str(error).split())
+        given = f"training.lr_scheduler_kwargs is {arguments}, and " if arguments else ""
+        raise UserError(
+            f"{given}training.lr_scheduler_type {getattr(name, 'value', name)} cannot be used so: {message[:300]}. "
+            "Give the arguments that transformers' schedule of this name has, or choose another."
+        ) from error
 
 
 # Fields of SFTConfig that this project handles, with what TRL and transformers must see in them.
@@ -235,6 +308,15 @@ class SFTTrainer(trl.SFTTrainer):
         if self.weights == master_weights.STOCHASTIC:
             master_weights.seed_rounding(optimizer, self.args.seed, lambda: self.state.global_step)
         return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            UserError: `lr_scheduler_kwargs` do not fit the schedule.
+        """
+        with refused_schedule(self.args.lr_scheduler_type, self.args.lr_scheduler_kwargs):
+            return super().create_scheduler(*args, **kwargs)
 
     def use_evaluation_weights(self) -> None:
         """Put the weights that the optimizer promises into the model: a schedule-free one trains at another point, to

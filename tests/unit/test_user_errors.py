@@ -203,7 +203,7 @@ TARGETS = {
 def test_adapter_targets_that_match_nothing(name: str, tiny_model: Path) -> None:
     given, expected = TARGETS[name]
     with pytest.raises(UserError) as error:
-        adapter_targets.check_by_config(config(*given, model=tiny_model))
+        adapter_targets.check_by_config(config(*given, model=tiny_model), "transformers")
     assert all(part in str(error.value) for part in expected), error.value
 
 
@@ -225,7 +225,7 @@ SHARED_EXPERT = dict(num_experts=4, moe_intermediate_size=32, shared_expert_inte
     ],
 )
 @pytest.mark.filterwarnings(
-    "ignore:fan_in_fan_out:UserWarning", "ignore:The following rank_pattern keys:RuntimeWarning"
+    "ignore:fan_in_fan_out:UserWarning", "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
 )
 def test_the_line_that_a_warning_names_covers_the_rest(
     kind: str, shape: dict[str, Any], targets: list[str], bare: str
@@ -259,13 +259,15 @@ def test_the_line_that_a_warning_names_covers_the_rest(
 def test_adapter_targets_that_match(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    adapter_targets.check_by_config(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model))
+    adapter_targets.check_by_config(
+        config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), "transformers"
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for targets in ("all-linear", r".*\.q_proj", None, ["q_proj", "fused_qkv"]):  # the last as a default would be
-        adapter_targets.check(model, config(), targets)
+        adapter_targets.check(model, config(), targets, "transformers")
     for broken in ("q_proj", "("):
         with pytest.raises(UserError, match="target_modules"):
-            adapter_targets.check(model, config(), broken)
+            adapter_targets.check(model, config(), broken, "transformers")
 
 
 def test_early_stopping_watches_the_held_out_loss() -> None:
