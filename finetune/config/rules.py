@@ -541,6 +541,26 @@ def optimizer(config: Config, given: frozenset[str]) -> Found:
         yield ("training.optim_args",), f"{arguments!r} must be of the form name=value, name=value."
 
 
+# Fields of SFTConfig with a range that transformers does not check: the lowest value, and one above all.
+RANGES = {
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "neftune_noise_alpha": (0, math.inf),
+    "dataloader_num_workers": (0, math.inf),
+    "torch_empty_cache_steps": (1, math.inf),
+}
+
+
+def ranges(config: Config, given: frozenset[str]) -> Found:
+    """Numbers of SFTConfig that are out of range."""
+    for key, (lowest, above) in RANGES.items():
+        value = config.training.extra.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not lowest <= value < above:
+            most = "" if above == math.inf else f" and below {above}"
+            yield (f"training.{key}",), f"must be at least {lowest}{most}, got {value}."
+
+
 def schedule(config: Config, given: frozenset[str]) -> Found:
     """A schedule that follows evaluations needs them."""
     training = config.training
@@ -649,6 +669,7 @@ RULES: tuple[Rule, ...] = (
     trained_messages,
     packing,
     optimizer,
+    ranges,
     schedule,
     master_weights,
     run_length,

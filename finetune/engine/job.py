@@ -85,7 +85,6 @@ def open_job(
     start_up = startup.of_this_process()
     start_up.ended("libraries")
     model.check(config, stack)
-    trainer.check_arguments(config, stack, batch)
     adapter_targets.check_by_config(config, stack.backend)
     tokenizer = model.load_tokenizer(config)
     with bootstrap.quiet_ranks():
@@ -99,6 +98,7 @@ def open_job(
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     start_up.ended("ranks")
+    trainer.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
     weights = master_weights.choose(config, stack, model.resolve_dtype(config, stack))
     with activity.during("reading the checkpoint"):
         if (kept := before_loading(weights.kind)) != weights.kind:

@@ -184,19 +184,20 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
         return model
     lora = config.lora
     adapter_targets.check(model, config, _targets(config), "unsloth")
-    return loader.get_peft_model(
-        model,
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=_targets(config),
-        modules_to_save=lora.modules_to_save,
-        use_rslora=lora.use_rslora,
-        bias=lora.bias,
-        use_gradient_checkpointing=checkpointing,
-        random_state=_adapter_seed(config),
-        **lora.adapter_kwargs,
-    )
+    with _refused_adapter(config):
+        return loader.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            lora_dropout=lora.lora_dropout,
+            target_modules=_targets(config),
+            modules_to_save=lora.modules_to_save,
+            use_rslora=lora.use_rslora,
+            bias=lora.bias,
+            use_gradient_checkpointing=checkpointing,
+            random_state=_adapter_seed(config),
+            **lora.adapter_kwargs,
+        )
 
 
 def _load_transformers(
@@ -238,20 +239,22 @@ def _load_transformers(
     lora = config.lora
     adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.lora_alpha,
-            lora_dropout=lora.lora_dropout,
-            target_modules=_targets(config),
-            modules_to_save=lora.modules_to_save,
-            use_rslora=lora.use_rslora,
-            bias=lora.bias,
-            task_type="CAUSAL_LM",
-            **({"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}) | lora.adapter_kwargs,
-        ),
-    )
+    transposed: dict[str, Any] = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
+    with _refused_adapter(config):
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=lora.r,
+                lora_alpha=lora.lora_alpha,
+                lora_dropout=lora.lora_dropout,
+                target_modules=_targets(config),
+                modules_to_save=lora.modules_to_save,
+                use_rslora=lora.use_rslora,
+                bias=lora.bias,
+                task_type="CAUSAL_LM",
+                **(transposed | lora.adapter_kwargs),
+            ),
+        )
 
 
 def quantization_config(bits: int | None, dtype: torch.dtype) -> Any:
@@ -569,6 +572,27 @@ def _unknown_argument(config: Config) -> Iterator[None]:
             raise
         raise UserError(
             f"{key} has `{found[1]}`, which no loader of this model accepts ({error}). Check its spelling, or "
+            "remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _refused_adapter(config: Config) -> Iterator[None]:
+    """Name the configuration keys if PEFT cannot make the adapter. An argument that is unknown has an error of its own
+    (`_unknown_argument`)."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError) as error:
+        message = " ".join(str(error).split())
+        if "unexpected keyword argument" in message:
+            raise
+        given = {"target_modules": config.lora.target_modules, "modules_to_save": config.lora.modules_to_save}
+        keys = [f"lora.{key}" for key, value in given.items() if value is not None]
+        keys += [f"lora.adapter_kwargs ({', '.join(config.lora.adapter_kwargs)})"] if config.lora.adapter_kwargs else []
+        if not keys:
+            raise
+        raise UserError(
+            f"PEFT cannot make the adapter of {', '.join(keys)}: {message[:300] or type(error).__name__}. Change or "
             "remove it."
         ) from error
 

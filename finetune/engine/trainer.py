@@ -124,19 +124,23 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
                 raise UserError(
                     f"training.{key} must be a mapping of {', '.join(sorted(known))}; it is {value!r}. Change it."
                 )
+        if args.torch_compile:
+            _check_compiler(args)
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
         if not training.optim.startswith(_NEEDS_MODEL):
             kind, settings = trl.SFTTrainer.get_optimizer_cls_and_kwargs(args)
             kind([parameter], **settings)
         with refused_schedule(training.lr_scheduler_type, training.extra.get("lr_scheduler_kwargs")):
-            transformers.get_scheduler(
+            schedule = transformers.get_scheduler(
                 args.lr_scheduler_type,
                 optimizer=optimizer,
                 num_warmup_steps=args.get_warmup_steps(10),
                 num_training_steps=10,
-                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]  # SFTConfig has parsed it
             )
+            for factor in getattr(schedule, "lr_lambdas", ()):
+                [factor(step) for step in range(10)]
     except UserError:
         raise
     except Exception as error:  # whatever a library raises for a value that it cannot use
@@ -147,6 +151,18 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
         raise UserError(
             f"{', '.join(keys)}: the libraries cannot use the value: {message[:300]}. Change or remove it."
         ) from error
+
+
+def _check_compiler(args: Any) -> None:
+    """Raise a UserError if torch.compile has no such backend or mode."""
+    from accelerate.utils import DynamoBackend
+    from torch._inductor import list_mode_options
+
+    backends, modes = [one.value.lower() for one in DynamoBackend], list(list_mode_options())
+    for key, known in (("torch_compile_backend", backends), ("torch_compile_mode", modes)):
+        value = getattr(args, key)
+        if value is not None and str(value).lower() not in known:
+            raise UserError(f"training.{key} is unknown: {value!r}. Set it to one of {', '.join(known)}.")
 
 
 @contextlib.contextmanager

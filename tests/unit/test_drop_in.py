@@ -239,7 +239,7 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     found = settings.arguments(args, loaded, dict(former))
     assert settings.data(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
-    args.max_seq_length = 4096  # the field of Unsloth's SFTConfig
+    args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
     assert settings.arguments(args, loaded, {}).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
     assert settings.arguments(args, of_another_loader, {}).max_length == 4096
