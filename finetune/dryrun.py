@@ -17,13 +17,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from finetune.config import Batch, Config, resolve_batch
+from finetune.config import Batch, Config, fixing_arguments, resolve_batch
 from finetune.engine import checkpoints, preflight, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, sharding, slices, strategy
@@ -38,7 +38,8 @@ from finetune.runtime.options import without_json
 
 if TYPE_CHECKING:
     from finetune.measure.measurements import Measurement
-    from finetune.measure.trial import Attempt, Trial
+    from finetune.measure.micro_batch import Attempt
+    from finetune.measure.trial import Trial
 
 END_SECONDS = 600.0  # of measuring
 SMOKE_BYTES = 2**20
@@ -141,11 +142,10 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
     rows = trial.job.layout, trial.job.batch.per_device
     kept = saved_bytes(trainer, *rows) if slices.is_slice() else None
     all_kept = saved_bytes_without_checkpointing(trainer, *rows) if slices.is_slice() else None
+    saved = None
     if kept is None:  # slices are of no other run
-        measurements.keep(measured)  # before the search, which may end badly
+        saved = measurements.keep(measured)  # before the search, which may end badly
     sizes = search(trial, world, start=trial.job.batch.per_device)
-    measured = replace(measured, micro_batch_search=sizes)
-    saved = measurements.keep(measured) if kept is None else None
     check_reload(trainer, folder / "saved")
     results |= {
         "longest_row_tokens": int(trial.job.layout.tokens.max()),
@@ -233,7 +233,8 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
             with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
                 report = Path(place) / f"{count}.json"
                 weights = config.training.master_weights
-                reports.append(_dry_run_of(model, batch.per_device, weights, world, report))
+                fixing = fixing_arguments(config.training, world, config.data)
+                reports.append(_dry_run_of(model, batch.per_device, weights, world, report, fixing))
     refused = next((one for one in reports if not one["go"]), None)
     line = launch_line(world)
     if refused is not None:
@@ -253,13 +254,19 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     return DONE if result["go"] else FAILED
 
 
-def _dry_run_of(model: Path, per_device: int, weights: str, world: int, report: Path) -> dict[str, Any]:
+def _dry_run_of(
+    model: Path, per_device: int, weights: str, world: int, report: Path, fixing: list[str]
+) -> dict[str, Any]:
     """The report of a dry run of this command with another model, in micro-batches of `per_device` rows and with
-    `master_weights` as decided for the whole model, as one of `world` ranks would run it."""
+    `master_weights` as decided for the whole model, as one of `world` ranks would run it.
+
+    Args:
+        fixing: arguments that fix the global batch of `world` ranks.
+    """
     target, given = strategy.given_command()
     arguments = [word for word in without_json(given) if word not in ("--dry-run", "--dry_run")]
     changed = ["--model.model_name_or_path", str(model), "--training.per_device_train_batch_size", str(per_device)]
-    changed += ["--training.master_weights", weights]
+    changed += ["--training.master_weights", weights, *fixing]
     command = [sys.executable, *target, *arguments, "--dry-run", *changed]
     env = os.environ | {slices.VARIABLE: "1"}
     if strategy.visible_gpus():
@@ -407,12 +414,13 @@ def projection(measured: Measurement, world: int) -> dict[str, Any]:
 
 def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     """Search for the largest micro-batch that fits; `start` is a size that fits, None if the current one does not."""
-    from finetune.measure import trial as trials
+    from finetune.measure import measurements, micro_batch
+    from finetune.measure.trial import LIMIT_SECONDS
 
     memory, job = trial.memory, trial.job
     if slices.is_slice():
         return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
-    sizes = trials.allowed_sizes(job, world)
+    sizes = micro_batch.allowed_sizes(job, world)
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
     if start is None:
@@ -422,20 +430,14 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
 
     def attempt(size: int) -> Attempt:
         with console().status(f"trying {counted(size, 'row')} per micro-batch"):
-            return trials.try_size(trial.trainer, job.layout, size, memory)
+            return micro_batch.try_size(trial.trainer, job.layout, size, memory)
 
-    attempts = trials.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
+    attempts = micro_batch.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
     if not attempts:
-        return {"attempts": [], "reason": f"not searched, because {trials.LIMIT_SECONDS / 60:.0f} minutes were over"}
-    best = trials.recommended(attempts)
-    fitting = [one.per_device for one in attempts if one.fits]
-    return {
-        "limit_gib": memory.limit_bytes / 2**30,
-        "attempts": [vars(one) for one in attempts],
-        "largest_that_fits": max(fitting) if fitting else None,
-        "recommended": best.per_device if best else None,
-        "flag": f"--training.per_device_train_batch_size {best.per_device}" if best else None,
-    }
+        return {"attempts": [], "reason": f"not searched, because {LIMIT_SECONDS / 60:.0f} minutes were over"}
+    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_share(job, world))
+    measurements.keep_sizes(measurements.facts(job), found)  # a run takes the fastest of them
+    return found
 
 
 def check_collectives(gpus: int) -> dict[str, Any] | None:

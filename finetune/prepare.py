@@ -32,6 +32,7 @@ def run(config: Config) -> int:
     from finetune.data.template import Encoded, preview
     from finetune.engine import model, session
     from finetune.errors import UserError
+    from finetune.measure import strategy
     from finetune.runtime import bootstrap
     from finetune.runtime.files import write_json
 
@@ -53,10 +54,11 @@ def run(config: Config) -> int:
     layouts = {name: lay_out(rows, pack_length, **keyed) for name, rows in splits.items()}
     shapes = {name: layout.to_dict() for name, layout in layouts.items()}
     packed = layouts["train"]
+    world = strategy.largest_world(config, strategy.visible_gpus())
     plan = Plan(
         costs=packed.tokens,
         label_tokens=packed.label_tokens,
-        global_batch_size=resolve_batch(config.training, 1, config.data).global_batch_size,
+        global_batch_size=resolve_batch(config.training, world, config.data).global_batch_size,
         **keyed,
         lengths=packed.padded_lengths,
         group_by_length=config.training.train_sampling_strategy == "group_by_length",

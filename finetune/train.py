@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from finetune.config import Config, resolve_batch
+from finetune.config import Config
 from finetune.engine import checkpoints, invariants, read_ahead, report, restart, resume, session
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError
@@ -18,6 +18,7 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
+    from finetune.measure import micro_batch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,11 +50,13 @@ def run_locked(
     config: Config, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
 ) -> int:
     """`run`, while holding the lock on the output folder."""
-    batch = resolve_batch(config.training, distributed.ranks().world_size, config.data)
+    from finetune.measure.micro_batch import choose, divided  # imports torch
+
     output_dir, resume_from = Path(config.training.output_dir), config.training.resume_from_checkpoint
     overwrite = config.training.overwrite_output_dir
     checkpoints.check_output(output_dir, resuming=bool(resume_from), overwrite=overwrite)
-    checkpoints.find(output_dir, resume_from, verify=False)  # report a wrong path before anything is loaded
+    found = checkpoints.find(output_dir, resume_from, verify=False)  # report a wrong path before anything is loaded
+    batch = resume.batch_of(config, found.manifest, distributed.ranks().world_size)
     if demo is not None:
         print_line(demo.introduction())
     record = RunRecord(output_dir)
@@ -64,10 +67,12 @@ def run_locked(
         process_group.finish()
         return DONE
     session.check_space(config, job.model)
+    size = choose(job, start.per_device)
+    job.batch = divided(job.batch, size.per_device)
     checkpoints.take_over(output_dir, overwrite=overwrite)
     report.print_introduction(job, start)
     with session.recorded(record, job, start):
-        stopped = train(job, record, start, parity_dump)
+        stopped = train(job, record, start, size, parity_dump)
     session.write_result(config, record.content)
     process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
     if hooks.save is not None and distributed.ranks().is_main and not stopped:
@@ -75,11 +80,13 @@ def run_locked(
     return INTERRUPTED if stopped else DONE
 
 
-def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | None = None) -> bool:
+def train(
+    job: Job, record: RunRecord, start: resume.Start, size: micro_batch.Choice, parity_dump: Path | None = None
+) -> bool:
     """Evaluate, train, save and evaluate again. True if a signal ended training early, after a checkpoint."""
     from finetune import review
     from finetune.engine import best, samples, shard
-    from finetune.measure import scoring
+    from finetune.measure import measurements, micro_batch, scoring
     from finetune.review.rules.learning import divergence
 
     output_dir = Path(job.config.training.output_dir)
@@ -96,8 +103,19 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         invariants=invariants.check(trainer),
         sharding=shard.record(trainer.model, job.config.training.optim, trainer.weights) if trainer.sharded else None,
         loss_normalized_by=invariants.divisor(trainer),
+        micro_batch=size.to_dict(),
     )
 
+    def find_size() -> None:
+        found = micro_batch.find(job, trainer)
+        job.batch = micro_batch.divided(job.batch, found.per_device)
+        trainer.set_batch(job.batch)
+        report.print_micro_batch(job, found)
+        record.update(batch=vars(job.batch), micro_batch=found.to_dict())
+        start_up.ended("micro-batch")
+
+    if size.searches:
+        trainer.before_first_step = find_size
     start_up = startup.of_this_process()
     start_up.ended("trainer")
     with logger, session.out_of_memory(job):
@@ -112,7 +130,7 @@ def train(job: Job, record: RunRecord, start: resume.Start, parity_dump: Path | 
         record.try_update(
             steps=trainer.state.global_step,
             prediction=prediction,
-            micro_batch_search=scoring.micro_batch_search(job),
+            micro_batch_search=measurements.find_sizes(measurements.facts(job)),
             attention=session.attention_computed(job, trainer),
             **results,
         )

@@ -138,7 +138,7 @@ def one_run(cell: Cell, seed: int, place: tuple[int, list[str]], given: argparse
         **({} if gpus else {"OMP_NUM_THREADS": "1"}),  # of several, waiting ones would take the CPU from other jobs
     }
     request = settings(cell, seed, folder, given)
-    about = {"micro": request["micro"]} if cell.stack else {}
+    about = {"micro": request["micro"]} if cell.stack and request["micro"] else {}
     log, asked, trained, judged = (folder / name for name in ("log", "request.json", "trained.json", "judged.json"))
 
     def process(words: list[Any]) -> list[str] | None:
@@ -185,7 +185,7 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
     model = MODELS[cell.model]
     packs, count = (1, SMOKE_ROWS) if given.smoke else (cells.PACKS, given.rows_of_step[cell.model])
     batch = packs if cell.packed else count
-    micro = model.packs[cell.mode] if cell.packed else model.micro.get(cell.stack or "trl", 1)
+    micro = model.micro.get(cell.stack or "trl", 1)
     if cell.packed and cell.stack != "ours":
         micro = 1  # attention over the whole micro-batch, masked: a larger one is slower
     return {
@@ -200,12 +200,15 @@ def settings(cell: Cell, seed: int, folder: Path, given: argparse.Namespace) -> 
         "cache": str(given.work / "cache"),
         "seed": seed,
         "epochs": SMOKE_EPOCHS if given.smoke else model.epochs,
-        "learning_rate": model.rates[cell.mode],
+        "learning_rate": model.rates["full" if cell.mode == "full" else "lora"],
         "warmup_steps": 0 if given.smoke else 0.03,
         "max_length": SMOKE_PACK if given.smoke else cells.MAX_LENGTH,
         "pack_length": SMOKE_PACK if given.smoke else cells.PACK_LENGTH,
         "global_batch_size": batch,
-        "micro": cells.divisor(batch // cell.ranks, given.micro or micro),
+        # Of packs this package chooses itself.
+        "micro": None
+        if cell.packed and cell.stack == "ours" and not given.micro and not given.smoke
+        else cells.divisor(batch // cell.ranks, given.micro or micro),
     }
 
 
@@ -247,6 +250,8 @@ def ours(out: Path) -> dict[str, Any]:
         "backend": record["backend"],
         "master_weights": record["master_weights"],
         "batch_mix": record["batch_mix"],
+        "micro": record["batch"]["per_device"],
+        "micro_batch": record["micro_batch"],
         "start_up": record["start_up"],
         "sharding": record.get("sharding"),
         "dtype": record["dtype"],

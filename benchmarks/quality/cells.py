@@ -14,29 +14,25 @@ FULL_PACKS = 0.99  # share of a pack that random best-fit packing fills
 class Model:
     """How a model is trained, by every stack. A text model has no chat template: its rows are raw text."""
 
-    rates: dict[str, float]
+    rates: dict[str, float]  # for adapters and for all weights
     micro: dict[str, int]  # rows of a padded micro-batch of each stack
-    packs: dict[str, int]  # packs of a micro-batch of this package, by mode
     epochs: int = 3
     as_text: bool = False
 
 
 MODELS = {
     "smollm2": Model(
-        rates={"lora": 1e-3, "qlora": 1e-3, "full": 1e-4},
+        rates={"lora": 1e-3, "full": 1e-4},
         micro={"ours": 75, "trl": 50, "unsloth": 75},
-        packs={"lora": 8, "qlora": 8, "full": 8},
     ),
     "qwen": Model(
         rates={"lora": 2e-4, "full": 2e-5},
         micro={"ours": 15, "trl": 15},
-        packs={"lora": 4, "full": 2},
         epochs=1,
     ),
     "gemma": Model(
         rates={"lora": 1e-3, "full": 1e-4},
         micro={"ours": 25, "trl": 25},
-        packs={"lora": 4, "full": 4},
         as_text=True,
     ),
 }
@@ -48,7 +44,7 @@ class Cell:
 
     name: str
     stack: str = "ours"  # ours, trl or unsloth; "" only judges the pretrained model
-    mode: str = "lora"  # lora, qlora or full
+    mode: str = "lora"  # full, or how the frozen model is kept: lora (as it is), fp8, int8 or qlora
     packed: bool = False
     model: str = "smollm2"
     ranks: int = 1  # several are sharded
@@ -57,8 +53,10 @@ class Cell:
 
     @property
     def reference(self) -> str:
-        """The cell that this one is compared with: TRL on padded rows, in the same mode."""
-        return " ".join(filter(None, ["trl", "" if self.model == "smollm2" else self.model, self.mode, "padded"]))
+        """The cell that this one is compared with: TRL on padded rows, in the same mode; without rounding for the modes
+        that TRL lacks."""
+        mode = "lora" if self.mode in ("fp8", "int8") else self.mode
+        return " ".join(filter(None, ["trl", "" if self.model == "smollm2" else self.model, mode, "padded"]))
 
 
 def _cell(name: str) -> Cell:
@@ -71,7 +69,7 @@ def _cell(name: str) -> Cell:
     return Cell(
         name=name,
         stack=words[0] if words[0] in ("trl", "unsloth") else "ours",
-        mode=next(word for word in words if word in ("lora", "qlora", "full")),
+        mode=next(word for word in words if word in ("lora", "fp8", "int8", "qlora", "full")),
         packed="padded" not in words,
         model=model,
         ranks=2 if "sharded" in words else 1,
@@ -85,6 +83,7 @@ CELLS = {
         *("base", "lora packed", "lora padded", "trl lora padded", "trl lora packed"),
         *("full packed", "full padded", "trl full padded", "trl full packed"),
         *("order grouped", "order sorted", "full sharded", "lora sharded", "full packed stochastic"),
+        *("fp8 packed", "int8 packed", "qwen fp8 packed", "qwen int8 packed", "qwen qlora packed"),
         *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
@@ -116,6 +115,8 @@ def configuration(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
             "model_name_or_path": request["model"],
             "full_finetuning": cell.mode == "full",
             "load_in_4bit": cell.mode == "qlora",
+            "load_in_8bit": cell.mode == "int8",
+            "load_in_fp8": cell.mode == "fp8",
             "backend": request["backend"],
         },
         **({} if cell.mode == "full" else {"lora": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0}}),

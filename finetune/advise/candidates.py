@@ -276,11 +276,9 @@ def per_device_of(config: Config, world: int, most: int | None) -> int:
     """The micro-batch size at a world size: the configured one, or the largest divisor of a rank's share up to `most`.
 
     Raises:
-        UserError: the global batch does not divide exactly, or it would change.
+        UserError: the global batch does not divide exactly.
     """
     batch = resolve_batch(config.training, world, config.data)
-    if resolve_batch(config.training, 1, config.data).global_batch_size != batch.global_batch_size:
-        raise UserError("it would change with the number of GPUs; set training.global_batch_size to keep it")
     if most is None or config.training.gradient_accumulation_steps is not None:
         return batch.per_device
     share = batch.global_batch_size // world

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, load, resolve_batch
+from finetune.config import Config, fixed, fixing_arguments, load, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
 from finetune.runtime.command import DONE, FAILED, print_line, run_with_options
@@ -82,15 +83,19 @@ def run(argv: list[str]) -> int:
     if options.rules:
         return by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import Bench
+    from finetune.advise.machine import devices_here
 
     machine, given = inspect_machine(options)
     cores = machine.cpu_cores if machine.device == "cpu" else None
-    bench = Bench(arguments=rest, cpu_cores=cores)
+    # All numbers of GPUs are compared at the global batch of a launch on all that are here.
+    launched = strategy.largest_world(config, devices_here(machine))
+    bench = Bench(arguments=[*rest, *fixing_arguments(config.training, launched, config.data)], cpu_cores=cores)
+    given_config, config = config, replace(config, training=fixed(config.training, launched, config.data))
     base = bench.try_out(())
     if base.measured is None:
         return does_not_fit(config, options, bench, base, machine)
     advice, plan = on_configuration(config, options, machine, bench, base, given)
-    write(config, options, machine, advice, plan)
+    write(given_config, options, machine, advice, plan)
     return DONE
 
 
@@ -387,7 +392,8 @@ def by_rules(config: Config, options: argparse.Namespace, gpus: int) -> int:
     count = None
     if not config.demo:
         count = strategy.parameter_count(str(config.model.model_name_or_path), config.model.revision)
-    batch = resolve_batch(config.training, 1, config.data).global_batch_size
+    launched = strategy.largest_world(config, gpus)
+    batch = resolve_batch(config.training, launched, config.data).global_batch_size
     ruling = rules.study2025(count, batch, gpus=gpus)
     text = f"Rule set study2025, nothing measured: {ruling.verdict}. {ruling.reason}."
     print_line(text)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.config.schema import DataConfig, TrainingConfig
 from finetune.errors import UserError
@@ -25,9 +25,9 @@ LARGEST_DEFAULT_TOKENS = 16_384  # of packs: 8 rows of the default max_length
 def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> Batch:
     """Divide the global batch exactly over `world_size` ranks.
 
-    The user sets `global_batch_size`. If only `gradient_accumulation_steps` is given, it is per device x accumulation x
-    world size; if neither is given, it is 16. Whatever is left open follows: the per-device size is the largest divisor
-    of a rank's rows that is at most 8, or with `data.packing` at most as many packs as hold 16,384 tokens.
+    The user sets `global_batch_size`. Without it, it is per device x accumulation x world size, as in TRL, if one of
+    the two factors is given, and 16 if none is. Whatever is left open follows: the per-device size is the largest
+    divisor of a rank's rows that is at most 8, or with `data.packing` at most as many packs as hold 16,384 tokens.
 
     Raises:
         UserError: the settings do not multiply to the global batch on this world size. Lists the world sizes up to 64
@@ -38,9 +38,9 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
     most = LARGEST_DEFAULT_PER_DEVICE
     if data is not None and data.packing and data.row_length is not None:
         most = min(most, max(LARGEST_DEFAULT_TOKENS // data.row_length, 1))
-    if global_batch_size is None and accumulation is not None:
+    if grows_with_world_size(training):
         per_device = per_device or most
-        global_batch_size = per_device * accumulation * world_size
+        global_batch_size = per_device * (accumulation or 1) * world_size
     global_batch_size = global_batch_size or DEFAULT_GLOBAL_BATCH
 
     fixed = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
@@ -55,6 +55,28 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
     if per_device is None:
         per_device = per_rank // accumulation if accumulation else _largest_divisor(per_rank, most)
     return Batch(per_device=per_device, accumulation=per_rank // per_device, global_batch_size=global_batch_size)
+
+
+def grows_with_world_size(training: TrainingConfig) -> bool:
+    """Whether the global batch is a product of the number of ranks: one of its factors is given, and it is not."""
+    given = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    return training.global_batch_size is None and given != (None, None)
+
+
+def fixed(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> TrainingConfig:
+    """The settings with the global batch that a launch of `world_size` ranks has, so that it is the same on others."""
+    if not grows_with_world_size(training):
+        return training
+    size = resolve_batch(training, world_size, data).global_batch_size
+    return replace(training, global_batch_size=size, gradient_accumulation_steps=None)
+
+
+def fixing_arguments(training: TrainingConfig, world_size: int, data: DataConfig | None = None) -> list[str]:
+    """What `fixed` changes, as arguments of a command."""
+    if not grows_with_world_size(training):
+        return []
+    size = fixed(training, world_size, data).global_batch_size
+    return ["--training.global_batch_size", str(size), "--training.gradient_accumulation_steps", "null"]
 
 
 def scaled_learning_rate(training: TrainingConfig, global_batch_size: int) -> float:

@@ -192,12 +192,12 @@ class TrainingConfig:
     output_dir: str = _setting("outputs", "Folder for checkpoints, model, run.json, TensorBoard's runs/.", NOT_EMPTY)
     global_batch_size: int | None = _setting(
         None,
-        "Rows (or packs) per optimizer step over all GPUs. null is 16, or follows gradient_accumulation_steps.",
+        "Rows (or packs) per optimizer step over all GPUs. null is 16, or the product if a factor below is given.",
         AT_LEAST_1,
     )
     per_device_train_batch_size: int | None = _setting(
         None,
-        "Rows (or packs) per GPU and forward pass. null is the largest divisor up to 8 rows or 16,384 tokens of packs.",
+        "Rows (or packs) per GPU and forward pass. null: on a GPU the fastest that fits, found by a search.",
         AT_LEAST_1,
     )
     gradient_accumulation_steps: int | None = _setting(

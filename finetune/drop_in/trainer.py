@@ -42,7 +42,7 @@ from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.record import RunRecord
 from finetune.engine.run_logger import RunLogger
 from finetune.errors import UserError
-from finetune.measure import scoring
+from finetune.measure import measurements, scoring
 from finetune.review.rules.learning import divergence
 from finetune.runtime import distributed, hardware, interrupt, process_group, runlock, startup
 from finetune.runtime.command import INTERRUPTED, print_line
@@ -377,7 +377,7 @@ class SFTTrainer(engine.SFTTrainer):
         record.try_update(
             steps=self.state.global_step,
             prediction=prediction,
-            micro_batch_search=scoring.micro_batch_search(self.job),
+            micro_batch_search=measurements.find_sizes(measurements.facts(self.job)),
             attention=session.attention_computed(self.job, self),
             **results,
         )

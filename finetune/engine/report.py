@@ -79,6 +79,15 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line(note)
 
 
+def print_micro_batch(job: Job, size: Any) -> None:
+    """Print what the search before the first step has found (`micro_batch.Choice`)."""
+    row = "row" if job.unpacked_because else "pack"
+    print_line(
+        f"Micro-batch: {counted(job.batch.per_device, row)} x {job.batch.accumulation} accumulated, {size.reason} "
+        f"({size.seconds:.1f} s)"
+    )
+
+
 def _threads(job: Job) -> str:
     """The threads of each rank of a CPU run."""
     import torch

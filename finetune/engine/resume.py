@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config import Batch, Config, resolve_batch, scaled_learning_rate
+from finetune.config.batch import grows_with_world_size
 from finetune.data import ORDER
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
@@ -72,6 +73,12 @@ class Start:
     history: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     rebuild: bool = False
+
+    @property
+    def per_device(self) -> int | None:
+        """The micro-batch size that the checkpoint was trained with; None without one."""
+        batch = self.found.manifest.get("batch")
+        return batch.get("per_device") if isinstance(batch, dict) else None
 
     def manifest(self, *, steps_per_epoch: int, total_steps: int) -> dict[str, Any]:
         """The manifest fields of this run's checkpoints beside step, plan and files."""
@@ -234,6 +241,27 @@ def prepare(config: Config, batch: Batch, dtype: str, weights: str) -> Start:
     now = settings(config, batch, dtype) | {"training.master_weights": weights} | base
     start = Start(found=found, settings=now)
     return compared(config, start) if found.path is not None else start
+
+
+def batch_of(config: Config, manifest: Mapping[str, Any], world_size: int) -> Batch:
+    """How a resumed run divides its steps: what the configuration leaves open is as in the checkpoint, as far as that
+    divides over this number of ranks.
+
+    Raises:
+        UserError: the settings do not multiply to the global batch on this world size.
+    """
+    training, had = config.training, manifest.get("batch")
+    if not (isinstance(had, dict) and all(isinstance(value, int) and value > 0 for value in had.values())):
+        return resolve_batch(training, world_size, config.data)
+    if grows_with_world_size(training) and "global_batch_size" in had:
+        size = had["global_batch_size"]
+        training = dataclasses.replace(training, global_batch_size=size, gradient_accumulation_steps=None)
+    found = resolve_batch(training, world_size, config.data)
+    kept = had.get("per_device", 0)
+    is_open = (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (None, None)
+    if is_open and kept and found.global_batch_size % (world_size * kept) == 0:
+        training = dataclasses.replace(training, per_device_train_batch_size=kept)
+    return resolve_batch(training, world_size, config.data)
 
 
 def _check_order(found: Found) -> None:

@@ -12,7 +12,7 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.retention = checkpoints.Retention()
         self.manifest: dict[str, Any] = {}  # fields of each checkpoint's manifest beside step, plan and files
         self._rebuilds = False
+        self.before_first_step: Callable[[], None] | None = None  # called once, before the model is wrapped
         self.sharded = shard.is_sharded(model)
         if stack.device == "cpu":
             keep_4bit_layout(model)
@@ -349,6 +350,9 @@ class SFTTrainer(trl.SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Loader of this rank's rows. Bypasses accelerate's `prepare`, which would shard them again."""
+        if (prepare := self.before_first_step) is not None:
+            self.before_first_step = None
+            prepare()
         epoch, step = divmod(self.resumed_step, self.plan.steps_per_epoch)
         view = RankView(
             plan=self.plan,
@@ -427,6 +431,11 @@ class SFTTrainer(trl.SFTTrainer):
                 f"tokens, the plan expects {planned}. Delete the data cache and prepare the data again."
             )
         self._counts_checked = True
+
+    def set_batch(self, batch: Batch) -> None:
+        """Divide each step in another way, before the first."""
+        self.args.per_device_train_batch_size = self._train_batch_size = batch.per_device
+        self.args.gradient_accumulation_steps = batch.accumulation
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -704,6 +713,10 @@ class SFTTrainer(trl.SFTTrainer):
                     "step": self.state.global_step,
                     "plan": self.plan.digest(),
                     "order": ORDER,
+                    "batch": {
+                        "per_device": self.args.per_device_train_batch_size,
+                        "global_batch_size": self.plan.global_batch_size,
+                    },
                     "launch": launcher.launch_id(),
                 }
                 checkpoints.seal(staging, fields | self.manifest)

@@ -72,7 +72,6 @@ class Measurement:
     gradients_in_peak: bool
     bucket_cap_bytes: int
     first_bucket_bytes: int
-    micro_batch_search: dict[str, Any] | None = None  # what the dry run found when it tried other micro-batch sizes
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement as JSON."""
@@ -87,7 +86,6 @@ class Measurement:
         """
         if "global_size" in content:
             content = content | {"global_batch_size": content["global_size"]}
-        content = {"micro_batch_search": None, **content}  # which older files lack
         return cls(**{item.name: content[item.name] for item in fields(cls)})
 
     @property
@@ -233,6 +231,29 @@ def keep(measurement: Measurement) -> Path:
     path = folder() / f"job-{digest(measurement.facts)}.json"
     write_json(path, measurement.to_dict())
     return path
+
+
+_OF_A_SIZE = ("training.per_device_train_batch_size", "training.global_batch_size")
+
+
+def _sizes_file(found: dict[str, Any]) -> Path:
+    shared = {name: value for name, value in found.items() if name not in _OF_A_SIZE}
+    return folder() / f"sizes-{digest(shared)}.json"
+
+
+def keep_sizes(found: dict[str, Any], search: dict[str, Any]) -> None:
+    """Write a search for a job's micro-batch size (`micro_batch.summary`) to the cache."""
+    write_json(_sizes_file(found), {"kind": "micro-batch sizes", **search})
+
+
+def find_sizes(wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The last search for the micro-batch size of this job, at any global batch; None without one."""
+    try:
+        content = json.loads(_sizes_file(wanted).read_text(encoding="utf-8"))
+        known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
+        return content if all(one.keys() == known for one in content["attempts"]) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def find(wanted: dict[str, Any]) -> tuple[Measurement | None, str]:

@@ -51,12 +51,6 @@ def score(job: Job, results: dict[str, Any]) -> dict[str, Any]:
     return {"source": source, "reason": None, **compare(*expected(job, measured, world, curve, sharded), results)}
 
 
-def micro_batch_search(job: Job) -> dict[str, Any] | None:
-    """What the dry run of this exact job found about other micro-batch sizes, for run.json; None without one."""
-    measured, _ = measurements.find(measurements.facts(job))
-    return None if measured is None else measured.micro_batch_search
-
-
 def expected(
     job: Job, measured: Measurement, world: int, curve: Curve | None, sharded: Sharded | None = None
 ) -> tuple[Prediction, Prediction]:

@@ -171,7 +171,6 @@ def extrapolate(few: Measurement, more: Measurement, slices: tuple[int, int], la
             for world, seconds in more.compute_seconds.items()
         },
         gradient_bytes=gradients,
-        micro_batch_search=None,
     )
 
 

@@ -94,7 +94,8 @@ def decide(config: Config, gpus: int) -> Decision:
     measure = "`finetune advise` can measure it"
     if gpus < 2:
         return Decision(world_size=1, reason=f"{_too_few(gpus)}; {measure}", environment={})
-    batch = resolve_batch(config.training, 1, config.data).global_batch_size
+    world = largest_world(config, gpus)
+    batch = resolve_batch(config.training, world, config.data).global_batch_size
     count = parameter_count(str(config.model.model_name_or_path), config.model.revision) if not config.demo else None
     ruling = rules.study2025(count, batch, gpus=gpus)
     if not ruling.several:
@@ -102,7 +103,6 @@ def decide(config: Config, gpus: int) -> Decision:
         return Decision(
             world_size=1, reason=f"rule set study2025: {verdict}: {ruling.reason}; {measure}", environment={}
         )
-    world = largest_world(config, gpus)
     reason = f"rule set study2025: {ruling.reason}; {measure}"
     if world == 1:
         reason = f"the global batch of {batch} does not divide exactly over any number of GPUs from 2 to {gpus}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +19,14 @@ from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine import eight_bit
-from finetune.engine import memory as process_memory
 from finetune.engine.job import Job
 from finetune.engine.session import build_trainer
 from finetune.engine.trainer import set_learning_rate
-from finetune.measure import measurements
+from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
+from finetune.measure.micro_batch import Memory, longest_rows, memory_of
 from finetune.measure.predict import line_through
 from finetune.measure.protocol import WARM_UP, without_outliers
-from finetune.measure.rules import MEMORY_MARGIN
-from finetune.runtime.hardware import memory_outside_torch
 
 WORST_STEPS = 3  # steps on the longest rows; the first compiles
 TYPICAL_STEPS = 40  # steps on rows of typical lengths
@@ -62,11 +59,6 @@ class TrialJob(Job):
             fingerprint=plan.fingerprint,
             lengths=plan.lengths,
         )
-
-
-def longest_rows(layout: Layout, count: int) -> np.ndarray:
-    """Indices of the `count` longest rows, int64 [count]; repeated if there are fewer rows."""
-    return np.resize(layout.largest_first(), count)
 
 
 def typical_micro_batches(job: Job, count: int) -> np.ndarray:
@@ -108,156 +100,7 @@ class TimeBudget(TrainerCallback):
             control.should_training_stop = control.should_log = True
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-class Memory(Protocol):
-    """Memory of the device."""
-
-    limit_bytes: float | None  # available to a job; None if unknown
-
-    def reset(self) -> None:
-        """Forget the peak."""
-        ...
-
-    def peak_bytes(self) -> float:
-        """Peak memory of this process since the last `reset`."""
-        ...
-
-
-class CudaMemory:
-    """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
-
-    def __init__(self) -> None:
-        self.outside_bytes, self.total_bytes = memory_outside_torch()
-        self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
-
-    def reset(self) -> None:
-        process_memory.reset()
-
-    def peak_bytes(self) -> float:
-        return process_memory.peak_gib() * 2**30
-
-
-class HostMemory:
-    """Resident memory of a CPU run, which has no limit, and whose peak cannot be reset."""
-
-    limit_bytes: float | None = None
-
-    def reset(self) -> None: ...
-
-    def peak_bytes(self) -> float:
-        return process_memory.peak_gib() * 2**30
-
-
-def memory_of(device: str) -> Memory:
-    """The memory of this rank's device."""
-    return CudaMemory() if device == "cuda" else HostMemory()
-
-
-# --- the largest micro-batch ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One micro-batch size, tried on the longest rows. The figures are None if the device ran out of memory."""
-
-    per_device: int
-    fits: bool
-    peak_bytes: float | None
-    tokens_per_second: float | None
-
-
-def search(
-    sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt], over: Callable[[], bool] = lambda: False
-) -> list[Attempt]:
-    """Find the largest of `sizes` that fits: double from `start` until one does not fit (or halve until one does), then
-    bisect between the last two. Every size is tried at most once.
-
-    Args:
-        sizes: allowed sizes, including `start`.
-        over: whether the time is up; asked before each attempt.
-
-    Returns:
-        All attempts, by size.
-    """
-    ordered = sorted(set(sizes))
-    tried: dict[int, Attempt] = {}
-
-    def fits(place: int) -> bool:
-        size = ordered[place]
-        if size not in tried:
-            tried[size] = attempt(size)
-        return tried[size].fits
-
-    good, bad = -1, len(ordered)
-    place = ordered.index(start)
-    while good < place < bad and not over():
-        if fits(place):
-            good = place
-            doubled = [i for i in range(good + 1, bad) if ordered[i] <= 2 * ordered[good]]
-            place = doubled[-1] if doubled else good + 1
-            if bad < len(ordered):
-                break
-        else:
-            bad = place
-            halved = [i for i in range(good + 1, bad) if 2 * ordered[i] <= ordered[bad]]
-            place = halved[-1] if halved else bad - 1
-            if good >= 0:
-                break
-    while bad - good > 1 and good >= 0 and not over():
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return [tried[size] for size in ordered if size in tried]
-
-
-def recommended(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The largest size that fits, unless a smaller one is more than 3 % faster; None if none fits."""
-    fitting = [one for one in attempts if one.fits]
-    if not fitting:
-        return None
-    largest = max(fitting, key=lambda one: one.per_device)
-    fastest = max(fitting, key=lambda one: one.tokens_per_second or 0.0)
-    faster = (fastest.tokens_per_second or 0.0) > 1.03 * (largest.tokens_per_second or 0.0)
-    return fastest if faster else largest
-
-
-def allowed_sizes(job: Job, world_size: int) -> list[int]:
-    """Micro-batch sizes that divide a rank's share of the global batch and do not exceed the number of rows. If the
-    accumulation is configured, only the current size."""
-    training = job.config.training
-    if training.gradient_accumulation_steps is not None:
-        return [job.batch.per_device]
-    share = job.batch.global_batch_size // world_size
-    return [size for size in range(1, share + 1) if share % size == 0 and size <= max(len(job.layout), 1)]
-
-
-def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
-    """Run forward and backward on the longest rows three times: the second while the gradients of the first are
-    held, as under accumulation, the third for its speed. Gradients are freed afterwards, even if memory ran out."""
-    rows = longest_rows(layout, per_device)
-    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
-    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
-    _empty(trainer)
-    memory.reset()
-    seconds: list[float] = []
-    full = False
-    try:
-        for _ in range(3):
-            _synchronize(trainer)
-            began = time.perf_counter()
-            trainer.training_step(trainer.model_wrapped, dict(batch), count)
-            _synchronize(trainer)
-            seconds.append(time.perf_counter() - began)
-    except torch.OutOfMemoryError:
-        full = True
-    peak = memory.peak_bytes()
-    _empty(trainer)
-    if full:
-        return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
-    fits = memory.limit_bytes is None or peak <= memory.limit_bytes
-    speed = int(layout.tokens[rows].sum()) / seconds[-1]
-    return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
+# --- what a forward pass keeps, and what always stays --------------------------------------------------------------
 
 
 def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
@@ -280,7 +123,7 @@ def saved_bytes(trainer: Any, layout: Layout, per_device: int) -> int:
     found = sum(storage.nbytes() for storage in kept.values())
     del loss
     kept.clear()
-    _empty(trainer)
+    micro_batch.empty(trainer)
     return found
 
 
@@ -292,7 +135,7 @@ def saved_bytes_without_checkpointing(trainer: Any, layout: Layout, per_device: 
             module.gradient_checkpointing = False
         return saved_bytes(trainer, layout, per_device)
     except torch.OutOfMemoryError:
-        _empty(trainer)
+        micro_batch.empty(trainer)
         return None
     finally:
         for module in on:
@@ -316,21 +159,7 @@ def holds_its_state(trainer: Any) -> bool:
     except torch.OutOfMemoryError:
         return False
     finally:
-        _empty(trainer)
-
-
-def _empty(trainer: Any) -> None:
-    trainer.model.zero_grad(set_to_none=True)
-    trainer.step_losses.clear()
-    trainer._step_loss = None
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _synchronize(trainer: Any) -> None:
-    if trainer.args.device.type == "cuda":
-        torch.cuda.synchronize()
+        micro_batch.empty(trainer)
 
 
 # --- the whole trial ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from finetune.config import Config, ConfigError, load, resolve_batch
+from finetune.config import Config, ConfigError, fixed, fixing_arguments, load, resolve_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
 from finetune.plural import counted
@@ -99,6 +99,9 @@ def run(argv: list[str]) -> int:
     """
     options, rest = own_options().split(argv)
     config = load(rest, command="parity")
+    most = max(options.world_sizes)  # whose global batch the others have too
+    rest = [*rest, *fixing_arguments(config.training, most, config.data)]
+    config = replace(config, training=fixed(config.training, most, config.data))
     cases = cases_of(config, options.world_sizes, options.strategies)
     first = cases[0]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:

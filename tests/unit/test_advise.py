@@ -328,10 +328,6 @@ def test_each_world_size_is_measured_with_its_own_micro_batch(tmp_path: Path) ->
     assert "the global batch does not fit 3 devices" in str(found[3])
     assert isinstance(found[4], Measurement) and found[4].per_device == 4
     assert isinstance(found[16], Measurement) and found[16].per_device == 1
-    grown = config(tmp_path, "--training.gradient_accumulation_steps", "2")
-    assert "it would change with the number of GPUs" in str(
-        candidates.measured_for(grown, bench, measurement(), (), [2])[2]
-    )
 
 
 def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from finetune.config import (
     ModelConfig,
     TrainingConfig,
     dump_yaml,
+    fixed,
+    fixing_arguments,
     help_text,
     load,
     names,
@@ -626,7 +628,17 @@ def test_batch():
     assert batch(2, global_batch_size=32, gradient_accumulation_steps=1) == (16, 1, 32)
     assert batch(2, gradient_accumulation_steps=3) == (8, 3, 48)
     assert batch(2, gradient_accumulation_steps=3, per_device_train_batch_size=2) == (2, 3, 12)
-    assert batch(2, per_device_train_batch_size=4) == (4, 2, 16)
+    assert batch(2, per_device_train_batch_size=4) == (4, 1, 8)  # as in TRL: it grows with the number of ranks
+    assert batch(3, per_device_train_batch_size=5) == (5, 1, 15)
+
+
+def test_a_batch_that_grows_is_the_same_on_every_world_size_once_it_is_fixed():
+    training = TrainingConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    assert fixed(training, 4).global_batch_size == 24
+    assert {resolve_batch(fixed(training, 4), world).global_batch_size for world in (1, 2, 4)} == {24}
+    given = load([*MODEL, "--training.per_device_train_batch_size", "2", *fixing_arguments(training, 4)]).training
+    assert resolve_batch(given, 1) == resolve_batch(fixed(training, 4), 1)
+    assert fixing_arguments(TrainingConfig(global_batch_size=8), 2) == []
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20))
@@ -660,8 +672,10 @@ def test_batch_that_does_not_fit():
 
     with pytest.raises(UserError, match=r"exactly: 1, 2, 4\. .*size to 8\."):
         batch(8, global_batch_size=4)
-    with pytest.raises(UserError, match=r"16 \(the default\) is not .* No world size .*to 15 or 20, or remove"):
-        batch(1, per_device_train_batch_size=5)
+    with pytest.raises(UserError, match=r"16 \(the default\) is not .* exactly: 1, 2, 4, 8, 16\. .*to 15 or 18"):
+        batch(3)
+    with pytest.raises(UserError, match=r"16 is not .* No world size .*to 15 or 20, or remove"):
+        batch(1, global_batch_size=16, per_device_train_batch_size=5)
     with pytest.raises(UserError, match=r"32 is not 2 .* x 4 .* x 2 .* = 16\. .*exactly: 4\. .*to 16"):
         batch(2, global_batch_size=32, per_device_train_batch_size=4, gradient_accumulation_steps=2)
 

@@ -1,4 +1,4 @@
-"""The search for the largest micro-batch, the parts of a step, and what a measurement is kept as."""
+"""The parts of a step, and what a measurement is kept as."""
 
 from __future__ import annotations
 
@@ -15,126 +15,17 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine.session import out_of_memory
 from finetune.errors import RunError
-from finetune.measure import measurements, scoring, trial
+from finetune.measure import measurements, micro_batch, scoring, trial
 from finetune.measure.measurements import Measurement, slowest_rank_seconds
 from finetune.measure.predict import MIB
-from finetune.measure.trial import Attempt, recommended, search, try_size
 from tests.unit.test_advise import configuration, measurement
-
-SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]  # the divisors of a global batch of 48
-
-
-def attempts(limit: int, start: int) -> tuple[list[Attempt], list[int]]:
-    asked: list[int] = []
-
-    def attempt(size: int) -> Attempt:
-        asked.append(size)
-        return Attempt(per_device=size, fits=size <= limit, peak_bytes=size * 1e9, tokens_per_second=1000.0)
-
-    return search(SIZES, start, attempt), asked
-
-
-@pytest.mark.parametrize("start", SIZES)
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 7, 8, 11, 12, 20, 47, 48])
-def test_it_finds_the_largest_that_fits(limit: int, start: int) -> None:
-    found, asked = attempts(limit, start)
-    best = max((size for size in SIZES if size <= limit), default=None)
-    chosen = recommended(found)
-    assert (chosen.per_device if chosen else None) == best
-    assert len(asked) == len(set(asked)) <= 8  # each once
-    if best is not None and best != 48:  # the next larger one is known not to fit
-        assert any(not one.fits and one.per_device == SIZES[SIZES.index(best) + 1] for one in found)
-
-
-def test_it_doubles_and_then_bisects() -> None:
-    assert attempts(12, 2)[1] == [2, 4, 8, 16, 12]
-    assert attempts(3, 16)[1] == [16, 8, 4, 2, 3]
-    assert attempts(48, 48)[1] == [48]
-
-
-def test_a_smaller_size_is_recommended_only_where_it_is_faster() -> None:
-    def one(size: int, speed: float, fits: bool = True) -> Attempt:
-        return Attempt(per_device=size, fits=fits, peak_bytes=1.0, tokens_per_second=speed)
-
-    assert recommended([one(2, 100), one(4, 99), one(8, 500, fits=False)]).per_device == 4  # 1 % is noise
-    assert recommended([one(2, 120), one(4, 99)]).per_device == 2
-    assert recommended([one(2, 1, fits=False)]) is None
-
-
-class FakeMemory:
-    """A device on which each row of a micro-batch takes 1 GB."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit_bytes: float | None = limit
-        self.rows, self.resets = 0, 0
-
-    def reset(self) -> None:
-        self.resets += 1
-
-    def peak_bytes(self) -> float:
-        return self.rows * 1e9
-
-
-class FakeTrainer:
-    """As much of a trainer as `try_size` uses; the device is full above `most` rows."""
-
-    def __init__(self, memory: FakeMemory, most: int) -> None:
-        self.memory, self.most = memory, most
-        self.model = self.model_wrapped = torch.nn.Linear(2, 1)
-        self.args = types.SimpleNamespace(device=torch.device("cpu"))
-        self.step_losses, self._step_loss, self.steps = [torch.zeros(())], torch.zeros(()), []
-
-    def _collate(self, rows: list, pack_length: int | None = None) -> dict[str, Any]:
-        self.memory.rows, self.pack_length = len(rows), pack_length
-        return {"input_ids": torch.ones(len(rows), 2)}
-
-    def training_step(self, model: Any, inputs: dict[str, Any], count: Any) -> None:
-        inputs.pop("input_ids")  # as a trainer may do: the next step needs it again
-        if self.memory.rows > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.steps.append(int(count))
-        model(torch.ones(1, 2)).sum().backward()
-
-
-class FakeLayout:
-    tokens = np.array([5, 50, 20, 7])
-    label_tokens = np.array([1, 9, 4, 2])
-    padded_lengths = None
-    packs = types.SimpleNamespace(pack_length=64)
-
-    def __len__(self) -> int:
-        return 4
-
-    def largest_first(self) -> np.ndarray:
-        return np.argsort(-self.tokens)
-
-    def __getitems__(self, rows: list[int]) -> list[int]:
-        return rows
-
-
-def test_a_size_is_tried_on_the_longest_rows_and_leaves_nothing() -> None:
-    memory = FakeMemory(limit=3e9)
-    trainer = FakeTrainer(memory, most=6)
-    layout: Any = FakeLayout()
-    found = try_size(trainer, layout, 2, memory)
-    assert found.fits and found.peak_bytes == 2e9 and (found.tokens_per_second or 0) > 0
-    assert trainer.pack_length == 64  # without it each pack would be as long as its first document
-    assert trainer.steps == [13, 13, 13]  # the labels of the two longest rows, three times
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert trainer.step_losses == [] and trainer._step_loss is None and memory.resets == 1
-    assert not try_size(trainer, layout, 4, memory).fits  # it runs, above the limit
-    full = try_size(trainer, layout, 8, memory)  # and here the device is full: caught
-    assert not full.fits and full.peak_bytes is None and full.tokens_per_second is None
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    sizes = search([1, 2, 4, 8], 1, lambda size: try_size(trainer, layout, size, memory))
-    assert [one.per_device for one in sizes if one.fits] == [1, 2]
 
 
 def trainer_with(optimizer: Any) -> Any:
     """As much of a trainer as `holds_its_state` uses."""
     model = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
     model.weight.grad = torch.ones_like(model.weight)
-    return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), step_losses=[], _step_loss=None)
+    return types.SimpleNamespace(model=model, optimizer=optimizer(model.parameters()), step_losses=[])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
@@ -204,7 +95,7 @@ def test_what_needs_less_memory_is_said(tmp_path: Path, given: list[str], rows: 
 
 
 def test_a_cpu_run_has_no_limit_to_search_below() -> None:
-    assert trial.HostMemory().limit_bytes is None and trial.HostMemory().peak_bytes() > 0
+    assert micro_batch.HostMemory().limit_bytes is None and micro_batch.HostMemory().peak_bytes() > 0
 
 
 def test_the_training_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +123,6 @@ def test_the_training_ends_after_any_step_once_the_limit_is_reached(monkeypatch:
     now = 401.0
     budget.on_step_end(None, types.SimpleNamespace(global_step=2), control)  # type: ignore[arg-type]
     assert budget.over and control.should_training_stop
-
-
-def test_the_search_stops_when_the_time_is_up() -> None:
-    tried: list[int] = []
-
-    def attempt(size: int) -> trial.Attempt:
-        tried.append(size)
-        return trial.Attempt(per_device=size, fits=True, peak_bytes=1.0, tokens_per_second=1.0)
-
-    found = trial.search([1, 2, 4, 8, 16], 2, attempt, lambda: len(tried) == 2)
-    assert tried == [2, 4] and [one.per_device for one in found] == [2, 4]
-    assert trial.search([1, 2], 1, attempt, lambda: True) == []
 
 
 # --- shares of ranks, the cache, the score --------------------------------------------------------------------------

@@ -1,0 +1,350 @@
+"""The micro-batch size: the fastest that fits this job on this kind of GPU, found by running it.
+
+The dry run searches as long as its time lasts. A run whose configuration leaves the size open takes the result of an
+earlier search of the same job, or searches itself before its first step, as long as that is won back. The result of a
+run does not depend on the size beyond rounding.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from finetune.config import Batch
+from finetune.data.layout import Layout
+from finetune.engine import memory as process_memory
+from finetune.engine import optimizer_bytes
+from finetune.engine.job import Job
+from finetune.engine.session import total_steps
+from finetune.measure import measurements
+from finetune.measure.measurements import micro_batch_tokens
+from finetune.measure.rules import MEMORY_MARGIN
+from finetune.plural import counted
+from finetune.runtime import activity, distributed
+from finetune.runtime.hardware import memory_outside_torch
+
+NOISE = 0.01  # two sizes whose speed differs by less are equally fast
+PASSES = 3  # of each size: the first compiles, the second runs while gradients are held, the third is timed
+WON_BACK_STEPS = 50  # in which a search during a run has to be won back
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Memory(Protocol):
+    """Memory of the device."""
+
+    limit_bytes: float | None  # available to a job; None if unknown
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        ...
+
+    def peak_bytes(self) -> float:
+        """Peak memory of this process since the last `reset`."""
+        ...
+
+
+class CudaMemory:
+    """Memory of torch's allocator; the limit excludes the CUDA context and other processes on the same GPU."""
+
+    def __init__(self) -> None:
+        self.outside_bytes, self.total_bytes = memory_outside_torch()
+        self.limit_bytes: float | None = MEMORY_MARGIN * self.total_bytes - self.outside_bytes
+
+    def reset(self) -> None:
+        process_memory.reset()
+
+    def peak_bytes(self) -> float:
+        return process_memory.peak_gib() * 2**30
+
+
+class HostMemory:
+    """Resident memory of a CPU run, which has no limit, and whose peak cannot be reset."""
+
+    limit_bytes: float | None = None
+
+    def reset(self) -> None: ...
+
+    def peak_bytes(self) -> float:
+        return process_memory.peak_gib() * 2**30
+
+
+def memory_of(device: str) -> Memory:
+    """The memory of this rank's device."""
+    return CudaMemory() if device == "cuda" else HostMemory()
+
+
+# --- the search -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One micro-batch size, tried on the longest rows. The figures are None if the device ran out of memory."""
+
+    per_device: int
+    fits: bool
+    peak_bytes: float | None
+    tokens_per_second: float | None
+
+
+def search(
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Attempt], over: Callable[[], bool] = lambda: False
+) -> list[Attempt]:
+    """Find the largest of `sizes` that fits: double from `start` until one does not fit (or halve until one does), then
+    bisect between the last two. Every size is tried at most once.
+
+    Args:
+        sizes: allowed sizes, including `start`.
+        over: whether the time is up; asked before each attempt.
+
+    Returns:
+        All attempts, by size.
+    """
+    ordered = sorted(set(sizes))
+    tried: dict[int, Attempt] = {}
+
+    def fits(place: int) -> bool:
+        size = ordered[place]
+        if size not in tried:
+            tried[size] = attempt(size)
+        return tried[size].fits
+
+    good, bad = -1, len(ordered)
+    place = ordered.index(start)
+    while good < place < bad and not over():
+        if fits(place):
+            good = place
+            doubled = [i for i in range(good + 1, bad) if ordered[i] <= 2 * ordered[good]]
+            place = doubled[-1] if doubled else good + 1
+            if bad < len(ordered):
+                break
+        else:
+            bad = place
+            halved = [i for i in range(good + 1, bad) if 2 * ordered[i] <= ordered[bad]]
+            place = halved[-1] if halved else bad - 1
+            if good >= 0:
+                break
+    while bad - good > 1 and good >= 0 and not over():
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return [tried[size] for size in ordered if size in tried]
+
+
+def recommended(attempts: Sequence[Attempt], share: Callable[[int], float] = lambda size: 1.0) -> Attempt | None:
+    """The fastest size that fits; of equally fast ones the smallest, because what memory is left costs nothing.
+
+    Args:
+        share: by size, the real tokens among all of a micro-batch of rows as they come. Padding makes a large
+            micro-batch of padded rows slower than it is on the longest rows.
+    """
+    fitting = [one for one in attempts if one.fits]
+    speed = {one.per_device: (one.tokens_per_second or 0.0) * share(one.per_device) for one in fitting}
+    enough = (1 - NOISE) * max(speed.values(), default=0.0)
+    fast = [one for one in fitting if speed[one.per_device] >= enough]
+    return min(fast, key=lambda one: one.per_device, default=None)
+
+
+def allowed_sizes(job: Job, world_size: int) -> list[int]:
+    """Micro-batch sizes that divide a rank's share of the global batch and do not exceed the number of rows. If the
+    accumulation is configured, only the current size."""
+    training = job.config.training
+    if training.gradient_accumulation_steps is not None:
+        return [job.batch.per_device]
+    share = job.batch.global_batch_size // world_size
+    return [size for size in range(1, share + 1) if share % size == 0 and size <= max(len(job.layout), 1)]
+
+
+def real_share(job: Job, world_size: int) -> Callable[[int], float]:
+    """Real tokens among all tokens of the first epoch's micro-batches, by size; 1 for packs, whose padding is the same
+    in each."""
+
+    def share(size: int) -> float:
+        if job.layout.padded_lengths is None:
+            return 1.0
+        accumulation = job.batch.global_batch_size // (world_size * size)
+        rows = job.plan().deal_epoch(0, world_size=world_size, per_device=size, accumulation=accumulation)
+        return float(job.layout.tokens[rows[rows >= 0]].sum() / micro_batch_tokens(rows, job.layout).sum())
+
+    return share
+
+
+def longest_rows(layout: Layout, count: int) -> np.ndarray:
+    """Indices of the `count` longest rows, int64 [count]; repeated if there are fewer rows."""
+    return np.resize(layout.largest_first(), count)
+
+
+def try_size(trainer: Any, layout: Layout, per_device: int, memory: Memory) -> Attempt:
+    """Run forward and backward on the longest rows PASSES times: the second while the gradients of the first are
+    held, as under accumulation, the last for its speed. Gradients are freed afterwards, even if memory ran out; the
+    generators of random numbers are put back."""
+    rows = longest_rows(layout, per_device)
+    batch = trainer._collate(layout.__getitems__(rows.tolist()), pack_length=layout.packs.pack_length)
+    count = torch.tensor(max(int(layout.label_tokens[rows].sum()), 1), device=trainer.args.device)
+    empty(trainer)
+    memory.reset()
+    seconds: list[float] = []
+    full = False
+    devices = [torch.cuda.current_device()] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # dropout draws from them
+        try:
+            for _ in range(PASSES):
+                _synchronize(trainer)
+                began = time.perf_counter()
+                trainer.training_step(trainer.model_wrapped, dict(batch), count)
+                _synchronize(trainer)
+                seconds.append(time.perf_counter() - began)
+        except torch.OutOfMemoryError:
+            full = True
+    peak = memory.peak_bytes()
+    empty(trainer)
+    if full:
+        return Attempt(per_device=per_device, fits=False, peak_bytes=None, tokens_per_second=None)
+    fits = memory.limit_bytes is None or peak <= memory.limit_bytes
+    speed = int(layout.tokens[rows].sum()) / seconds[-1]
+    return Attempt(per_device=per_device, fits=fits, peak_bytes=peak, tokens_per_second=speed)
+
+
+def empty(trainer: Any) -> None:
+    """Free the gradients, and forget what passes outside of a step have left in the trainer."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.step_losses.clear()
+    trainer._step_loss = None
+    trainer._top1_and_entropy = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _synchronize(trainer: Any) -> None:
+    if trainer.args.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def summary(attempts: Sequence[Attempt], limit_bytes: float, share: Callable[[int], float]) -> dict[str, Any]:
+    """The result of a search, for reports, run.json and the cache."""
+    best = recommended(attempts, share)
+    fitting = [one.per_device for one in attempts if one.fits]
+    return {
+        "limit_gib": limit_bytes / 2**30,
+        "attempts": [asdict(one) for one in attempts],
+        "largest_that_fits": max(fitting) if fitting else None,
+        "recommended": best.per_device if best else None,
+        "flag": f"--training.per_device_train_batch_size {best.per_device}" if best else None,
+    }
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The micro-batch of a run: rows per device, why, and the seconds that it took to find."""
+
+    per_device: int
+    reason: str
+    seconds: float = 0.0
+    searches: bool = False  # whether the run still searches before its first step
+
+    def to_dict(self) -> dict[str, Any]:
+        """For run.json."""
+        return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
+
+
+def choose(job: Job, kept: int | None) -> Choice:
+    """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
+    search of this job found. Every rank calls it.
+
+    Args:
+        kept: the size in the checkpoint that the run resumes from.
+    """
+    training, now, world = job.config.training, job.batch.per_device, distributed.ranks().world_size
+    if (training.per_device_train_batch_size, training.gradient_accumulation_steps) != (None, None):
+        return Choice(per_device=now, reason="as configured")
+    if kept == now:
+        return Choice(per_device=now, reason="as in the checkpoint")
+    if memory_of(job.stack.device).limit_bytes is None:
+        return Choice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
+    if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
+        return Choice(per_device=now, reason="the default of a sharded run")
+    found = measurements.find_sizes(measurements.facts(job)) or {"attempts": []}
+    sizes = allowed_sizes(job, world)
+    attempts = [Attempt(**one) for one in found["attempts"] if one["per_device"] in sizes]
+    best = recommended(attempts, real_share(job, world))
+    everywhere = distributed.gather_objects(None if best is None else best.per_device)
+    size = everywhere[0]
+    if size is not None and set(everywhere) == {size}:  # another machine may have another cache
+        return Choice(per_device=size, reason="the fastest that fits, from an earlier search of this job")
+    if len(sizes) == 1:
+        return Choice(per_device=now, reason="the only one that the global batch allows")
+    if (steps := total_steps(job)) < WON_BACK_STEPS:
+        return Choice(per_device=now, reason=f"the default: {counted(steps, 'step')} do not win a search back")
+    return Choice(per_device=now, reason="the default", searches=True)
+
+
+def find(job: Job, trainer: Any, memory: Memory | None = None) -> Choice:
+    """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
+
+    A further size is tried while the time that the last one saves in so many steps is more than its own trial costs:
+    a larger size saves less than the one before it, because what it saves is the part of a pass that does not grow with
+    its rows.
+    """
+    began = time.perf_counter()
+    memory = memory or memory_of(job.stack.device)
+    world, start = distributed.ranks().world_size, job.batch.per_device
+    share = real_share(job, world)
+    assert memory.limit_bytes is not None
+    memory.limit_bytes -= bytes_to_come(trainer)
+    tried: list[Attempt] = []
+
+    def attempt(size: int) -> Attempt:
+        everywhere = distributed.gather_objects(try_size(trainer, job.layout, size, memory))
+        slowest = min(everywhere, key=lambda one: (one.fits, one.tokens_per_second or 0.0))
+        tried.append(slowest)
+        return slowest
+
+    with activity.during("searching for the micro-batch size"):
+        attempts = search(allowed_sizes(job, world), start, attempt, lambda: _costs_more(tried, job, world, share))
+    process_memory.reset()
+    found = summary(attempts, memory.limit_bytes, share)
+    measurements.keep_sizes(measurements.facts(job), found)
+    size = found["recommended"] or min(one.per_device for one in attempts)
+    reason = f"the fastest that fits of {', '.join(str(one.per_device) for one in attempts)}"
+    return Choice(per_device=size, reason=reason, seconds=time.perf_counter() - began)
+
+
+def _costs_more(tried: Sequence[Attempt], job: Job, world: int, share: Callable[[int], float]) -> bool:
+    """Whether trying twice the rows costs more than it can save in WON_BACK_STEPS steps."""
+    if len(tried) < 2 or not (tried[-1].fits and tried[-2].fits):
+        return False  # nothing is known yet, or a size that fits is still to be found
+    tokens = fmean(job.layout.tokens) * job.batch.global_batch_size / world
+    before, now = (tokens / (one.tokens_per_second or 1.0) / share(one.per_device) for one in tried[-2:])
+    trial = PASSES * now * world * 2 * tried[-1].per_device / job.batch.global_batch_size
+    return WON_BACK_STEPS * (before - now) / 2 < trial
+
+
+def bytes_to_come(trainer: Any) -> float:
+    """What a rank will hold in training and does not before it: the optimizer's state, and DDP's copy of gradients."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    needed = 0.0
+    for parameter in trained:
+        each = optimizer_bytes.of_number(name, parameter.element_size(), trainer.weights)
+        known = optimizer_bytes.of_part(name, parameter.numel(), each)
+        needed += parameter.numel() * optimizer_bytes.per_weight(name, each) if known is None else known
+    views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
+    buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
+    return needed + buckets
+
+
+def divided(batch: Batch, per_device: int) -> Batch:
+    """The batch in micro-batches of another size."""
+    accumulation = batch.per_device * batch.accumulation // per_device
+    return Batch(per_device=per_device, accumulation=accumulation, global_batch_size=batch.global_batch_size)
