@@ -62,7 +62,7 @@ def print_introduction(job: Job, start: Start) -> None:
     rate = scaled_learning_rate(training, batch.global_batch_size)
     if (lost := master_weights.warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
-    elif config.model.full_finetuning:
+    elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
     for verdict in job.stack.patches:
         if verdict.applied:
