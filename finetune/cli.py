@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from finetune import __version__
-from finetune.runtime.command import BAD_INPUT, DONE
+from finetune.runtime.command import BAD_INPUT, DONE, printable
 
 COMMANDS = {
     "init": "write a commented configuration for your model and data",
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"Nearest is `{near[0]}`." if near else f"Commands: {', '.join(COMMANDS)}."
         if argv[0].endswith((".yaml", ".yml")):
             hint = f"To train with this configuration: finetune train --config {argv[0]}"
-        sys.stderr.write(f"error: unknown command: `{argv[0]}`. {hint}\n")
+        sys.stderr.write(printable(f"error: unknown command: `{argv[0]}`. {hint}\n"))
         return BAD_INPUT
     return importlib.import_module(f"finetune.{argv[0]}").main(argv[1:])
 

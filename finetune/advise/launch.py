@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetune.plural import counted
 from finetune.redact import redact_arguments
-from finetune.runtime import launch_lines, nccl
+from finetune.runtime import files, launch_lines, nccl
 from finetune.runtime.hardware import Hardware
 
 PROFILE = "profile.yaml"
@@ -67,13 +67,13 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
 def write(out: Path, plan: LaunchPlan, reason: str) -> None:
     """Write profile.yaml, environment.sh and launch.sh to a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / PROFILE).write_text(plan.profile, encoding="utf-8")
+    files.write_text(out / PROFILE, plan.profile)
     lines = ["# NCCL settings for this machine, each with its reason."]
     if not plan.environment:
         lines.append("# None: NCCL's defaults are used.")
     for name, value in plan.environment.items():
         lines += [f"# {plan.reasons[name]}", f"export {name}={shlex.quote(value)}"]
-    (out / "environment.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files.write_text(out / "environment.sh", "\n".join(lines) + "\n")
     script = [
         "#!/bin/sh",
         f"# {reason}",
@@ -81,5 +81,5 @@ def write(out: Path, plan: LaunchPlan, reason: str) -> None:
         '. "$here/environment.sh"',
         f'exec accelerate-launch --config_file "$here/{PROFILE}" {plan.target}',
     ]
-    (out / "launch.sh").write_text("\n".join(script) + "\n", encoding="utf-8")
+    files.write_text(out / "launch.sh", "\n".join(script) + "\n")
     (out / "launch.sh").chmod(0o755)

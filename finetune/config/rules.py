@@ -199,6 +199,22 @@ def adapter(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+def adapter_modules(config: Config, given: frozenset[str]) -> Found:
+    """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
+    lora = config.lora
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    if both := [name for name in targets if name in (lora.modules_to_save or ())]:
+        yield (
+            ("lora.target_modules", "lora.modules_to_save"),
+            f"{', '.join(both)} would have an adapter and be trained in full. Keep one.",
+        )
+    elif config.model.backend == "transformers" and any(str(name).split(".")[-1] == "lm_head" for name in targets):
+        yield (
+            ("lora.target_modules",),
+            "the loss reads the weights of lm_head, past an adapter. Name it in lora.modules_to_save, or remove it.",
+        )
+
+
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
@@ -489,6 +505,73 @@ def batch_size(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+# What transformers names, and this program cannot train with: a step is the gradient of all micro-batches and ranks.
+IN_BACKWARD = ("lomo", "adalomo", *(f"galore_{name}_layerwise" for name in ("adamw", "adamw_8bit", "adafactor")))
+IN_BACKWARD += ("apollo_adamw_layerwise",)
+OPTIM_ARGS = re.compile(r"\s*\w+\s*=[^,=]+(,\s*\w+\s*=[^,=]+)*")
+
+
+def why_no_optimizer(name: str, target_modules: Any) -> str | None:
+    """Why an optimizer of transformers cannot be used, and what to do; None if it can.
+
+    Args:
+        target_modules: the field `optim_target_modules`.
+    """
+    if name in IN_BACKWARD:
+        return (
+            f"{name} changes the weights during the backward pass, before the gradients of all micro-batches and GPUs"
+            f" are added up. Choose another{', such as ' + base if (base := _without_layers(name)) else ''}."
+        )
+    if name.startswith(("galore_", "apollo_")) and not target_modules:
+        return f"{name} needs the modules that it projects. Set optim_target_modules, such as all-linear."
+    return None
+
+
+def _without_layers(name: str) -> str:
+    return name.removesuffix("_layerwise") if name.endswith("_layerwise") else ""
+
+
+def optimizer(config: Config, given: frozenset[str]) -> Found:
+    """An optimizer that steps once per global batch, with the arguments it needs."""
+    training = config.training
+    if (why := why_no_optimizer(training.optim, training.extra.get("optim_target_modules"))) is not None:
+        yield ("training.optim",), why
+    arguments = training.extra.get("optim_args")
+    if isinstance(arguments, str) and not OPTIM_ARGS.fullmatch(arguments):
+        yield ("training.optim_args",), f"{arguments!r} must be of the form name=value, name=value."
+
+
+# Fields of SFTConfig with a range that transformers does not check: the lowest value, and one above all.
+RANGES = {
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "neftune_noise_alpha": (0, math.inf),
+    "dataloader_num_workers": (0, math.inf),
+    "torch_empty_cache_steps": (1, math.inf),
+}
+
+
+def ranges(config: Config, given: frozenset[str]) -> Found:
+    """Numbers of SFTConfig that are out of range."""
+    for key, (lowest, above) in RANGES.items():
+        value = config.training.extra.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not lowest <= value < above:
+            most = "" if above == math.inf else f" and below {above}"
+            yield (f"training.{key}",), f"must be at least {lowest}{most}, got {value}."
+
+
+def schedule(config: Config, given: frozenset[str]) -> Found:
+    """A schedule that follows evaluations needs them."""
+    training = config.training
+    if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and training.eval_steps == 0:
+        yield (
+            ("training.lr_scheduler_type", "training.eval_steps"),
+            f"{training.lr_scheduler_type} follows the held-out loss during training, and eval_steps is 0. Set"
+            " training.eval_steps, and data.eval_file or data.eval_fraction.",
+        )
+
+
 # Optimizers that can round stochastically: torchao's, and torch's AdamW in torchao's form.
 STOCHASTIC_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit")
 
@@ -577,6 +660,7 @@ RULES: tuple[Rule, ...] = (
     unsloth_only,
     managed_arguments,
     adapter,
+    adapter_modules,
     training_data,
     mixtures,
     weights,
@@ -584,6 +668,9 @@ RULES: tuple[Rule, ...] = (
     loss_mask,
     trained_messages,
     packing,
+    optimizer,
+    ranges,
+    schedule,
     master_weights,
     run_length,
     best_model,

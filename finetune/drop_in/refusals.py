@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from finetune.config.rules import why_no_optimizer
 from finetune.errors import UserError
 
 _EXACT = "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's own code"
@@ -29,6 +30,14 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed": ((None, ""), _LAUNCHED),
     "parallelism_config": ((None,), _LAUNCHED),
     "push_to_hub": ((False,), "checkpoints are not pushed while training. Call trainer.push_to_hub() afterwards"),
+}
+
+# Attributes of Unsloth's own classes of arguments, which its UnslothTrainer reads: as in _FIELDS.
+_OF_UNSLOTH: dict[str, tuple[tuple[Any, ...], str]] = {
+    "embedding_learning_rate": ((None,), "all weights are trained with one learning rate. Remove it"),
+    "loraplus_lr_ratio": ((None, 1, 1.0), "all weights are trained with one learning rate. Remove it"),
+    "q_galore_config": ((None,), "this optimizer needs UnslothTrainer. Choose one by `optim`"),
+    "context_parallel_size": ((None, 1), "each GPU computes whole rows. Remove it"),
 }
 
 # Constructor's arguments that must be None.
@@ -59,14 +68,20 @@ def check(trainer: type, base: type, args: Any, given: Mapping[str, Any]) -> Non
     Args:
         trainer: the class that is constructed, `base` or a subclass of the user's.
         args: an SFTConfig.
-        given: the constructor's other arguments by name.
+        given: the constructor's arguments by name, `args` as the user gave it.
 
     Raises:
         Refused: names everything that is refused.
     """
     if given["train_dataset"] is None:
         raise Refused("`train_dataset` is required")
-    problems = [*_methods(trainer, base), *_arguments(given), *_fields(args), *_combinations(args, given)]
+    problems = [
+        *_methods(trainer, base),
+        *_arguments(given),
+        *_fields(args),
+        *_arguments_of_unsloth(given["args"]),
+        *_combinations(args, given),
+    ]
     if len(problems) == 1:
         raise Refused(f"SFTTrainer: {problems[0]}")
     if problems:
@@ -95,6 +110,13 @@ def _fields(args: Any) -> Iterator[str]:
             yield f"`{name}={value!r}`: {why}."
 
 
+def _arguments_of_unsloth(args: Any) -> Iterator[str]:
+    for name, (kept, why) in _OF_UNSLOTH.items():
+        value = getattr(args, name, None)
+        if value not in kept:
+            yield f"`{name}={value!r}`: {why}."
+
+
 def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """As in TRL, whose words these are in part."""
     if args.packing and args.max_length is None:
@@ -106,6 +128,9 @@ def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             "`padding_free=True` without `packing`: TRL refuses it because `max_length` is not enforced there. Remove "
             "`padding_free`, which changes nothing in this trainer's results."
         )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if (why := why_no_optimizer(optim, args.optim_target_modules)) is not None:
+        yield f"`optim={optim!r}`: {why}"
     if given.get("formatting_func") is not None and args.completion_only_loss:
         yield (
             "`formatting_func` turns rows into text, which has no completion, and `completion_only_loss=True`. Remove "
@@ -175,6 +200,21 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
         raise Refused(
             f"`{name}` has the column {min(masks)!r} and `skip_prepare_dataset` leaves it unused, so the loss would be "
             "on every token. Add a 'labels' column (-100 for tokens without loss), or remove `skip_prepare_dataset`."
+        )
+
+
+def row_length(rows: Any, split: str, loaded: int | None) -> None:
+    """Check rows that were tokenized elsewhere, and so are not cut, against the length that Unsloth loaded a model
+    with: its layers would cut the ids, and not the labels.
+
+    Raises:
+        Refused: one is longer.
+    """
+    longest = int(rows.lengths.max(initial=0))
+    if loaded is not None and longest > loaded:
+        raise Refused(
+            f"`{argument(split)}` has rows of up to {longest:,} tokens, and the model was loaded with "
+            f"max_seq_length={loaded}. Load it with max_seq_length={longest}, or shorten the rows."
         )
 
 

@@ -17,18 +17,19 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
+from finetune.drop_in import backbone
 from finetune.engine import trackers
 from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
 from finetune.engine.trainer import MANAGED
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.command import print_line
 
 # What older scripts, and Unsloth's examples, give to the constructor instead of SFTConfig.
 _FORMER_ARGUMENTS = {
     "dataset_text_field": "dataset_text_field",
     "dataset_num_proc": "dataset_num_proc",
     "dataset_kwargs": "dataset_kwargs",
-    "max_seq_length": "max_length",
     "packing": "packing",
     "neftune_noise_alpha": "neftune_noise_alpha",
 }
@@ -59,12 +60,37 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     args = copy.copy(args)
+    # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
+    length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
     for name, field in _FORMER_ARGUMENTS.items():
         if (value := former.pop(name, None)) is not None:
             setattr(args, field, value)
     if former:
         raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
+    _set_row_length(args, length, backbone.loaded_length(model))
     return args
+
+
+def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
+    """Set `max_length` as Unsloth's trainer does: to the length the model was loaded with, unless the script gives a
+    shorter one. TRL's default counts as none given.
+
+    Args:
+        given: `max_seq_length` of the trainer or of SFTConfig.
+        loaded: `max_seq_length` of Unsloth's loader.
+    """
+    if given is not None:
+        args.max_length = given
+    if loaded is None:
+        return
+    asked = args.max_length
+    default = next(one.default for one in dataclasses.fields(trl.SFTConfig) if one.name == "max_length")
+    own = bool(asked) and (given is not None or asked != default)
+    args.max_length = min(asked, loaded) if own else loaded
+    if args.max_length == asked:
+        return
+    why = f"not {asked:,}" if own else "as with Unsloth's own trainer; another max_length makes them shorter"
+    print_line(f"Rows have up to {loaded:,} tokens, the max_seq_length that the model was loaded with ({why}).")
 
 
 def batch(args: Any, global_batch_size: int | None) -> Batch:

@@ -23,7 +23,18 @@ from finetune.data.prepare import Data
 from finetune.drop_in import backbone, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
-from finetune.engine import adapted, checkpoints, invariants, layer_kernels, report, restart, resume, session, trackers
+from finetune.engine import (
+    adapted,
+    checkpoints,
+    invariants,
+    layer_kernels,
+    positions,
+    report,
+    restart,
+    resume,
+    session,
+    trackers,
+)
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
@@ -88,6 +99,7 @@ class SFTTrainer(engine.SFTTrainer):
             SFTTrainer,
             given,
             dict(
+                args=args,
                 train_dataset=train_dataset,
                 data_collator=data_collator,
                 compute_loss_func=compute_loss_func,
@@ -151,8 +163,7 @@ class SFTTrainer(engine.SFTTrainer):
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
             engine_model.prepare_for_packs(model, config, stack)
-        for split, found in data.splits.items():
-            engine_model.check_vocabulary(model, found, split)
+        self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
         return Job(
@@ -171,6 +182,17 @@ class SFTTrainer(engine.SFTTrainer):
             model=model,
             size=model_size(model),
         )
+
+    def _check_rows(self, model: Any, data: Data) -> None:
+        """Check that the model has embeddings and positions for the rows.
+
+        Raises:
+            Refused, UserError: it has not.
+        """
+        for split, found in data.splits.items():
+            engine_model.check_vocabulary(model, found, split)
+            positions.check(model, found, split, "max_length (in SFTConfig)")
+            refusals.row_length(found, split, backbone.loaded_length(model))
 
     @staticmethod
     def _layer_kernels(stack: Any, model: Any, args: Any) -> layer_kernels.Choice:
@@ -219,6 +241,7 @@ class SFTTrainer(engine.SFTTrainer):
         if not self._ready or value is self._shown:
             return
         data = self.preparation({"train": value})
+        self._check_rows(self.model, data)
         kept = {split: one for split, one in self.job.data.splits.items() if split != "train"}
         ledgers = self.job.data.ledgers | data.ledgers
         self.job.data = replace(data, splits=data.splits | kept, ledgers=ledgers)
@@ -236,7 +259,11 @@ class SFTTrainer(engine.SFTTrainer):
     def eval_dataset(self, value: Any) -> None:
         if not self._ready or value is self._shown_eval:
             return
-        held_out = {} if value is None else self.preparation(_by_split(value)).splits
+        held_out = {}
+        if value is not None:
+            data = self.preparation(_by_split(value))
+            self._check_rows(self.model, data)
+            held_out = data.splits
         self.job.data = replace(self.job.data, splits={"train": self.job.data.train} | held_out)
         self.eval_layout = self.job.eval_layout = self._eval_layouts(self.job.data)
         self._show_layouts()
@@ -367,7 +394,9 @@ class SFTTrainer(engine.SFTTrainer):
             raise UserError("evaluate() needs held-out rows: give SFTTrainer an `eval_dataset`, or pass one here.")
         if eval_dataset is not None and not isinstance(eval_dataset, str | Layout):
             if not (isinstance(eval_dataset, Mapping) and all(isinstance(x, Layout) for x in eval_dataset.values())):
-                eval_dataset = self._eval_layouts(self.preparation(_by_split(eval_dataset)))
+                data = self.preparation(_by_split(eval_dataset))
+                self._check_rows(self.model, data)
+                eval_dataset = self._eval_layouts(data)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:

@@ -1,9 +1,11 @@
-"""Checks that `lora.target_modules` and `lora.modules_to_save` match modules of the model."""
+"""Checks that `lora.target_modules` and `lora.modules_to_save` match modules of the model, and measures how much of it
+an adapter reaches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,8 +14,92 @@ import torch
 from finetune.config import Config
 from finetune.errors import UserError
 
+# PEFT takes these names for stacked experts if a model has them, so that they reach no layer beside the experts.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+ENOUGH = 0.9  # share of the linear weights, below which a run warns
 
-def check_by_config(config: Config) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How much of the linear layers an adapter trains, the output embedding aside.
+
+    share:      of their weights, from 0 to 1
+    layers:     the last two parts of the names of linear layers without an adapter, the largest first
+    parameters: the same of weights that `target_modules` cannot name: stacked experts, layers named as their parts
+    """
+
+    share: float
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @property
+    def warning(self) -> str | None:
+        """What has no adapter and how to give it one; None if that is little."""
+        if self.share >= ENOUGH:
+            return None
+        bare = [*self.layers, *self.parameters]
+        shown = ", ".join(bare[:8]) + (f" and {len(bare) - 8} more" if len(bare) > 8 else "")
+        lines = ["lora.target_modules: all-linear"] if self.layers else []
+        if self.parameters:
+            lines.append(f"lora.adapter_kwargs: {{target_parameters: [{', '.join(self.parameters)}]}}")
+        return (
+            f"{1 - self.share:.0%} of the linear weights have no adapter: {shown}. To train them, set "
+            f"{' and '.join(lines)} (in a script, the same arguments of LoraConfig)."
+        )
+
+
+def coverage(model: Any) -> Coverage | None:
+    """Which linear weights of the language model have an adapter or are trained; None without an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not getattr(model, "peft_config", None):
+        return None
+    base = model.get_base_model()
+    adapted = {
+        id(getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"), None))
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    weights = list(_linear_weights(base))
+    stacked = {name for name, weight, _ in weights if weight.ndim == 3}
+    reached = 0
+    bare: dict[str, int] = {}
+    for name, weight, size in weights:
+        if id(weight) in adapted or weight.requires_grad:
+            reached += size
+            continue
+        as_parameter = stacked and name not in stacked and name.rpartition(".")[2] in _OF_EXPERTS
+        name = f"{name}.weight" if as_parameter else name
+        bare[name] = bare.get(name, 0) + size
+    largest = sorted(bare, key=lambda name: -bare[name])
+    parameters = tuple(name for name in largest if name in stacked or name.endswith(".weight"))
+    return Coverage(
+        share=reached / (sum(size for _, _, size in weights) or 1),
+        layers=tuple(name for name in largest if name not in parameters),
+        parameters=parameters,
+    )
+
+
+def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
+    """Each weight that the language model multiplies by, with the last two parts of its name and its size unpacked."""
+    from transformers.pytorch_utils import Conv1D
+
+    decoder, head = base.get_decoder(), base.get_output_embeddings()
+    for path, module in (decoder if isinstance(decoder, torch.nn.Module) else base).named_modules():
+        parts = [part for part in path.split(".") if part not in ("base_layer", "modules_to_save", "default")]
+        if module is head or "original_module" in parts or any(part.startswith("lora_") for part in parts):
+            continue
+        if isinstance(module, torch.nn.Linear):  # the weights of bitsandbytes' are packed
+            yield ".".join(parts[-2:]), module.weight, module.in_features * module.out_features
+        elif isinstance(module, Conv1D):
+            yield ".".join(parts[-2:]), module.weight, module.weight.numel()
+        elif not isinstance(module, torch.nn.modules.conv._ConvNd):
+            for own, weight in module.named_parameters(recurse=False):
+                if weight.ndim == 3:  # the experts of one layer
+                    yield ".".join([*parts, own][-2:]), weight, weight.numel()
+
+
+def check_by_config(config: Config, backend: str) -> None:
     """Check the names against the model's architecture, built without weights, so that a typo is found before loading.
     Models that cannot be built this way (remote code, several towers, adapters) are left to `check`, after loading.
 
@@ -36,35 +122,76 @@ def check_by_config(config: Config) -> None:
             skeleton = AutoModelForCausalLM.from_config(shape)
     except Exception:  # loading the model reports the error better
         return
-    check(skeleton, config, lora.target_modules)
+    check(skeleton, config, lora.target_modules, backend)
 
 
-def check(model: Any, config: Config, targets: Sequence[str] | str | None) -> None:
+def check(model: Any, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
     """Check the names against a model that has no adapter yet.
 
     Args:
         targets: as in PEFT: names or their endings, a regular expression, "all-linear", or None for PEFT's default.
+        backend: Unsloth trains an output embedding that is named as a target in full; PEFT does not.
 
     Raises:
-        UserError: a name matches no module. PEFT accepts a list if any of its names matches.
+        UserError: a name matches no module, or one that takes no adapter. PEFT accepts a list if any of its names
+            matches.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    given = config.lora.target_modules
-    if isinstance(targets, str):
-        if targets != "all-linear" and not _matches_regex(targets, names):
-            raise UserError(_missing("lora.target_modules", [targets], linear))
-    elif targets:
-        missing = [target for target in targets if not _found(target, names)]
-        if missing and (given is not None or len(missing) == len(targets)):
-            raise UserError(_missing("lora.target_modules", missing, linear))
-    if missing := [name for name in config.lora.modules_to_save or [] if not _found(name, names)]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = list(modules)
+    linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
+    given, saved = config.lora.target_modules, config.lora.modules_to_save or []
+    if missing := [name for name in saved if not _found(name, names)]:
         raise UserError(_missing("lora.modules_to_save", missing, names))
+    if isinstance(targets, str):
+        if targets == "all-linear":
+            return
+        matched = {targets: [modules[name] for name in names if _matches_regex(targets, name)]}
+    else:
+        matched = {target: [modules[name] for name in names if _found(target, [name])] for target in targets or ()}
+    missing = [target for target, found in matched.items() if not found]
+    if missing and (given is not None or len(missing) == len(matched)):
+        raise UserError(_missing("lora.target_modules", missing, linear))
+    _check_kinds(model, matched, backend)
+    in_full = [module for name, module in modules.items() if any(_found(one, [name]) for one in saved)]
+    beneath = {id(part) for module in in_full for part in module.modules()}
+    if matched and all(id(module) in beneath for found in matched.values() for module in found):
+        raise UserError(
+            f"lora.modules_to_save trains all of lora.target_modules in full ({', '.join(saved)}), so nothing is left "
+            "for an adapter. Remove one of them, or set model.full_finetuning."
+        )
 
 
-def _matches_regex(pattern: str, names: list[str]) -> bool:
+def _check_kinds(model: Any, matched: dict[str, list[Any]], backend: str) -> None:
+    """Check that the modules are layers on which PEFT can put an adapter."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.MultiheadAttention, torch.nn.modules.conv._ConvNd, Conv1D)
+    has_experts = any(weight.ndim == 3 for weight in model.parameters())
+    head = model.get_output_embeddings()
+    for target, found in matched.items():
+        if backend != "unsloth" and head is not None and any(module is head for module in found):
+            raise UserError(
+                f"lora.target_modules has `{target}`, the output embedding: the loss reads its weights, past an "
+                "adapter. Name it in lora.modules_to_save, or remove it."
+            )
+        wrong = sorted({type(module).__name__ for module in found if not isinstance(module, kinds)})
+        if wrong and not (has_experts and target.rpartition(".")[2] in _OF_EXPERTS):
+            raise UserError(
+                f"lora.target_modules has `{target}`, which matches {', '.join(wrong[:3])}: an adapter goes on linear "
+                "layers and embeddings. Name the layers inside, or use all-linear."
+            )
+
+
+def is_transposed(model: Any) -> bool:
+    """Whether the model's layers store their weights as GPT-2's do: inputs by outputs (`fan_in_fan_out`)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _matches_regex(pattern: str, name: str) -> bool:
     try:
-        return any(re.fullmatch(pattern, name) for name in names)
+        return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise UserError(
             f"lora.target_modules is not a valid regular expression: `{pattern}` ({error}). Give a list of module "

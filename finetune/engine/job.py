@@ -80,12 +80,12 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import adapter_targets, master_weights, model
+    from finetune.engine import adapter_targets, master_weights, model, positions, trainer
 
     start_up = startup.of_this_process()
     start_up.ended("libraries")
     model.check(config, stack)
-    adapter_targets.check_by_config(config)
+    adapter_targets.check_by_config(config, stack.backend)
     tokenizer = model.load_tokenizer(config)
     with bootstrap.quiet_ranks():
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))
@@ -98,6 +98,7 @@ def open_job(
     process_group.start(cpu=cpu, timeout_seconds=config.training.ddp_timeout, on_failure=on_failure)
     check_ranks_agree(prepared)
     start_up.ended("ranks")
+    trainer.check_arguments(config, stack, batch)  # after the ranks have met: SFTConfig would have them meet
     weights = master_weights.choose(config, stack, model.resolve_dtype(config, stack))
     with activity.during("reading the checkpoint"):
         if (kept := before_loading(weights.kind)) != weights.kind:
@@ -112,6 +113,9 @@ def open_job(
         for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
             if rows is not None:
                 model.check_vocabulary(loaded, rows, split)
+    for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
+        if rows is not None:
+            positions.check(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
         model.prepare_for_packs(loaded, config, stack)

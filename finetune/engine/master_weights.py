@@ -51,10 +51,11 @@ def choose(config: Config, stack: Stack, dtype: torch.dtype) -> Choice:
         UserError: `auto` needs stochastic rounding, which the optimizer does not have.
     """
     asked = config.training.master_weights
+    instead = "" if asked in ("auto", FLOAT32) else f", so training.master_weights: {asked} does not apply"
     if dtype == torch.float32:
-        return Choice(kind=FLOAT32, reason="model.dtype is float32")
+        return Choice(kind=FLOAT32, reason=f"the model computes in float32{instead}")
     if dtype == torch.float16:
-        return Choice(kind=FLOAT32, reason="float16 gradients need float32 weights")
+        return Choice(kind=FLOAT32, reason=f"float16 gradients need float32 weights{instead}")
     if asked != "auto":
         return Choice(kind=asked, reason="set by training.master_weights")
     if stack.device == "cpu":

@@ -6,6 +6,7 @@ Import it after `bootstrap.start`, like everything that uses transformers or pef
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import pickle
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
+from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.data.template import load_template
 from finetune.engine import (
     adapted,
@@ -26,6 +28,7 @@ from finetune.engine import (
     generation,
     layer_kernels,
     master_weights,
+    positions,
     preflight,
     shard,
     shard_loading,
@@ -184,20 +187,21 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     if config.model.full_finetuning or continue_adapter:
         return model
     lora = config.lora
-    adapter_targets.check(model, config, _targets(config))
-    return loader.get_peft_model(
-        model,
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=_targets(config),
-        modules_to_save=lora.modules_to_save,
-        use_rslora=lora.use_rslora,
-        bias=lora.bias,
-        use_gradient_checkpointing=checkpointing,
-        random_state=_adapter_seed(config),
-        **lora.adapter_kwargs,
-    )
+    adapter_targets.check(model, config, _targets(config), "unsloth")
+    with _refused_adapter(config):
+        return loader.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.lora_alpha,
+            lora_dropout=lora.lora_dropout,
+            target_modules=_targets(config),
+            modules_to_save=lora.modules_to_save,
+            use_rslora=lora.use_rslora,
+            bias=lora.bias,
+            use_gradient_checkpointing=checkpointing,
+            random_state=_adapter_seed(config),
+            **lora.adapter_kwargs,
+        )
 
 
 def _load_transformers(
@@ -237,22 +241,24 @@ def _load_transformers(
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     lora = config.lora
-    adapter_targets.check(model, config, _targets(config))
+    adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.lora_alpha,
-            lora_dropout=lora.lora_dropout,
-            target_modules=_targets(config),
-            modules_to_save=lora.modules_to_save,
-            use_rslora=lora.use_rslora,
-            bias=lora.bias,
-            task_type="CAUSAL_LM",
-            **lora.adapter_kwargs,
-        ),
-    )
+    transposed: dict[str, Any] = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
+    with _refused_adapter(config):
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=lora.r,
+                lora_alpha=lora.lora_alpha,
+                lora_dropout=lora.lora_dropout,
+                target_modules=_targets(config),
+                modules_to_save=lora.modules_to_save,
+                use_rslora=lora.use_rslora,
+                bias=lora.bias,
+                task_type="CAUSAL_LM",
+                **(transposed | lora.adapter_kwargs),
+            ),
+        )
 
 
 def quantization_config(bits: int | None, dtype: torch.dtype) -> Any:
@@ -336,6 +342,9 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
         return f"{text.model_type} has layers that carry a state from one document to the next ({recurrent[0]})"
     if stack.backend == "unsloth" and text.model_type in _UNSLOTH_DOES_NOT_PACK:
         return f"Unsloth does not separate packed documents in {text.model_type}"
+    table = positions.limit(model)
+    if table is not None and table < MAX_PADDING_SEGMENT:
+        return f"{text.model_type} has a table of {table} positions, fewer than the padding of a pack may take"
     own = str(text._attn_implementation)
     if own not in _PACKS:
         return f"attention {own!r} is not known to separate packed documents"
@@ -408,13 +417,24 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **furt
     """The token ids that the model adds to each prompt of a batch, its end token included if it comes to one.
 
     Prompts are padded on the left, so that each is followed by its own answer; positions count from its first token.
+    An answer ends where the model's positions do.
 
     Args:
         settings: a GenerationConfig with `pad_token_id` and a list of `eos_token_id`.
         further: arguments of transformers' `generate`, such as `streamer`.
+
+    Raises:
+        UserError: a prompt has as many tokens as the model has positions.
     """
     device = next(model.parameters()).device
     width = max(len(ids) for ids in prompts)
+    room = positions.room(model, width)
+    if room is not None:
+        # Alone, a prompt leaves room for its own answer; a sharded model generates as often on every rank.
+        if len(prompts) > 1 and (room < settings.max_new_tokens or further.get("synced_gpus")):
+            return [ids for one in prompts for ids in complete(model, [one], settings, **further)]
+        settings = copy.copy(settings)
+        settings.max_new_tokens = min(settings.max_new_tokens, room)
     padded = [[settings.pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
     output = model.generate(
@@ -558,6 +578,27 @@ def _unknown_argument(config: Config) -> Iterator[None]:
             raise
         raise UserError(
             f"{key} has `{found[1]}`, which no loader of this model accepts ({error}). Check its spelling, or "
+            "remove it."
+        ) from error
+
+
+@contextlib.contextmanager
+def _refused_adapter(config: Config) -> Iterator[None]:
+    """Name the configuration keys if PEFT cannot make the adapter. An argument that is unknown has an error of its own
+    (`_unknown_argument`)."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError) as error:
+        message = " ".join(str(error).split())
+        if "unexpected keyword argument" in message:
+            raise
+        given = {"target_modules": config.lora.target_modules, "modules_to_save": config.lora.modules_to_save}
+        keys = [f"lora.{key}" for key, value in given.items() if value is not None]
+        keys += [f"lora.adapter_kwargs ({', '.join(config.lora.adapter_kwargs)})"] if config.lora.adapter_kwargs else []
+        if not keys:
+            raise
+        raise UserError(
+            f"PEFT cannot make the adapter of {', '.join(keys)}: {message[:300] or type(error).__name__}. Change or "
             "remove it."
         ) from error
 

@@ -27,6 +27,9 @@ SHAPES = ("config.json", ADAPTER)  # one of them describes the other files
 PACKAGES = (
     (("adamw_8bit", "adamw_bnb_", "ademamix", "lion_", "paged_", "rmsprop_"), "bitsandbytes", "bitsandbytes"),
     (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("adamw_torch_xla",), "torch_xla", "torch_xla"),
+    (("adamw_torch_npu_fused",), "torch_npu", "torch-npu"),
+    (("adamw_anyprecision",), "torchdistx", "torchdistx"),
     (("galore_",), "galore_torch", "galore-torch"),
     (("apollo_",), "apollo_torch", "apollo-torch"),
     (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),

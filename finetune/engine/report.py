@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def print_introduction(job: Job, start: Start) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine import master_weights
+    from finetune.engine import adapter_targets, master_weights
     from finetune.engine.job import layouts
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -46,6 +46,10 @@ def print_introduction(job: Job, start: Start) -> None:
             f"Learning rate {scaled_learning_rate(training, batch.global_batch_size):.3g}: {training.learning_rate:.3g}"
             f" for a global batch of {training.base_global_batch_size}, by the rule {training.learning_rate_rule}"
         )
+    if (covered := adapter_targets.coverage(job.model)) is not None:
+        print_line(f"Adapter on {covered.share:.0%} of the linear weights")
+        if covered.warning is not None:
+            print_line(f"warning: {covered.warning}", style="yellow")
     if job.unpacked_because:
         warned = config.data.packing  # asked for, and not what happens
         prefix = "warning: " if warned else ""
@@ -58,7 +62,7 @@ def print_introduction(job: Job, start: Start) -> None:
     rate = scaled_learning_rate(training, batch.global_batch_size)
     if (lost := master_weights.warning(job.model, job.master_weights, rate)) is not None:
         print_line(f"warning: {lost}", style="yellow")
-    elif config.model.full_finetuning:
+    elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
     for verdict in job.stack.patches:
         if verdict.applied:

@@ -358,6 +358,7 @@ def attention_computed(job: Job, trainer: SFTTrainer) -> dict[str, Any]:
 def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]:
     """Mark the run as running in run.json; if the block raises, as failed, with the error."""
     from finetune.data.layout import batch_mix
+    from finetune.engine import adapter_targets
     from finetune.engine.job import layouts
     from finetune.engine.model import resolve_dtype
 
@@ -378,6 +379,7 @@ def recorded(record: RunRecord, job: Job, start: resume.Start) -> Iterator[None]
             attention=job.attention.to_dict(),
             layer_kernels=job.layer_kernels.to_dict(),
             master_weights=job.master_weights.to_dict(),
+            lora_coverage=covered.share if (covered := adapter_targets.coverage(job.model)) else None,
             dtype=str(resolve_dtype(job.config, job.stack)).removeprefix("torch."),
             hardware=job.hardware.to_dict(),
             patches=[verdict.to_dict() for verdict in job.stack.patches],

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ from finetune.errors import RunError, UserError
 from finetune.runtime import activity, distributed, files, flash, interrupt, launcher
 from finetune.runtime.bootstrap import Stack
 
+# Of an optimizer's group of parameters: what is no setting. All but the first are of the schedule-free ones.
+_STATE_IN_GROUPS = frozenset(("params", "k", "train_mode", "weight_sum", "lr_max", "scheduled_lr"))
 NEVER = 2**40  # steps between checkpoints, for a run that saves only its best and last one
 
 
@@ -93,6 +96,94 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     if tracks_best:
         best.set_arguments(args, training)
     return args
+
+
+# Fields of SFTConfig that are mappings, with the keys that torch's and transformers' functions take.
+_MAPPINGS = {
+    "gradient_checkpointing_kwargs": {
+        "use_reentrant",
+        "preserve_rng_state",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "context_fn",
+    },
+}
+_NEEDS_MODEL = ("galore_", "apollo_", "lomo", "adalomo")  # optimizers that are made for the model's own weights
+
+
+def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
+    """Check the values that only TRL and transformers judge, before a model is loaded.
+
+    Raises:
+        UserError: one of them is refused.
+    """
+    training = config.training
+    try:
+        args = arguments(config, stack, batch, evaluate=bool(training.eval_steps))
+        for key, known in _MAPPINGS.items():
+            value = getattr(args, key, None)
+            if key in training.extra and value is not None and not (isinstance(value, dict) and value.keys() <= known):
+                raise UserError(
+                    f"training.{key} must be a mapping of {', '.join(sorted(known))}; it is {value!r}. Change it."
+                )
+        if args.torch_compile:
+            _check_compiler(args)
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
+        if not training.optim.startswith(_NEEDS_MODEL):
+            kind, settings = trl.SFTTrainer.get_optimizer_cls_and_kwargs(args)
+            kind([parameter], **settings)
+        with refused_schedule(training.lr_scheduler_type, training.extra.get("lr_scheduler_kwargs")):
+            schedule = transformers.get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=args.get_warmup_steps(10),
+                num_training_steps=10,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]  # SFTConfig has parsed it
+            )
+            for factor in getattr(schedule, "lr_lambdas", ()):
+                [factor(step) for step in range(10)]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library raises for a value that it cannot use
+        message = " ".join(str(error).split()) or type(error).__name__
+        given = [*training.extra, "optim", "lr_scheduler_type"]
+        named = [f"training.{key}" for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
+        keys = named or [f"training.{key}" for key in given[:-1]]
+        raise UserError(
+            f"{', '.join(keys)}: the libraries cannot use the value: {message[:300]}. Change or remove it."
+        ) from error
+
+
+def _check_compiler(args: Any) -> None:
+    """Raise a UserError if torch.compile has no such backend or mode."""
+    from accelerate.utils import DynamoBackend
+    from torch._inductor import list_mode_options
+
+    backends, modes = [one.value.lower() for one in DynamoBackend], list(list_mode_options())
+    for key, known in (("torch_compile_backend", backends), ("torch_compile_mode", modes)):
+        value = getattr(args, key)
+        if value is not None and str(value).lower() not in known:
+            raise UserError(f"training.{key} is unknown: {value!r}. Set it to one of {', '.join(known)}.")
+
+
+@contextlib.contextmanager
+def refused_schedule(name: Any, arguments: Any) -> Iterator[None]:
+    """Context in which a schedule is made; an error is about its arguments.
+
+    Raises:
+        UserError: with the keys.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        message = " ".join(str(error).split())
+        given = f"training.lr_scheduler_kwargs is {arguments}, and " if arguments else ""
+        raise UserError(
+            f"{given}training.lr_scheduler_type {getattr(name, 'value', name)} cannot be used so: {message[:300]}. "
+            "Give the arguments that transformers' schedule of this name has, or choose another."
+        ) from error
 
 
 # Fields of SFTConfig that this project handles, with what TRL and transformers must see in them.
@@ -233,6 +324,8 @@ class SFTTrainer(trl.SFTTrainer):
         except (ImportError, ValueError) as error:
             name = getattr(args.optim, "value", args.optim)
             raise UserError(f"training.optim: {name} cannot be used here: {error}") from error
+        if 0 < settings.get("warmup_steps", 0) < 1:  # schedule-free ones warm up themselves, and count steps
+            settings["warmup_steps"] = self.args.get_warmup_steps(self.total_steps)
         if self.weights != master_weights.STOCHASTIC:
             return kind, settings
         return master_weights.rounding_optimizer(kind, settings)
@@ -243,6 +336,21 @@ class SFTTrainer(trl.SFTTrainer):
         if self.weights == master_weights.STOCHASTIC:
             master_weights.seed_rounding(optimizer, self.args.seed, lambda: self.state.global_step)
         return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            UserError: `lr_scheduler_kwargs` do not fit the schedule.
+        """
+        with refused_schedule(self.args.lr_scheduler_type, self.args.lr_scheduler_kwargs):
+            return super().create_scheduler(*args, **kwargs)
+
+    def use_evaluation_weights(self) -> None:
+        """Put the weights that the optimizer promises into the model: a schedule-free one trains at another point, to
+        which `training_step` returns. Others have one set of weights."""
+        if callable(switch := getattr(self.optimizer, "eval", None)):
+            switch()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As in transformers; the parts of a sharded model are in place."""
@@ -526,6 +634,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Loss and, if the model yields them, token accuracy and entropy over all rows of `layout`."""
         was_training = self.model.training
         self.model.eval()
+        self.use_evaluation_weights()
         total = 0.0
         one = torch.ones((), dtype=torch.int64, device=self.args.device)  # dividing by 1 gives sums
         size = self.args.per_device_eval_batch_size
@@ -578,6 +687,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers. Every rank calls it if the model is sharded."""
+        self.use_evaluation_weights()
         if not self.sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -711,7 +821,8 @@ class SFTTrainer(trl.SFTTrainer):
             self.lr_scheduler.load_state_dict(schedule)
             return
         fresh = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+            {name: value for name, value in group.items() if name not in _STATE_IN_GROUPS}
+            for group in self.optimizer.param_groups
         ]
         self.optimizer.load_state_dict(optimizer)
         for group, values in zip(self.optimizer.param_groups, fresh, strict=True):
@@ -720,6 +831,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _load_best_model(self) -> None:
         """Load the weights of the best evaluation, verified, on every rank."""
+        self.use_evaluation_weights()
         checkpoint = Path(self.state.best_model_checkpoint)
         if checkpoint.name == f"checkpoint-{self.state.global_step}":
             return  # these are the weights in memory
@@ -758,7 +870,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._rebuilds = rebuild
         if resume_from_checkpoint is None:
             self.resumed_step = 0
-            return super().train(**kwargs)
+            return self._train_to_end(**kwargs)
         self.resumed_step = checkpoints.manifest(Path(resume_from_checkpoint))["step"]
         state = Path(resume_from_checkpoint, "trainer_state.json")
         with loading(state):
@@ -768,8 +880,13 @@ class SFTTrainer(trl.SFTTrainer):
         for tracker in ended:
             tracker.stopped_at = self.resumed_step if self.resumed_step < self.total_steps else None
         if self.resumed_step < self.total_steps and not ended:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            return self._train_to_end(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         return self._train_zero_steps(resume_from_checkpoint)
+
+    def _train_to_end(self, **kwargs: Any) -> Any:
+        output = super().train(**kwargs)
+        self.use_evaluation_weights()
+        return output
 
     def _train_zero_steps(self, checkpoint: str) -> None:
         """Load the weights and the state of a checkpoint at the end of the run, then the best weights if asked for.

@@ -565,7 +565,10 @@ def test_a_file_of_bench_comm_also_speaks_for_gpus_that_are_not_here(tmp_path: P
 def test_profiles_are_what_accelerate_reads_them_as(tmp_path: Path, world: int, on_cpu: bool) -> None:
     here = host() if on_cpu else host(*map(card, range(4)))
     plan = launch.plan(world, here, ["--config", "my file.yaml"], tmp_path / "advised")
+    (tmp_path / "advised").mkdir()
+    (tmp_path / "advised" / "launch.sh").symlink_to(tmp_path / "elsewhere")
     launch.write(tmp_path / "advised", plan, "because")
+    assert not (tmp_path / "elsewhere").exists()  # a link is replaced, not followed
     read = load_config_from_file(str(tmp_path / "advised" / "profile.yaml"))
     assert read.num_processes == world and read.use_cpu is on_cpu
     shipped = "single.yaml" if world == 1 else "cpu_2.yaml" if on_cpu else "ddp_4.yaml"

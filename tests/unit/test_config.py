@@ -169,7 +169,7 @@ CASES = {
     + ["--data.instruction_part", "'<user>\n'", "--data.response_part", '"<bot>\\n\\n"'],
     "transformers": [*MODEL, "--model.backend", "transformers", "--data.system_prompt", "1e5"],
     "lists": [*MODEL, "--lora.modules_to_save", "[embed_tokens]", "--data.eval_file", "[a, b]", "--lora.r", "4"],
-    "text": [*MODEL, "--training.optim_args", "1e-5", "--data.cache_dir", "2026-01-01"],
+    "text": [*MODEL, "--training.run_name", "1e-5", "--data.cache_dir", "2026-01-01"],
 }
 
 

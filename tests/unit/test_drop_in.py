@@ -213,6 +213,61 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
             trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("given", "former", "length", "printed"),
+    [
+        ({}, {}, 2048, True),  # TRL's default of 1,024 is nobody's choice
+        ({"max_length": None}, {}, 2048, True),
+        ({"max_length": 512}, {}, 512, False),
+        ({"max_length": 4096}, {}, 2048, True),
+        ({}, {"max_seq_length": 1024}, 1024, False),
+        ({}, {"max_seq_length": 4096}, 2048, True),
+    ],
+)
+def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
+    given: dict[str, Any],
+    former: dict[str, Any],
+    length: int,
+    printed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """As in the constructor of Unsloth's rewritten trainer (unsloth/models/rl.py, `max_length_check`)."""
+    from finetune import SFTConfig
+    from finetune.drop_in import settings
+
+    loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    found = settings.arguments(args, loaded, dict(former))
+    assert settings.data(found).max_length == length
+    assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
+    args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
+    assert settings.arguments(args, loaded, {}).max_length == 2048
+    of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
+    assert settings.arguments(args, of_another_loader, {}).max_length == 4096
+
+
+def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
+    from finetune.drop_in import refusals
+
+    rows = make().layout.rows
+    refusals.row_length(rows, "train", None)
+    refusals.row_length(rows, "train", int(rows.lengths.max()))
+    with pytest.raises(UserError, match="was loaded with max_seq_length=8"):
+        refusals.row_length(rows, "train", 8)
+
+
+def test_arguments_that_only_unsloths_own_trainer_reads_are_refused(make: Callable[..., Any]) -> None:
+    from finetune.drop_in import refusals
+
+    trainer = make()
+    given = {"train_dataset": dataset(TEXTS), "args": trainer.given}
+    refusals.check(type(trainer), type(trainer), trainer.given, given)
+    trainer.given.embedding_learning_rate = 1e-5
+    with pytest.raises(UserError, match="`embedding_learning_rate=1e-05`: all weights are trained with one"):
+        refusals.check(type(trainer), type(trainer), trainer.given, given)
+
+
 def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]) -> None:
     assert "IterableDataset" in refusal(make, dataset(TEXTS).to_iterable_dataset())
     assert "vision" in refusal(make, [{"text": "a", "image": 1}])
@@ -607,3 +662,69 @@ def test_a_script_keeps_weights_as_it_loads_the_model() -> None:
     assert master_weights.warning(whole, settings.kept_weights(whole), 2e-5) is None
     half.requires_grad_(False)  # a frozen base under an adapter
     assert settings.kept_weights(half).kind == "float32"
+
+
+class TwoPoints(torch.optim.SGD):
+    """As schedule-free optimizers: the weights that training sees are not the ones it promises."""
+
+    OFFSET = 0.25
+    trains = False
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def _move(self, trains: bool) -> None:
+        for parameter in [one for group in self.param_groups for one in group["params"]]:
+            parameter += self.OFFSET * (trains - self.trains)
+        self.trains = trains
+
+
+def test_an_optimizer_with_two_sets_of_weights_is_evaluated_and_saved_with_the_right_one(
+    make: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    """Its `eval` comes before evaluations, checkpoints and the final model, its `train` before each step."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    at_first = AutoModelForCausalLM.from_pretrained(model)
+    optimizer = TwoPoints(at_first.parameters(), lr=0.0)
+    trained_at = []
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trained_at.append(optimizer.trains)
+
+    from finetune import SFTConfig, SFTTrainer
+
+    trainer = SFTTrainer(
+        at_first,
+        SFTConfig(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+        ),
+        train_dataset=dataset(TEXTS),
+        eval_dataset=dataset(TEXTS[:8]),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+        callbacks=[Watch()],
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated[-2:] == pytest.approx([before, before]) and trained_at == [True] * 4
+    trainer.save_model(str(tmp_path / "saved"))
+    right = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for folder in ("out/checkpoint-2", "out/checkpoint-4", "saved"):
+        for name, value in load_file(tmp_path / folder / "model.safetensors").items():
+            torch.testing.assert_close(value, right[name])

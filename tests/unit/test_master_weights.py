@@ -78,6 +78,8 @@ def test_what_needs_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = on_gpu(monkeypatch, memory=[80.0], parameters=10**12)
     assert master_weights.choose(config(), stack, torch.float32).kind == "float32"
     assert master_weights.choose(config(), stack, torch.float16).kind == "float32"
+    ignored = master_weights.choose(config(master_weights="none"), stack, torch.float32)
+    assert ignored.kind == "float32" and "master_weights: none does not apply" in ignored.reason
     assert master_weights.choose(config(full=False), stack, BF16).kind == "float32"
     assert master_weights.choose(config(), SimpleNamespace(device="cpu"), BF16).kind == "float32"  # type: ignore[arg-type]
     stack = on_gpu(monkeypatch, memory=[80.0], parameters=None)

@@ -107,6 +107,7 @@ def test_a_configuration_file_in_place_of_a_command(capsys: pytest.CaptureFixtur
     assert "unknown command: `s.yaml`" in (said := capsys.readouterr().err)
     assert "finetune train --config s.yaml" in said
     assert cli.main(["trian"]) == 2 and "Nearest is `train`." in capsys.readouterr().err
+    assert cli.main(["x\x1b[2J"]) == 2 and "\x1b" not in capsys.readouterr().err
     assert cli.main(["prepare", "s.yaml"]) == 2 and "Write --config s.yaml." in capsys.readouterr().err
 
 

@@ -136,7 +136,7 @@ def test_a_package_that_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_says_so_before_it_loads_anything(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     words = ["--model.model_name_or_path", str(tiny_model), "--data.train_file", str(tmp_path / "rows.jsonl")]
-    done = launch.run("1 rank", [*words, "--training.optim", "galore_adamw"], cache=tmp_path)
+    done = launch.run("1 rank", [*words, "--training.optim", "grokadamw"], cache=tmp_path)
     assert done.returncode == 2
-    assert "error: training.optim: galore_adamw needs the package galore-torch" in done.stdout
+    assert "error: training.optim: grokadamw needs the package grokadamw" in done.stdout
     assert "Traceback" not in done.stdout

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.panel import Panel
@@ -204,20 +205,71 @@ TARGETS = {
 def test_adapter_targets_that_match_nothing(name: str, tiny_model: Path) -> None:
     given, expected = TARGETS[name]
     with pytest.raises(UserError) as error:
-        adapter_targets.check_by_config(config(*given, model=tiny_model))
+        adapter_targets.check_by_config(config(*given, model=tiny_model), "transformers")
     assert all(part in str(error.value) for part in expected), error.value
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, head_dim=16)
+LINEAR_ATTENTION = {
+    f"linear_{name}": 4 for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+}
+SHARED_EXPERT = dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_hidden_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "targets", "bare"),
+    [
+        ("Phi3Config", ATTENTION, PROJECTIONS, "qkv_proj"),
+        ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4}, ["c_attn"], "c_fc"),
+        ("GptOssConfig", ATTENTION | {"num_local_experts": 4}, PROJECTIONS, "experts.gate_up_proj"),
+        ("Qwen3NextConfig", ATTENTION | LINEAR_ATTENTION | SHARED_EXPERT, PROJECTIONS, "shared_expert.up_proj.weight"),
+    ],
+)
+@pytest.mark.filterwarnings(
+    "ignore:fan_in_fan_out:UserWarning", "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
+)
+def test_the_line_that_a_warning_names_covers_the_rest(
+    kind: str, shape: dict[str, Any], targets: list[str], bare: str
+) -> None:
+    """Stacked experts, and layers that PEFT takes for them, are not reached by the names of modules."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    sizes = shape if kind == "GPT2Config" else sizes | shape
+
+    def covered(**given: Any) -> adapter_targets.Coverage:
+        config = getattr(transformers, kind)(**{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        assert adapter_targets.coverage(model) is None
+        found = adapter_targets.coverage(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **given)))
+        assert found is not None
+        return found
+
+    found = covered(target_modules=targets)
+    assert found.warning is not None and found.share < 0.9 and bare in found.warning
+    assert ("lora.target_modules: all-linear" in found.warning) is bool(found.layers)
+    assert ("target_parameters: [" in found.warning) is bool(found.parameters)
+    everything = covered(
+        target_modules="all-linear" if found.layers else targets,
+        target_parameters=list(found.parameters) or None,
+    )
+    assert everything.share == 1.0 and everything.warning is None
 
 
 def test_adapter_targets_that_match(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    adapter_targets.check_by_config(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model))
+    adapter_targets.check_by_config(
+        config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), "transformers"
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for targets in ("all-linear", r".*\.q_proj", None, ["q_proj", "fused_qkv"]):  # the last as a default would be
-        adapter_targets.check(model, config(), targets)
+        adapter_targets.check(model, config(), targets, "transformers")
     for broken in ("q_proj", "("):
         with pytest.raises(UserError, match="target_modules"):
-            adapter_targets.check(model, config(), broken)
+            adapter_targets.check(model, config(), broken, "transformers")
 
 
 def test_early_stopping_watches_the_held_out_loss() -> None:

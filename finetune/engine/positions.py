@@ -1,0 +1,66 @@
+"""Models whose positions are rows of a table, learned or computed once: GPT-2, OPT, GPT-J, BERT's kin. A position
+beyond it is an IndexError on a CPU, and an unspecific assertion on a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from finetune.data.collate import MULTIPLE
+from finetune.errors import UserError
+
+# Last part of a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
+_NAME = re.compile(r"wpe|(\w+_)?pos(itions?)?(_\w+)?")
+_SPARE_ROWS = 8  # tables may begin with rows for padding: OPT's with 2
+
+
+def limit(model: Any) -> int | None:
+    """Positions of the model's table; None if it has none, as with rotary embeddings."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    for name, module in model.named_modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for own, tensor in tensors:
+            named = _NAME.fullmatch(own) or (own == "weight" and _NAME.fullmatch(name.rpartition(".")[2]))
+            if named and tensor.ndim == 2 and most <= tensor.shape[0] <= most + _SPARE_ROWS:
+                # RoBERTa's kin count from the row after the one for padding.
+                padding = getattr(module, "padding_idx", None)
+                return min(most, tensor.shape[0] - (0 if padding is None else padding + 1))
+    return None
+
+
+def check(model: Any, rows: Any, split: str, setting: str = "data.max_length") -> None:
+    """Check that the model has a position for every token.
+
+    Args:
+        rows: `finetune.data.store.Rows`.
+        setting: what limits the length of rows, for the message.
+
+    Raises:
+        UserError: a row is longer than the model's table, once it is padded.
+    """
+    found, longest = limit(model), int(rows.lengths.max(initial=0))
+    if found is None:
+        return
+    usable = found // MULTIPLE * MULTIPLE or found
+    if longest > usable:
+        raise UserError(
+            f"The {split} rows have up to {longest:,} tokens, and {model.config.model_type} has a table of {found:,} "
+            f"positions. Set {setting} to {usable} or less."
+        )
+
+
+def room(model: Any, length: int) -> int | None:
+    """Tokens that an answer to a prompt of `length` tokens may have; None without a limit.
+
+    Raises:
+        UserError: the prompt fills the table.
+    """
+    found = limit(model)
+    if found is not None and length >= found:
+        raise UserError(
+            f"The prompt has {length:,} tokens, and {model.config.model_type} has a table of {found:,} positions. "
+            "Shorten it."
+        )
+    return None if found is None else found - length
