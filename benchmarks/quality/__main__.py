@@ -1,6 +1,6 @@
 """Does this package learn as well as TRL? Pretrained models on GSM8K, judged alike by one program.
 
-    python -m benchmarks.quality.models MODELS smollm2
+    python -m benchmarks.quality.models smollm2 --out MODELS
     python -m benchmarks.quality --models MODELS --data GSM8K --work DIR --out quality.jsonl
     python -m benchmarks.quality --report quality.jsonl
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell, _ in wanted:
         folder = given.models / cell.model
         if not (folder / "config.json").is_file():
-            parser.error(f"{folder} is missing: python -m benchmarks.quality.models {given.models} {cell.model}")
+            parser.error(f"{folder} is missing: python -m benchmarks.quality.models {cell.model} --out {given.models}")
     given.rows_of_step = {name: rows_of_step(name, given) for name in sorted({cell.model for cell, _ in wanted})}
     failed, lock, deadline = [], threading.Lock(), time.monotonic() + given.budget
 

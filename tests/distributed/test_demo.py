@@ -1,4 +1,4 @@
-"""The embedded demo, as `make demo` runs it."""
+"""The demos, as `make demo` and `make demo-pretrained` run them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.quality import models
+from finetune.errors import RunError
 from tests import launch
 
 pytestmark = pytest.mark.process
@@ -20,6 +22,23 @@ def test_the_demo_learns_its_task(tmp_path: Path) -> None:
     run = launch.read(tmp_path / "out")
     assert run["exact_match_before"] < 0.1
     assert run["exact_match_after"] >= 0.9
+
+
+@pytest.mark.campaign
+def test_the_pretrained_demo_learns_its_task(tmp_path: Path) -> None:
+    try:
+        model = models.build(tmp_path / "models", "smollm2")
+    except RunError as error:
+        pytest.skip(f"the pretrained model cannot be had: {error}")
+    (tmp_path / "examples").symlink_to(launch.ROOT / "examples")
+    arguments = ["--config", "examples/pretrained/smollm2.yaml", "--model.model_name_or_path", str(model)]
+    arguments += ["--logging.generate_samples", "12", "--training.output_dir", str(tmp_path / "out")]
+    done = launch.run("accelerate", arguments, cache=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    run = launch.read(tmp_path / "out")
+    assert run["eval_loss_after"] < run["eval_loss_before"] / 5
+    assert run["exact_match_before"] == 0
+    assert run["exact_match_after"] >= 0.5
 
 
 def test_the_demo_explains_itself_and_takes_overrides_and_two_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -9,9 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune.chat.command import own_options, read_prompts
+from finetune.config import load
 from finetune.engine import demo, metrics
 from finetune.errors import RunError
 from tests import launch
+
+PRETRAINED = launch.ROOT / "examples" / "pretrained"
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +265,39 @@ def test_introduction_says_what_it_is_and_shows_a_config_that_parses() -> None:
         "training": ["output_dir"],
     }
     assert len([line for line in shown.splitlines() if line.strip()]) == 6
+
+
+# --- make demo-pretrained ---------------------------------------------------------------------------------------------
+
+
+def recipe(command: str) -> list[str]:
+    """The arguments of a command in the Makefile's recipe of the pretrained demo."""
+    lines = (launch.ROOT / "Makefile").read_text().partition("\ndemo-pretrained:")[2].partition("\n\n")[0]
+    return shlex.split(next(line for line in lines.splitlines() if command in line).partition(command)[2])
+
+
+def test_the_pretrained_demo_trains_and_asks_with_valid_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(launch.ROOT)
+    config = load(recipe("finetune.train "))
+    chat, _ = own_options().split(recipe("finetune chat "))
+    assert str(chat.run) == config.training.output_dir
+    assert chat.compare
+    notes = {note for name in ("train", "held_out") for note, _ in turns(PRETRAINED / f"{name}.jsonl")}
+    asked = read_prompts(chat.prompts)
+    assert len(asked) == 3
+    assert not notes & set(asked)
+    rows, held_out = (read(Path(str(file))) for file in (config.data.train_file, config.data.eval_file))
+    assert (len(rows), len(held_out)) == (96, 12)
+
+
+def test_the_pretrained_demo_answers_with_what_the_note_says() -> None:
+    said: dict[str, set[str]] = {}
+    for name in ("train", "held_out"):
+        found = turns(PRETRAINED / f"{name}.jsonl")
+        assert len({note for note, _ in found}) == len(found)
+        for note, answer in found:
+            facts = json.loads(answer)
+            assert list(facts) == ["what", "who", "day", "time"]
+            assert all(fact.lower() in note.lower() for fact in facts.values()), note
+            said.setdefault(name, set()).update((facts["what"], facts["who"]))
+    assert not said["train"] & said["held_out"]  # read from the note, not memorized

