@@ -5,6 +5,9 @@ one for each row of W ("rowwise"), and sums in float32. The gradient of x is a p
 dimension, so each weight is kept twice: W and its transpose, with scales for their own rows. That is the memory of
 bfloat16. Weights are quantized once, after loading; x and the gradient in every step, by one kernel each.
 
+The attention's values and outputs stay in 16 bits, and so do the first layer and the last two of a deep model: they
+cause most of the loss that rounding costs and are a small part of the work (docs/fp8.md).
+
 Scales belong to single tokens, so the result does not depend on the batch, on packing or on the number of GPUs. The
 adapter and its gradients stay exact: they see x and the gradient as they are (`adapted`).
 """
@@ -21,6 +24,9 @@ from finetune.errors import UserError
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FORMAT).max
 SMALLEST = 1e-12  # of a row's largest value, so that the scale of a row of zeros is not 0
+KEPT = ("v_proj", "o_proj")  # in 16 bits, in every layer
+FIRST, LAST = 1, 2  # layers that stay in 16 bits as a whole,
+DEEP = 12  # in a model of at least so many
 MULTIPLE = 16  # torch._scaled_mm needs both dimensions of a weight to be multiples of this
 
 
@@ -123,18 +129,21 @@ def in_compute_dtype(x: torch.Tensor) -> torch.Tensor:
 
 
 def convert(model: nn.Module) -> int:
-    """Put the frozen linear layers of the model, but not its output head, into FP8, in place. Returns their number.
+    """Put the frozen linear layers of the model into FP8, in place: not its output head, nor what `_is_kept`. Returns
+    their number.
 
     Raises:
         UserError: no layer can be converted.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
+    depth = int(model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
     found = [
         (module, name, child)
-        for module in model.modules()
+        for place, module in model.named_modules()
         if not isinstance(module, nn.ModuleDict)  # an adapter's own layers, or copies that are trained in full
         for name, child in module.named_children()
         if type(child) is nn.Linear and child is not head and _can_be_converted(child)
+        if not _is_kept(f"{place}.{name}".split("."), depth)
     ]
     for module, name, child in found:
         setattr(module, name, Linear(child).train(child.training))
@@ -144,6 +153,27 @@ def convert(model: nn.Module) -> int:
             f"{MULTIPLE}. Set it to false."
         )
     return len(found)
+
+
+def summary(model: nn.Module) -> str:
+    """How much of the model is in FP8, and what that has cost where it was measured."""
+    frozen = [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.Linear) and not any(parameter.requires_grad for parameter in one.parameters())
+    ]
+    count = sum(isinstance(one, Linear) for one in frozen)
+    return (
+        f"{count} of {len(frozen)} frozen linear layers. Held-out loss ended 0.1% above that of bfloat16 with 1.5 B "
+        "parameters and 0.4% with 135 M (docs/fp8.md)"
+    )
+
+
+def _is_kept(words: list[str], depth: int) -> bool:
+    """Whether a linear layer stays in 16 bits, by the words of its name and the model's number of layers."""
+    layer = next((int(word) for word in words if word.isdigit()), None)
+    at_an_end = layer is not None and depth >= DEEP and not FIRST <= layer < depth - LAST
+    return at_an_end or any(word in KEPT for word in words)
 
 
 def _can_be_converted(layer: nn.Linear) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def print_introduction(job: Job, start: Start) -> None:
     """Print what is about to run."""
     from finetune.data import ledger
-    from finetune.engine import adapter_targets, master_weights
+    from finetune.engine import adapter_targets, fp8, master_weights
     from finetune.engine.job import layouts
 
     for sentence in (*start.found.skipped, *start.notes):
@@ -64,6 +64,8 @@ def print_introduction(job: Job, start: Start) -> None:
         print_line(f"warning: {lost}", style="yellow")
     elif config.model.full_finetuning or "training.master_weights" in config.given:
         print_line(f"Trained weights: {job.master_weights.kind} ({job.master_weights.reason})")
+    if config.model.load_in_fp8:
+        print_line(f"FP8: {fp8.summary(job.model)}")
     for verdict in job.stack.patches:
         if verdict.applied:
             print_line(f"patched: {verdict.name} ({verdict.reason})")

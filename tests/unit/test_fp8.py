@@ -106,7 +106,7 @@ def test_a_model_computes_what_rounded_layers_compute(tiny_model: Path, lora: di
 
     reference, converted = with_adapter(tiny_model, **lora).train(), with_adapter(tiny_model, **lora).train()
     for name, layer in linear_layers(reference).items():
-        if not name.endswith("lm_head"):
+        if not any(kept in name for kept in ("lm_head", "v_proj", "o_proj")):
             layer.__class__ = Rounded
     count = fp8.convert(converted)
     assert (adapted.install(converted) == 0) == bool(lora)
@@ -136,6 +136,17 @@ def test_the_size_counts_each_weight_once_and_the_head_stays(tiny_model: Path) -
     fp8.convert(model)
     assert model_size(model) == before
     assert not isinstance(model.get_output_embeddings(), fp8.Linear)
+
+
+def test_the_ends_of_a_deep_model_stay_in_16_bits() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=12))
+    assert fp8.convert(model) == 9 * 5
+    found = {name for name, one in model.named_modules() if isinstance(one, fp8.Linear)}
+    assert {name.split(".")[2] for name in found} == {str(layer) for layer in range(1, 10)}
+    assert {name.split(".")[-1] for name in found} == {"q_proj", "k_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
