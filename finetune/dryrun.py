@@ -84,8 +84,10 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
                 "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
         job = session.open_session(config, real, demo=demo, hooks=hooks)
-        from finetune.measure import trial
+        from finetune.measure import micro_batch, trial
 
+        size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
+        job.batch = micro_batch.divided(job.batch, size.per_device)
         report.print_introduction(job, resume.Start())
         session.check_space(config, job.model)
         session.check_saving(job)
@@ -589,6 +591,8 @@ def notes(measured: dict[str, Any]) -> list[str]:
             f"Micro-batch size, limit {sizes['limit_gib']:.1f} GiB (80% of the memory): {tried}. The largest that fits "
             f"is {sizes['largest_that_fits']}. Recommended: {sizes['flag']}"
         )
+        if sizes["recommended"] != measured["measurement"]["per_device"]:
+            lines.append("A run that leaves the size open takes it: repeat the dry run to measure the job with it.")
     if memory["limit_gib"] is not None and memory["peak_gib"] > memory["limit_gib"]:
         lines.append("warning: peak memory is above 80% of the GPU memory; fragmentation may still end the run.")
     if (memory["held_by_others_gib"] or 0.0) * 2**30 > NOTABLE_OUTSIDE_BYTES:

@@ -68,7 +68,7 @@ def run_locked(
         return DONE
     session.check_space(config, job.model)
     session.check_saving(job)
-    size = choose(job, start.per_device)
+    size = choose(job, start.per_device, distributed.ranks().world_size)
     job.batch = divided(job.batch, size.per_device)
     checkpoints.take_over(output_dir, overwrite=overwrite)
     report.print_introduction(job, start)

@@ -258,14 +258,15 @@ class Choice:
         return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
 
 
-def choose(job: Job, kept: int | None) -> Choice:
+def choose(job: Job, kept: int | None, world: int) -> Choice:
     """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     search of this job found. Every rank calls it.
 
     Args:
         kept: the size in the checkpoint that the run resumes from.
+        world: number of ranks of the run; a dry run is one of them.
     """
-    training, now, world = job.config.training, job.batch.per_device, distributed.ranks().world_size
+    training, now = job.config.training, job.batch.per_device
     if (training.per_device_train_batch_size, training.gradient_accumulation_steps) != (None, None):
         return Choice(per_device=now, reason="as configured")
     if kept == now:
