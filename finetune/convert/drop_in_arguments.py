@@ -29,6 +29,7 @@ WRITTEN_DEFAULTS = {
 }
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_BATCH = f"ARGS.{_ROWS} * ARGS.{_STEPS}"
 _DEFAULT_BATCH = {_ROWS: 8, _STEPS: 1}  # TRL's; where the notebook's library has others, they are written out
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
 _UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
@@ -212,7 +213,16 @@ class Arguments:
     def _keep_batch(self, place: int, call: ast.Call, configs: Sequence[ast.Call]) -> None:
         """Give the trainer the rows per step that the notebook has on its one GPU; TRL multiplies them by the ranks."""
         given = [*call.args[1:2], *(item.value for item in call.keywords if item.arg == "args")]
-        batch = self._batch(given[0] if given else ast.Constant(None), configs)
+        args = given[0] if given else ast.Constant(None)
+        if isinstance(args, ast.Call) and args not in configs:
+            named_args = self._named(args)
+            call.args = [named_args if one is args else one for one in call.args]
+            for item in call.keywords:
+                item.value = named_args if item.value is args else item.value
+            args = named_args.target
+            batch: ast.expr | None = expression(_BATCH, ARGS=ast.Name(args.id, ast.Load()))
+        else:
+            batch = self._batch(args, configs)
         cell = self.program.statements[place].cell
         if batch is None:
             self.keeps_batch = False
@@ -245,7 +255,16 @@ class Arguments:
         known = configs or isinstance(bound, ast.Call)  # else it may be None
         if not known or not isinstance(args, ast.Name | ast.Attribute | ast.Subscript):
             return None
-        return expression(f"ARGS.{_ROWS} * ARGS.{_STEPS}", ARGS=args)
+        return expression(_BATCH, ARGS=args)
+
+    def _named(self, made: ast.expr) -> ast.NamedExpr:
+        """What a function of the notebook makes, by a name of its own, because it may be made only once."""
+        nodes = [node for one in self.program.statements for node in ast.walk(one.node)]
+        taken = {getattr(node, "id", "") or getattr(node, "arg", "") or getattr(node, "name", "") for node in nodes}
+        name = "sft_args"
+        while name in taken:
+            name += "_"
+        return ast.NamedExpr(ast.Name(name, ast.Store()), made)
 
     def _number(self, value: ast.expr) -> int | None:
         if isinstance(value, ast.Name):

@@ -166,12 +166,36 @@ def test_the_batch_is_the_notebooks_on_any_number_of_gpus(case: str, notebook: C
     assert any(f"global_batch_size={expected} is the notebook's batch" in note for note in conversion.report["notes"])
 
 
-def test_a_batch_that_is_not_known_is_said(notebook: Callable[..., Path]) -> None:
+def test_a_configuration_from_a_function_is_made_once(notebook: Callable[..., Path]) -> None:
     config = "def arguments(rows):\n    return SFTConfig(per_device_train_batch_size=rows)"
     trainer = "trainer = SFTTrainer(model=model, args=arguments(2), train_dataset=rows, peft_config=LoraConfig(r=8))"
-    conversion = dropped_in(notebook(config=config, trainer=trainer))
+    given = call(dropped_in(notebook(config=config, trainer=trainer)).script, "SFTTrainer")
+    assert given["args"] == "(sft_args := arguments(2))"
+    assert given["global_batch_size"] == "sft_args.per_device_train_batch_size * sft_args.gradient_accumulation_steps"
+
+
+def test_a_batch_that_is_not_known_is_said(notebook: Callable[..., Path]) -> None:
+    trainer = "def make(args):\n    return SFTTrainer(model=model, args=args, train_dataset=rows)\ntrainer = make(None)"
+    conversion = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1]
     assert "global_batch_size" not in conversion.script
     assert any("on N GPUs a step has N times the notebook's rows" in note for note in conversion.report["notes"])
+
+
+CHECKPOINTS = {
+    "a folder": ('PeftModel.from_pretrained(base, "out/checkpoint-750")', "out/checkpoint-750"),
+    "a file of it": ('torch.load("out/checkpoint-5/optimizer.pt")', "out/checkpoint-5/optimizer.pt"),
+    "a path in parts": ('PeftModel.from_pretrained(base, os.path.join("out", "checkpoint-12"))', "checkpoint-12"),
+    "another folder": ('PeftModel.from_pretrained(base, "out/checkpoint-best")', None),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_named_by_its_step_is_said(case: str, notebook: Callable[..., Path]) -> None:
+    code, path = CHECKPOINTS[case]
+    save = f'from peft import PeftModel\nbase = model\nlast = {code}\nlast.save_pretrained("merged")'
+    notes = [note for note in dropped_in(notebook(save=save)).report["notes"] if "checkpoint-" in note]
+    assert len(notes) == (path is not None)
+    assert path is None or f"{path} is a step of the notebook's training" in notes[0]
 
 
 def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> None:
