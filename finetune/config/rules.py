@@ -202,7 +202,7 @@ def adapter(config: Config, given: frozenset[str]) -> Found:
 def adapter_modules(config: Config, given: frozenset[str]) -> Found:
     """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
     lora = config.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules or ""]
     if both := [name for name in targets if name in (lora.modules_to_save or ())]:
         yield (
             ("lora.target_modules", "lora.modules_to_save"),

@@ -3,14 +3,13 @@ beyond it is an IndexError on a CPU, and an unspecific assertion on a GPU."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from finetune.data.collate import MULTIPLE
 from finetune.errors import UserError
 
-# Last part of a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
-_NAME = re.compile(r"wpe|(\w+_)?pos(itions?)?(_\w+)?")
+# Words in a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
+_WORDS = {"wpe", "pos", "position", "positions"}
 _SPARE_ROWS = 8  # tables may begin with rows for padding: OPT's with 2
 
 
@@ -22,7 +21,8 @@ def limit(model: Any) -> int | None:
     for name, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for own, tensor in tensors:
-            named = _NAME.fullmatch(own) or (own == "weight" and _NAME.fullmatch(name.rpartition(".")[2]))
+            last = name.rpartition(".")[2] if own == "weight" else own
+            named = not _WORDS.isdisjoint(last.split("_"))
             if named and tensor.ndim == 2 and most <= tensor.shape[0] <= most + _SPARE_ROWS:
                 # RoBERTa's kin count from the row after the one for padding.
                 padding = getattr(module, "padding_idx", None)

@@ -132,7 +132,7 @@ def host_bound(run: Run, others: Sequence[Run] = ()) -> Finding | None:
 
 
 def best_micro_batch(run: Run) -> tuple[int, float] | None:
-    """Size and tokens/s of the fastest micro-batch that a dry run measured, if run.json has its search."""
+    """Size and tokens/s of the fastest micro-batch that a search measured, if run.json has one."""
     tried = [mapping(one) for one in sequence(run.at("micro_batch_search.attempts"))[:100]]
     speeds = [(value_of(one.get("tokens_per_second")), count(one.get("per_device"))) for one in tried]
     known = [(speed, size) for speed, size in speeds if speed and size]
@@ -159,7 +159,7 @@ def small_batch(run: Run, others: Sequence[Run] = ()) -> Finding | None:
             f"{percent(speed / best[1])} of the best micro-batch's speed",
         ),
         evidence=f"With {counted(size, 'row')} per forward pass the fullest GPU uses {percent(full)} of its memory "
-        f"(threshold {percent(ROOM)}) at {number(speed)} tokens/s; the dry run measured {number(best[1])} with "
+        f"(threshold {percent(ROOM)}) at {number(speed)} tokens/s; the search measured {number(best[1])} with "
         f"{counted(best[0], 'row')}.",
         advice=f"training.per_device_train_batch_size: {min(best[0], fits)}   # same global batch, same result",
         gain=f"up to {best[1] / speed:.2f} times the tokens/s",

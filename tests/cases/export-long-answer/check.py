@@ -14,7 +14,8 @@ def check(folder: Path, output: str) -> None:
     """The answers are kept as they are, and generation stops at the template's end of turn as well."""
     with mock.patch.object(verify, "run", lambda job: FINDING):  # the check itself needs a process of its own
         assert cli.main(["export", "out", "--to", "merged", "--out", "merged"]) == 0
-    assert json.loads((folder / "merged" / "export.json").read_text())["verification"] == FINDING
+    kept = json.loads((folder / "merged" / "export.json").read_text())["verification"]
+    assert kept.items() >= FINDING.items(), kept
     tokens = json.loads((folder / "merged" / "tokenizer.json").read_text())["added_tokens"]
     ids = {one["content"]: one["id"] for one in tokens}
     content = json.loads((folder / "merged" / "generation_config.json").read_text())
