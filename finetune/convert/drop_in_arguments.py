@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
 import re
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from finetune.config.sft_fields import sft_fields
 from finetune.convert.knowledge import CONFIG, TRAINER, arguments, named, not_in, renamed
 from finetune.convert.names import Program, free_names, root, target_names
 from finetune.convert.read import Refusal
+from finetune.convert.source import expression
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
 _RENAMED = renamed(TRAINER) | renamed(CONFIG)
@@ -26,6 +28,9 @@ WRITTEN_DEFAULTS = {
     for name in dict.fromkeys(name for defaults in _DEFAULTS for name in defaults)
 }
 
+_ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_BATCH = f"ARGS.{_ROWS} * ARGS.{_STEPS}"
+_DEFAULT_BATCH = {_ROWS: 8, _STEPS: 1}  # TRL's; where the notebook's library has others, they are written out
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
 _UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
@@ -42,6 +47,8 @@ class Arguments:
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
         self.text_fields: dict[ast.Call, ast.expr] = {}  # trainer -> its own dataset_text_field
         self.seed: int | None = None
+        self.notes: list[str] = []
+        self.keeps_batch = True  # whether every trainer is given the notebook's batch
         self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
         if unsloth:
@@ -61,6 +68,8 @@ class Arguments:
         if unsloth and not configs and not cut:
             for place, call in trainers:
                 call.keywords.append(self._length_keyword(place, "max_seq_length"))
+        for place, call in trainers:
+            self._keep_batch(place, call, [config for _, config in configs])
 
     def _default_config(self, place: int, call: ast.Call) -> None:
         """Unsloth's own configuration for a trainer without `args`, whose defaults are then written out."""
@@ -200,6 +209,94 @@ class Arguments:
             if self._new_name(str(item.arg)) not in given:
                 config.keywords.append(item)
                 self._say(place, f"`{item.arg}` moved to SFTConfig")
+
+    def _keep_batch(self, place: int, call: ast.Call, configs: Sequence[ast.Call]) -> None:
+        """Give the trainer the rows per step that the notebook has on its one GPU; TRL multiplies them by the ranks."""
+        given = [*call.args[1:2], *(item.value for item in call.keywords if item.arg == "args")]
+        args = given[0] if given else ast.Constant(None)
+        if isinstance(args, ast.Call) and args not in configs:
+            named_args = self._named(args)
+            call.args = [named_args if one is args else one for one in call.args]
+            for item in call.keywords:
+                item.value = named_args if item.value is args else item.value
+            args = named_args.target
+            batch: ast.expr | None = expression(_BATCH, ARGS=ast.Name(args.id, ast.Load()))
+        else:
+            batch = self._batch(args, configs)
+        cell = self.program.statements[place].cell
+        if batch is None:
+            self.keeps_batch = False
+            self.notes.append(
+                f"cell {cell}: the batch is not known before the run, so on N GPUs a step has N times the notebook's"
+                " rows at the same learning rate; give SFTTrainer a global_batch_size"
+            )
+            return
+        call.keywords.append(ast.keyword(arg="global_batch_size", value=batch))
+        self._say(place, "the batch is the notebook's on any number of GPUs")
+        self.notes.append(
+            f"cell {cell}: global_batch_size={ast.unparse(batch)} is the notebook's batch (rows per device x"
+            " accumulation), the same on any number of GPUs that divides it: accumulation follows from it"
+        )
+
+    def _batch(self, args: ast.expr, configs: Sequence[ast.Call]) -> ast.expr | None:
+        """Rows per step of a trainer with these `args`: as a number if the notebook has numbers; None if unknown."""
+        if isinstance(args, ast.Constant) and args.value is None:
+            return ast.Constant(math.prod(_DEFAULT_BATCH.values()))
+        bound = self._only_value(args) if isinstance(args, ast.Name) else args
+        config = next((one for one in configs if one is bound), None)
+        if config is not None:
+            given = {str(item.arg): item.value for item in config.keywords}
+            factors = [given.get(name, ast.Constant(default)) for name, default in _DEFAULT_BATCH.items()]
+            numbers = [self._number(one) for one in factors]
+            if None not in numbers:
+                return ast.Constant(math.prod(numbers))  # type: ignore[arg-type]
+            if config is args:
+                return ast.BinOp(copy.deepcopy(factors[0]), ast.Mult(), copy.deepcopy(factors[1]))
+        known = configs or isinstance(bound, ast.Call)  # else it may be None
+        if not known or not isinstance(args, ast.Name | ast.Attribute | ast.Subscript):
+            return None
+        return expression(_BATCH, ARGS=args)
+
+    def _named(self, made: ast.expr) -> ast.NamedExpr:
+        """What a function of the notebook makes, by a name of its own, because it may be made only once."""
+        nodes = [node for one in self.program.statements for node in ast.walk(one.node)]
+        taken = {getattr(node, "id", "") or getattr(node, "arg", "") or getattr(node, "name", "") for node in nodes}
+        name = "sft_args"
+        while name in taken:
+            name += "_"
+        return ast.NamedExpr(ast.Name(name, ast.Store()), made)
+
+    def _number(self, value: ast.expr) -> int | None:
+        if isinstance(value, ast.Name):
+            bound = self._only_value(value)
+            return None if bound is None else self._number(bound)
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.FloorDiv):
+            left, right = self._number(value.left), self._number(value.right)
+            if left is None or not right:
+                return None
+            return left * right if isinstance(value.op, ast.Mult) else left // right
+        number = value.value if isinstance(value, ast.Constant) else None
+        return number if isinstance(number, int) else None
+
+    def _only_value(self, name: ast.Name) -> ast.expr | None:
+        """The value of a name that the notebook binds once, and whose value nothing changes."""
+        nodes = [node for one in self.program.statements for node in ast.walk(one.node)]
+        binds = [
+            node
+            for node in nodes
+            if isinstance(node, ast.arg)
+            and node.arg == name.id
+            or isinstance(node, ast.Name)
+            and node.id == name.id
+            and not isinstance(node.ctx, ast.Load)
+        ]
+        changed = any(name.id in effect.changes for effect in self.program.effects)
+        values = [
+            one.value
+            for one in nodes
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and one.targets[0].id == name.id
+        ]
+        return values[0] if len(binds) == len(values) == 1 and not changed else None
 
     def _has_adapter(self, place: int, name: str, call: ast.Call) -> bool:
         """`peft_config` for a model with an adapter, which TRL ignored once and refuses now."""

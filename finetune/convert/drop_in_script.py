@@ -37,6 +37,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     """
     form = decide(notebook, program)
     arguments = Arguments(program, unsloth=form.unsloth)
+    form.notes += [*arguments.notes, *_checkpoints(form)]
     read_first = _format_rows(form, arguments)
     _select_text(form, arguments, read_first)
     _text_before_messages(form, arguments, read_first)
@@ -46,6 +47,20 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     refuse_outside(form)
     text = _script(form, arguments, _name(form))
     return Conversion(name=_name(form), script=text, config="", report=_report(form, notes, why))
+
+
+def _checkpoints(form: Form) -> list[str]:
+    """Notes on checkpoints that the notebook names by their step."""
+    return [
+        f"cell {statement.cell}: {node.value} is a step of the notebook's training; it exists only if the script takes"
+        " and saves this step: with the same rows and the same batch"
+        for statement in (form.program.statements[place] for place in form.kept(MAIN) + form.kept(AFTER))
+        for node in ast.walk(statement.node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CHECKPOINT.fullmatch(node.value)
+    ]
+
+
+_CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
 
 
 def _name(form: Form) -> str:
@@ -342,6 +357,11 @@ def _script(form: Form, arguments: Arguments, name: str) -> str:
         "",
         f"    accelerate launch {name}.py",
         "",
+        *(
+            ["`global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.", ""]
+            if arguments.keeps_batch
+            else []
+        ),
         *origin(form.notebook, f". What was left out or rewritten, and why: {name}.report.json"),
     ]
     return script("\n".join(title), parts)

@@ -94,7 +94,8 @@ def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
 
 
 def batch(args: Any, global_batch_size: int | None) -> Batch:
-    """How a step divides over the ranks: TRL's product, or what the user has fixed.
+    """How a step divides over the ranks: TRL's product, or what the user has fixed. Of a fixed batch, a rank holds at
+    most `per_device_train_batch_size` rows at once.
 
     Raises:
         UserError: `global_batch_size` does not divide over this world size.
@@ -107,12 +108,10 @@ def batch(args: Any, global_batch_size: int | None) -> Batch:
             accumulation=args.gradient_accumulation_steps,
             global_batch_size=per_rank * world_size,
         )
-    default = next(one.default for one in dataclasses.fields(args) if one.name == "per_device_train_batch_size")
-    given = args.per_device_train_batch_size
-    chosen = TrainingConfig(
-        global_batch_size=global_batch_size, per_device_train_batch_size=None if given == default else given
-    )
-    return resolve_batch(chosen, world_size)
+    fixed = resolve_batch(TrainingConfig(global_batch_size=global_batch_size), world_size)
+    per_rank = fixed.per_device * fixed.accumulation
+    per_device = max(rows for rows in range(1, args.per_device_train_batch_size + 1) if per_rank % rows == 0)
+    return dataclasses.replace(fixed, per_device=per_device, accumulation=per_rank // per_device)
 
 
 def for_training(args: Any, batch: Batch) -> Any:

@@ -2,6 +2,7 @@
 
 `case.yaml` has
     model       a kind of tests/cases/models.py, made as ./m (optional)
+    process     true if a command starts a process, as a conversion does (optional)
     commands    run in order in a copy of the folder. Each has
         run             the words after `finetune`
         exit            its exit code (0 unless given)
@@ -26,8 +27,16 @@ from finetune import cli
 from tests.cases import models
 from tests.runs import in_this_process
 
-CASES = sorted(file.parent for file in Path(__file__).parent.glob("*/case.yaml"))
-KEYS = {"model", "commands"}
+
+def _cases() -> list[Any]:
+    cases = []
+    for file in sorted(Path(__file__).parent.glob("*/case.yaml")):
+        starts = yaml.safe_load(file.read_text(encoding="utf-8")).get("process")
+        cases.append(pytest.param(file.parent, id=file.parent.name, marks=[pytest.mark.process] if starts else []))
+    return cases
+
+
+KEYS = {"model", "process", "commands"}
 KEYS_OF_A_COMMAND = {"run", "exit", "prints", "not_printed"}
 
 
@@ -37,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"": tmp_path_factory.mktemp("models")}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("case", _cases())
 def test_case(
     case: Path, made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -129,7 +129,73 @@ def test_old_spellings_are_todays(notebook: Callable[..., Path]) -> None:
         "dataset_text_field": "'text'", "max_length": "512",
         "learning_rate": "5e-05", "logging_steps": "500", "gradient_checkpointing": "False", "bf16": "False",
     }  # fmt: skip
-    assert call(script, "SFTTrainer").keys() == {"model", "args", "train_dataset", "peft_config", "processing_class"}
+    assert call(script, "SFTTrainer") == {
+        "model": "model", "args": "args", "train_dataset": "rows.select_columns(['text'])", "peft_config": "peft_config",
+        "processing_class": "tokenizer", "global_batch_size": "8",
+    }  # fmt: skip
+
+
+# How the notebook gives its batch, and what the trainer is given. Defaults: TRL's 8 x 1, Unsloth's 4 x 2.
+BATCHES = {
+    "numbers": ("args = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3)", "args", "6"),
+    "one number": ("args = TrainingArguments('out', gradient_accumulation_steps=4)", "args", "32"),
+    "an older name": ("args = TrainingArguments('out', per_gpu_train_batch_size=2)", "args", "2"),
+    "variables": ("micro = 2\nargs = SFTConfig(per_device_train_batch_size=micro, gradient_accumulation_steps=32 // micro)", "args", "32"),
+    "a dict": ("given = dict(per_device_train_batch_size=3)\nargs = SFTConfig(**given)", "args", "3"),
+    "inside": ("", "SFTConfig(per_device_train_batch_size=5)", "5"),
+    "none": ("", "None", "8"),
+    "set later": (
+        "args = SFTConfig(per_device_train_batch_size=2)\nargs.gradient_accumulation_steps = 4",
+        "args",
+        "args.per_device_train_batch_size * args.gradient_accumulation_steps",
+    ),
+    "set by the machine": (
+        "steps = 4 if torch.cuda.is_available() else 2",
+        "SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=steps)",
+        "2 * steps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_the_batch_is_the_notebooks_on_any_number_of_gpus(case: str, notebook: Callable[..., Path]) -> None:
+    config, args, expected = BATCHES[case]
+    trainer = f"trainer = SFTTrainer(model=model, args={args}, train_dataset=rows, peft_config=LoraConfig(r=8))"
+    conversion = dropped_in(notebook(config=config, trainer=trainer))
+    assert call(conversion.script, "SFTTrainer")["global_batch_size"] == expected
+    assert any(f"global_batch_size={expected} is the notebook's batch" in note for note in conversion.report["notes"])
+
+
+def test_a_configuration_from_a_function_is_made_once(notebook: Callable[..., Path]) -> None:
+    config = "def arguments(rows):\n    return SFTConfig(per_device_train_batch_size=rows)"
+    trainer = "trainer = SFTTrainer(model=model, args=arguments(2), train_dataset=rows, peft_config=LoraConfig(r=8))"
+    given = call(dropped_in(notebook(config=config, trainer=trainer)).script, "SFTTrainer")
+    assert given["args"] == "(sft_args := arguments(2))"
+    assert given["global_batch_size"] == "sft_args.per_device_train_batch_size * sft_args.gradient_accumulation_steps"
+
+
+def test_a_batch_that_is_not_known_is_said(notebook: Callable[..., Path]) -> None:
+    trainer = "def make(args):\n    return SFTTrainer(model=model, args=args, train_dataset=rows)\ntrainer = make(None)"
+    conversion = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1]
+    assert "global_batch_size" not in conversion.script
+    assert any("on N GPUs a step has N times the notebook's rows" in note for note in conversion.report["notes"])
+
+
+CHECKPOINTS = {
+    "a folder": ('PeftModel.from_pretrained(base, "out/checkpoint-750")', "out/checkpoint-750"),
+    "a file of it": ('torch.load("out/checkpoint-5/optimizer.pt")', "out/checkpoint-5/optimizer.pt"),
+    "a path in parts": ('PeftModel.from_pretrained(base, os.path.join("out", "checkpoint-12"))', "checkpoint-12"),
+    "another folder": ('PeftModel.from_pretrained(base, "out/checkpoint-best")', None),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_named_by_its_step_is_said(case: str, notebook: Callable[..., Path]) -> None:
+    code, path = CHECKPOINTS[case]
+    save = f'from peft import PeftModel\nbase = model\nlast = {code}\nlast.save_pretrained("merged")'
+    notes = [note for note in dropped_in(notebook(save=save)).report["notes"] if "checkpoint-" in note]
+    assert len(notes) == (path is not None)
+    assert path is None or f"{path} is a step of the notebook's training" in notes[0]
 
 
 def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> None:
@@ -138,6 +204,7 @@ def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> 
     config = call(script, "SFTConfig")
     assert config["max_length"] == "length" and config["seed"] == "3407" and config["optim"] == "'adamw_8bit'"
     assert config["per_device_train_batch_size"] == "4" and config["gradient_accumulation_steps"] == "2"
+    assert call(script, "SFTTrainer")["global_batch_size"] == "8"
     assert "device_map" not in script and "CUDA_VISIBLE_DEVICES" not in script and "FINETUNE_BACKEND" not in script
     lines = script.splitlines()
     ours = next(n for n, line in enumerate(lines) if line.startswith("from finetune"))
