@@ -136,9 +136,11 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
         UserError: a name matches no module, or one that takes no adapter. PEFT accepts a list if any of its names
             matches.
     """
+    from transformers.pytorch_utils import Conv1D
+
     modules = {name: module for name, module in model.named_modules() if name}
     names = list(modules)
-    linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear)]
+    linear = [name for name, module in modules.items() if isinstance(module, (torch.nn.Linear, Conv1D))]
     given, saved = config.lora.target_modules, config.lora.modules_to_save or []
     if missing := [name for name in saved if not _found(name, names)]:
         raise UserError(_missing("lora.modules_to_save", missing, names))

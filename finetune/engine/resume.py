@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config import Batch, Config, resolve_batch, scaled_learning_rate
-from finetune.config.batch import grows_with_world_size
+from finetune.config.batch import fixed, grows_with_world_size
 from finetune.data import ORDER
 from finetune.engine import checkpoints, preflight, record
 from finetune.engine.checkpoints import Found
@@ -251,13 +251,15 @@ def batch_of(config: Config, manifest: Mapping[str, Any], world_size: int) -> Ba
         UserError: the settings do not multiply to the global batch on this world size.
     """
     training, had = config.training, manifest.get("batch")
-    if not (isinstance(had, dict) and all(isinstance(value, int) and value > 0 for value in had.values())):
+    names = {"per_device", "global_batch_size", "world_size"}
+    if not (isinstance(had, dict) and had.keys() >= names and all(type(had[name]) is int for name in names)):
         return resolve_batch(training, world_size, config.data)
-    if grows_with_world_size(training) and "global_batch_size" in had:
-        size = had["global_batch_size"]
-        training = dataclasses.replace(training, global_batch_size=size, gradient_accumulation_steps=None)
+    if grows_with_world_size(training) and had["world_size"] > 0:
+        then = fixed(training, had["world_size"], config.data)
+        if then.global_batch_size == had["global_batch_size"]:  # else the user has changed a factor
+            training = then
     found = resolve_batch(training, world_size, config.data)
-    kept = had.get("per_device", 0)
+    kept = max(had["per_device"], 0)
     is_open = (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (None, None)
     if is_open and kept and found.global_batch_size % (world_size * kept) == 0:
         training = dataclasses.replace(training, per_device_train_batch_size=kept)

@@ -763,6 +763,7 @@ class SFTTrainer(trl.SFTTrainer):
                     "batch": {
                         "per_device": self.args.per_device_train_batch_size,
                         "global_batch_size": self.plan.global_batch_size,
+                        "world_size": self.args.world_size,
                     },
                     "launch": launcher.launch_id(),
                 }

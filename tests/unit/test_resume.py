@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from finetune.config import load
+from finetune.config import Config, TrainingConfig, load
 from finetune.engine import checkpoints, resume
 from finetune.errors import UserError
 from tests import tiny
@@ -553,3 +553,19 @@ def edited(tensor: torch.Tensor, place: int) -> torch.Tensor:
 def test_resume_with_changes_needs_a_resume() -> None:
     with pytest.raises(Exception, match="resume_with_changes needs a checkpoint to resume from"):
         load(["--training.resume_with_changes"])
+
+
+def test_a_batch_that_grew_with_the_ranks_is_kept_on_others_unless_a_factor_changes() -> None:
+    """2 x 3 rows on each of 4 ranks, resumed on 2, and then with other factors."""
+    manifest = {"batch": {"per_device": 2, "global_batch_size": 24, "world_size": 4}}
+
+    def resumed(world: int, **factors: int) -> tuple[int, int, int]:
+        found = resume.batch_of(Config(training=TrainingConfig(**factors)), manifest, world)
+        return found.per_device, found.accumulation, found.global_batch_size
+
+    assert resumed(2, per_device_train_batch_size=2, gradient_accumulation_steps=3) == (2, 6, 24)
+    assert resumed(2, per_device_train_batch_size=1, gradient_accumulation_steps=3) == (1, 3, 6)
+    assert resumed(2, global_batch_size=24) == (2, 6, 24)  # the size of the checkpoint, not the default
+    assert resumed(3, global_batch_size=15) == (5, 1, 15)  # 2 does not divide 5 rows
+    for damaged in ({}, {"batch": None}, {"batch": {"per_device": "x", "global_batch_size": 24, "world_size": 0}}):
+        assert resume.batch_of(Config(), damaged, 1).global_batch_size == 16
