@@ -229,6 +229,7 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     config = master_weights.decided(config, probe().memory_gib, sizes.total)
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
+    fixing = fixing_arguments(config.training, world, config.data)
     reports = []
     with tempfile.TemporaryDirectory(prefix="slices-") as place:
         for count in cut:
@@ -236,7 +237,6 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
             with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
                 report = Path(place) / f"{count}.json"
                 weights = config.training.master_weights
-                fixing = fixing_arguments(config.training, world, config.data)
                 reports.append(_dry_run_of(model, batch.per_device, weights, world, report, fixing))
     refused = next((one for one in reports if not one["go"]), None)
     line = launch_line(world)

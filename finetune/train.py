@@ -50,7 +50,7 @@ def run_locked(
     config: Config, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
 ) -> int:
     """`run`, while holding the lock on the output folder."""
-    from finetune.measure.micro_batch import choose, divided  # imports torch
+    from finetune.measure import micro_batch  # imports torch
 
     output_dir, resume_from = Path(config.training.output_dir), config.training.resume_from_checkpoint
     overwrite = config.training.overwrite_output_dir
@@ -68,8 +68,8 @@ def run_locked(
         return DONE
     session.check_space(config, job.model)
     session.check_saving(job)
-    size = choose(job, start.per_device, distributed.ranks().world_size)
-    job.batch = divided(job.batch, size.per_device)
+    size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+    job.batch = micro_batch.divided(job.batch, size.per_device)
     checkpoints.take_over(output_dir, overwrite=overwrite)
     report.print_introduction(job, start)
     with session.recorded(record, job, start):

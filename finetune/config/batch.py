@@ -43,14 +43,14 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
         global_batch_size = per_device * (accumulation or 1) * world_size
     global_batch_size = global_batch_size or DEFAULT_GLOBAL_BATCH
 
-    fixed = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
+    unit = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
     all_fixed = per_device is not None and accumulation is not None
 
     def fits(world: int, size: int) -> bool:
-        return size == fixed * world if all_fixed else size % (fixed * world) == 0
+        return size == unit * world if all_fixed else size % (unit * world) == 0
 
     if not fits(world_size, global_batch_size):
-        raise UserError(_no_fit(training, world_size, global_batch_size, fixed, all_fixed, fits))
+        raise UserError(_no_fit(training, world_size, global_batch_size, unit, all_fixed, fits))
     per_rank = global_batch_size // world_size
     if per_device is None:
         per_device = per_rank // accumulation if accumulation else _largest_divisor(per_rank, most)

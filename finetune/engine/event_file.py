@@ -36,9 +36,8 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """As SummaryWriter.add_text."""
-        self._write(
-            "add_text", tag, text.encode(errors="backslashreplace").decode(), step
-        )  # a file's name may be no text
+        shown = text.encode(errors="backslashreplace").decode()  # a file's name may be no text
+        self._write("add_text", tag, shown, step)
 
     def add_histogram(self, tag: str, values: Any, step: int) -> None:
         """As SummaryWriter.add_histogram."""

@@ -186,21 +186,13 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
     )
     if config.model.full_finetuning or continue_adapter:
         return model
-    lora = config.lora
     adapter_targets.check(model, config, _targets(config), "unsloth")
     with _refused_adapter(config):
         return loader.get_peft_model(
             model,
-            r=lora.r,
-            lora_alpha=lora.lora_alpha,
-            lora_dropout=lora.lora_dropout,
-            target_modules=_targets(config),
-            modules_to_save=lora.modules_to_save,
-            use_rslora=lora.use_rslora,
-            bias=lora.bias,
             use_gradient_checkpointing=checkpointing,
             random_state=_adapter_seed(config),
-            **lora.adapter_kwargs,
+            **_adapter_arguments(config),
         )
 
 
@@ -240,25 +232,21 @@ def _load_transformers(
         model.enable_input_require_grads()
     if continue_adapter:
         return PeftModel.from_pretrained(model, name, is_trainable=True)
-    lora = config.lora
     adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
     transposed: dict[str, Any] = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
     with _refused_adapter(config):
         return get_peft_model(
             model,
-            LoraConfig(
-                r=lora.r,
-                lora_alpha=lora.lora_alpha,
-                lora_dropout=lora.lora_dropout,
-                target_modules=_targets(config),
-                modules_to_save=lora.modules_to_save,
-                use_rslora=lora.use_rslora,
-                bias=lora.bias,
-                task_type="CAUSAL_LM",
-                **(transposed | lora.adapter_kwargs),
-            ),
+            LoraConfig(task_type="CAUSAL_LM", **(transposed | _adapter_arguments(config))),
         )
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    """Arguments of a new adapter, as PEFT and Unsloth name them."""
+    lora = config.lora
+    names = ("r", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "bias")
+    return {name: getattr(lora, name) for name in names} | {"target_modules": _targets(config)} | lora.adapter_kwargs
 
 
 def quantization_config(bits: int | None, dtype: torch.dtype) -> Any:

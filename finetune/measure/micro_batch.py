@@ -290,7 +290,7 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
     return Choice(per_device=now, reason="the default", searches=True)
 
 
-def find(job: Job, trainer: Any, memory: Memory | None = None) -> Choice:
+def find(job: Job, trainer: Any) -> Choice:
     """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
 
     A further size is tried while the time that the last one saves in so many steps is more than its own trial costs:
@@ -298,7 +298,7 @@ def find(job: Job, trainer: Any, memory: Memory | None = None) -> Choice:
     its rows.
     """
     began = time.perf_counter()
-    memory = memory or memory_of(job.stack.device)
+    memory = memory_of(job.stack.device)
     world, start = distributed.ranks().world_size, job.batch.per_device
     share = real_share(job, world)
     assert memory.limit_bytes is not None
