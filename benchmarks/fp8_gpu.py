@@ -77,7 +77,14 @@ def kernels() -> dict[str, Any]:
     exact = torch.nn.functional.silu(gate.float()) * up.float()
     theirs = [exact, *torch.autograd.grad(exact, (gate, up), d.float())]
     silu = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(ours, theirs, strict=True)]
-    shapes = {"8b": (4096, 1024, 14336, 8192), "1.2b": (2048, 512, 8192, 16384)}
+    shapes = {
+        "8b": (4096, 1024, 14336, 8192),
+        "1.2b": (2048, 512, 8192, 16384),
+        "1.5b": (1536, 256, 8960, 16384),
+        "0.6b": (1024, 1024, 3072, 32768),
+        "0.5b": (896, 128, 4864, 32768),
+        "135m": (576, 192, 1536, 32768),
+    }
     return {"quantize_equals_cpu": equal, "silu_errors": silu,
             "adapters_in_silu": {name: adapters_in_silu(shape[3], shape[2]) for name, shape in shapes.items()},
             "decoder_layer": {name: decoder_layer(*shape) for name, shape in shapes.items()}}  # fmt: skip
@@ -137,34 +144,39 @@ def adapters_in_silu(tokens: int, inner: int, rank: int = 16) -> dict[str, Any]:
     return {"milliseconds": {name: timed(way) for name, way in ways.items()}, "errors": errors}
 
 
-def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, float]:
+def decoder_layer(hidden: int, keys: int, inner: int, tokens: int) -> dict[str, Any]:
     """Frozen linear layers alone, without adapters: milliseconds in bfloat16 and in FP8, and the relative errors."""
     import torch
 
     from finetune.engine import adapted, fp8
 
-    groups = [(hidden, [hidden, keys, keys]), (hidden, [hidden]), (hidden, [inner, inner]), (inner, [hidden])]
-    milliseconds, errors = {"bf16": 0.0, "fp8": 0.0}, [0.0, 0.0]
-    for width, outputs in groups:
+    groups = {
+        "q": (hidden, [hidden]), "k v": (hidden, [keys, keys]), "o": (hidden, [hidden]),
+        "gate up": (hidden, [inner, inner]), "down": (inner, [hidden]),
+    }  # fmt: skip
+    milliseconds, errors, ratios = {"bf16": 0.0, "fp8": 0.0}, [0.0, 0.0], {}
+    for group, (width, outputs) in groups.items():
         x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         plain = [torch.nn.Linear(width, one, bias=False, device="cuda", dtype=torch.bfloat16) for one in outputs]
         plain = [one.requires_grad_(False) for one in plain]
         converted = [fp8.Linear(one) for one in plain]
         gradients = [torch.randn(tokens, one, device="cuda", dtype=torch.bfloat16) for one in outputs]
         forms = {"bf16": lambda x, p=plain: [one(x) for one in p], "fp8": lambda x, c=converted: adapted.project(x, c)}
-        results = {}
+        results, took = {}, {}
         for name, form in forms.items():
 
             def once(form: Any = form, x: Any = x, gradients: Any = gradients) -> Any:
                 y = form(x)
                 return [*y, *torch.autograd.grad(y, x, gradients)]
 
-            milliseconds[name] += timed(once)
+            took[name] = timed(once)
+            milliseconds[name] += took[name]
             results[name] = [once()[0], once()[-1]]
+        ratios[group] = took["bf16"] / took["fp8"]
         for place in (0, 1):
             a, b = (results[name][place].float() for name in ("fp8", "bf16"))
             errors[place] = max(errors[place], float((a - b).norm() / b.norm()))
-    return milliseconds | {"ratio": milliseconds["bf16"] / milliseconds["fp8"],
+    return milliseconds | {"ratio": milliseconds["bf16"] / milliseconds["fp8"], "ratios": ratios,
                            "output_error": errors[0], "input_gradient_error": errors[1]}  # fmt: skip
 
 

@@ -423,7 +423,7 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     memory, job = trial.memory, trial.job
     if slices.is_slice():
         return {"attempts": [], "reason": "not searched, because this is a slice of the model"}
-    sizes = micro_batch.allowed_sizes(job, world)
+    sizes = allowed = micro_batch.allowed_sizes(job, world)
     if memory.limit_bytes is None:
         return {"attempts": [], "reason": "not searched, because a CPU run has no separate memory limit"}
     if start is None:
@@ -438,7 +438,7 @@ def search(trial: Trial, world: int, start: int | None) -> dict[str, Any]:
     attempts = micro_batch.search(sizes, start or sizes[-1], attempt, lambda: trial.budget.over)
     if not attempts:
         return {"attempts": [], "reason": f"not searched, because {LIMIT_SECONDS / 60:.0f} minutes were over"}
-    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_share(job, world))
+    found = micro_batch.summary(attempts, memory.limit_bytes, micro_batch.real_share(job, world), allowed)
     measurements.keep_sizes(measurements.facts(job), found)  # a run takes the fastest of them
     return found
 

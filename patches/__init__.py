@@ -1,10 +1,11 @@
 """Patches for defects of the installed libraries, one file each, listed in the order in which they run.
 
-EARLY patches run before `import unsloth`, LATE ones after it, those of OPTIMIZERS in runs with that `training.optim`. A
-patch is applied only if its probe finds the defect.
+EARLY patches run before `import unsloth`, LATE ones after it, those of OPTIMIZERS in runs with that `training.optim`,
+MASKED ones where rows attend through a mask on a GPU. A patch is applied only if its probe finds the defect.
 """
 
 from patches import (
+    torch_cudnn_attention_nan,
     torch_varlen_gqa,
     torchao_state_dtype,
     unsloth_all_trl_trainers,
@@ -30,4 +31,5 @@ LATE = (
     unsloth_rope_gradient_layout,
 )
 OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
-ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each))
+MASKED = (torch_cudnn_attention_nan,)
+ALL = (*EARLY, *LATE, *MASKED, *(patch for each in OPTIMIZERS.values() for patch in each))

@@ -77,7 +77,8 @@ def build(folder: Path, name: str, gguf: Path | None = None) -> Path:
                 check(file, name)
                 with files.staging(found) as unfinished:
                     command = [sys.executable, "-m", "benchmarks.quality.models", name, "--convert", str(file)]
-                    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(library)])}
+                    path = filter(None, [str(ROOT), str(library), os.environ.get("PYTHONPATH")])
+                    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
                     done = subprocess.run(
                         [*command, "--out", str(unfinished)],
                         capture_output=True,

@@ -166,7 +166,10 @@ def changes(config: Config, base: Tried, on_cpu: bool) -> list[Change]:
         )
     model = config.model
     if not (on_cpu or model.full_finetuning or model.load_in_4bit or model.load_in_8bit or model.load_in_fp8):
-        found.append(Change(name="FP8 weights", arguments=("--model.load_in_fp8", "true"), same_result=False))
+        from finetune.engine.fp8 import COST  # imports torch
+
+        arguments = ("--model.load_in_fp8", "true")
+        found.append(Change(name=f"FP8 weights ({COST})", arguments=arguments, same_result=False))
     if config.training.gradient_checkpointing:
         arguments = ("--training.gradient_checkpointing", "false")
         found.append(Change(name="no checkpointing", arguments=arguments, same_result=True))

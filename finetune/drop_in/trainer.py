@@ -166,10 +166,11 @@ class SFTTrainer(engine.SFTTrainer):
         self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
+        kernel = choose_attention("auto", model, stack, layout, batch.per_device, dtype)
         return Job(
             config=config,
             batch=batch,
-            stack=stack,
+            stack=stack.with_masks() if kernel.masks else stack,
             hardware=hardware.probe(),
             tokenizer=self.preparation.tokenizer,
             data=data,
@@ -178,7 +179,7 @@ class SFTTrainer(engine.SFTTrainer):
             unpacked_because=because,
             layer_kernels=layers,
             master_weights=settings.kept_weights(model),
-            attention=choose_attention("auto", model, stack, layout, batch.per_device, dtype),
+            attention=kernel,
             model=model,
             size=model_size(model),
         )

@@ -31,6 +31,7 @@ class Choice:
     # Of one layer at the shapes of this run's first pack, forward and backward, by kernel.
     milliseconds: dict[str, float] | None = None
     difference: float | None = None  # of FlashAttention-4 from torch: the largest of output and gradients, in norm
+    masks: bool = False  # whether the rows attend through a mask
 
     def to_dict(self) -> dict[str, Any]:
         """The choice as JSON."""

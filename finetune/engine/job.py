@@ -123,20 +123,20 @@ def open_job(
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)
+    dtype = model.resolve_dtype(config, stack)
+    kernel = choose_attention(config.model.packed_attention, loaded, stack, layout, batch.per_device, dtype)
     start_up.ended("model")
     return Job(
         config=config,
         batch=batch,
-        stack=stack,
+        stack=stack.with_masks() if kernel.masks else stack,
         hardware=hardware.probe(),
         tokenizer=tokenizer,
         data=prepared,
         layout=layout,
         eval_layout=lay_out(prepared.eval, pack_length, **keyed) if prepared.eval else None,
         unpacked_because=because,
-        attention=choose_attention(
-            config.model.packed_attention, loaded, stack, layout, batch.per_device, model.resolve_dtype(config, stack)
-        ),
+        attention=kernel,
         layer_kernels=layer_kernels.choose(config, stack, loaded),
         master_weights=weights,
         model=loaded,
@@ -166,7 +166,7 @@ def choose_attention(wanted: str, loaded: Any, stack: Stack, layout: Layout, per
         return attention.choose(wanted, attention.shapes(loaded, lengths, dtype), stack.torch_device, documents)
     if wanted == "flash_4":
         raise UserError(f"model.packed_attention is flash_4, which this run cannot use: {reason}. Set it to auto.")
-    return attention.Choice(kernel=own, reason=reason)
+    return attention.Choice(kernel=own, reason=reason, masks=True)
 
 
 def load_model(config: Config, stack: Stack, row_length: int, tokenizer: Any, hooks: Hooks) -> Any:

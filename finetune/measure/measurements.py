@@ -251,7 +251,8 @@ def find_sizes(wanted: dict[str, Any]) -> dict[str, Any] | None:
     try:
         content = json.loads(_sizes_file(wanted).read_text(encoding="utf-8"))
         known = {"per_device", "fits", "peak_bytes", "tokens_per_second"}
-        return content if all(one.keys() == known for one in content["attempts"]) else None
+        whole = {"largest_allowed", "largest_that_fits"} <= content.keys()
+        return content if whole and all(one.keys() == known for one in content["attempts"]) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -228,13 +228,16 @@ def _synchronize(trainer: Any) -> None:
         torch.cuda.synchronize()
 
 
-def summary(attempts: Sequence[Attempt], limit_bytes: float, share: Callable[[int], float]) -> dict[str, Any]:
-    """The result of a search, for reports, run.json and the cache."""
+def summary(
+    attempts: Sequence[Attempt], limit_bytes: float, share: Callable[[int], float], sizes: Sequence[int]
+) -> dict[str, Any]:
+    """The result of a search among `sizes`, for reports, run.json and the cache."""
     best = recommended(attempts, share)
     fitting = [one.per_device for one in attempts if one.fits]
     return {
         "limit_gib": limit_bytes / 2**30,
         "attempts": [asdict(one) for one in attempts],
+        "largest_allowed": max(sizes),
         "largest_that_fits": max(fitting) if fitting else None,
         "recommended": best.per_device if best else None,
         "flag": f"--training.per_device_train_batch_size {best.per_device}" if best else None,
@@ -275,9 +278,8 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
         return Choice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
         return Choice(per_device=now, reason="the default of a sharded run")
-    found = measurements.find_sizes(measurements.facts(job)) or {"attempts": []}
     sizes = allowed_sizes(job, world)
-    attempts = [Attempt(**one) for one in found["attempts"] if one["per_device"] in sizes]
+    attempts = _earlier(job, sizes)
     best = recommended(attempts, real_share(job, world))
     everywhere = distributed.gather_objects(None if best is None else best.per_device)
     size = everywhere[0]
@@ -290,6 +292,18 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
     return Choice(per_device=now, reason="the default", searches=True)
 
 
+def _earlier(job: Job, sizes: Sequence[int]) -> list[Attempt]:
+    """What an earlier search of this job found for these sizes; nothing if it would have gone on to larger ones, had
+    its number of ranks allowed them."""
+    found = measurements.find_sizes(measurements.facts(job))
+    if found is None:
+        return []
+    attempts = [Attempt(**one) for one in found["attempts"]]
+    if max(sizes) > found["largest_allowed"] == found["largest_that_fits"]:
+        return []
+    return [one for one in attempts if one.per_device in sizes]
+
+
 def find(job: Job, trainer: Any) -> Choice:
     """Search before the first step, for as long as it is won back in WON_BACK_STEPS steps. Every rank calls it.
 
@@ -300,7 +314,7 @@ def find(job: Job, trainer: Any) -> Choice:
     began = time.perf_counter()
     memory = memory_of(job.stack.device)
     world, start = distributed.ranks().world_size, job.batch.per_device
-    share = real_share(job, world)
+    share, sizes = real_share(job, world), allowed_sizes(job, world)
     assert memory.limit_bytes is not None
     memory.limit_bytes -= bytes_to_come(trainer)
     tried: list[Attempt] = []
@@ -312,9 +326,9 @@ def find(job: Job, trainer: Any) -> Choice:
         return slowest
 
     with activity.during("searching for the micro-batch size"):
-        attempts = search(allowed_sizes(job, world), start, attempt, lambda: _costs_more(tried, job, world, share))
+        attempts = search(sizes, start, attempt, lambda: _costs_more(tried, job, world, share))
     process_memory.reset()
-    found = summary(attempts, memory.limit_bytes, share)
+    found = summary(attempts, memory.limit_bytes, share, sizes)
     measurements.keep_sizes(measurements.facts(job), found)
     size = found["recommended"] or min(one.per_device for one in attempts)
     reason = f"the fastest that fits of {', '.join(str(one.per_device) for one in attempts)}"

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +42,14 @@ class Stack:
     device: str  # "cuda" or "cpu"
     local_rank: int
     patches: tuple[core.Verdict, ...]
+    without: tuple[str, ...] = ()  # names of patches that are left out
+
+    def with_masks(self) -> Stack:
+        """This stack for rows that attend through a mask, with the patches for that. Their probe loads cuDNN, which
+        takes seconds on a new machine, so other runs do without."""
+        if self.device == "cpu":
+            return self
+        return replace(self, patches=(*self.patches, *core.run(patches.MASKED, self.without)))
 
     @property
     def torch_device(self) -> Any:
@@ -155,7 +163,14 @@ def start(
         verdicts += core.run(patches.OPTIMIZERS.get(optimizer, ()), without)
     quiet_libraries(log_level)
     start_up.ended("libraries")
-    return Stack(backend=name, reason=reason, device=device, local_rank=me.local_rank, patches=tuple(verdicts))
+    return Stack(
+        backend=name,
+        reason=reason,
+        device=device,
+        local_rank=me.local_rank,
+        patches=tuple(verdicts),
+        without=tuple(without),
+    )
 
 
 def _check_strategy() -> None:

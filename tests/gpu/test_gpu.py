@@ -226,6 +226,27 @@ def test_kernels_of_an_mlp_add_its_adapters(kind: str, ranks: tuple[int | None, 
 
 
 @pytest.mark.gpu
+def test_gradients_of_attention_with_a_mask_are_finite() -> None:
+    """With the patch, whatever kernel torch prefers, for every remainder of the length."""
+    import torch
+
+    from patches import core, torch_cudnn_attention_nan
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        core.run([torch_cudnn_attention_nan])
+        for length in range(32, 321, 32):
+            query, key, value = (torch.randn(1, 2, length, 64, device="cuda").bfloat16() for _ in range(3))
+            query[..., 0], key[..., 0] = 1.0, -960.0  # scores of -120
+            query.requires_grad_()
+            mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()[None, None]
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
+            assert query.grad is not None and query.grad.isfinite().all(), length
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.gpu
 def test_rotary_gradients_keep_their_layout() -> None:
     """Unsloth's rotary embedding with the patch against without it, over packs. One GPU."""
     import torch

@@ -107,3 +107,31 @@ def test_varlen_attention_as_torch_2_11_has_it(monkeypatch: pytest.MonkeyPatch) 
     assert not patch.needed()
     assert varlen.varlen_attn(1, 2, 3, 4, 5, 6, 7, window_size=(0, 1), enable_gqa=True) == "result"
     assert seen == {"query": 1, "window_size": (0, 1)}
+
+
+def test_cudnn_attention_as_torch_2_11_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass that overflows where cuDNN is allowed: the probe sees it, and the patch allows cuDNN no more."""
+    import torch
+
+    from patches import torch_cudnn_attention_nan as patch
+
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask):
+        query = query.clone()
+        if torch.backends.cuda.cudnn_sdp_enabled():
+            query.register_hook(lambda gradient: gradient * float("nan"))
+        return real(query, key, value, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(patch, "DEVICE", "cpu")
+    assert not patch.needed()  # the CPU's attention is right
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert patch.needed()
+        patch.apply()
+        assert not patch.needed() and not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
