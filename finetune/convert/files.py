@@ -11,7 +11,11 @@ from pathlib import PurePosixPath
 from finetune.convert.names import Program, is_path, root, target_names, written_path
 from finetune.convert.read import Notebook
 
-_WORKING_FOLDERS = ("/content/", "/kaggle/working/")  # where the services start a notebook
+# Where hosted services start a notebook: there "/content/rows.jsonl" and "rows.jsonl" are one file.
+WORKING_FOLDERS = ("/content", "/kaggle/working", "/workspace")
+# Google Drive, which outlives the notebook's machine.
+_DRIVES = tuple(f"/content/{mount}/{name}" for mount in ("drive", "gdrive") for name in ("MyDrive", "My Drive"))
+SERVICE_FOLDERS = (*_DRIVES, *WORKING_FOLDERS, "/kaggle/temp")
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
 _CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
@@ -43,11 +47,22 @@ def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
     written = _written(trees)
     found: dict[str, str] = {}
     for path in sorted(paths):
-        folder = next((folder for folder in _WORKING_FOLDERS if path.startswith(folder)), path)
-        for name in (path.removeprefix(folder), f"./{path.removeprefix(folder)}"):
-            if name in paths and len(name) > 2 and written & {path, name}:
-                found.setdefault(path, name)
+        for folder in WORKING_FOLDERS:
+            short = path.removeprefix(f"{folder}/")
+            for name in (short, f"./{short}") if short != path else ():
+                if name in paths and short and written & {path, name}:
+                    found.setdefault(path, name)
     return found
+
+
+_STARTS = re.compile(
+    rf"""(?<=["'\s])(?:{"|".join(map(re.escape, SERVICE_FOLDERS))})(?:/+(?=[^"'\s/])|(?=/?(?:["'\s]|$)))"""
+)
+
+
+def in_working_folder(text: str) -> str:
+    """A text, such as code or YAML, with the services' folders as the working folder, wherever a path starts so."""
+    return _STARTS.sub(lambda found: "" if found[0].endswith("/") else ".", text)
 
 
 def renamed(source: str, names: dict[str, str]) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
+from finetune.convert.files import in_working_folder
 from finetune.convert.witness_notebook import is_unsloth, read_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 from finetune.runtime.command import printable
@@ -50,9 +51,6 @@ class Witness:
 
 # The script refuses rows that TRL accepts: empty ones, and an evaluation without rows. Generated rows may become both.
 _NOTHING_LEFT = re.compile(r"`eval_dataset` is empty|Dropped: \d+ x empty ")
-# A hosted service starts a notebook in this folder, so "/content/rows.jsonl" and "rows.jsonl" are one file there. Here
-# neither side may write outside of its own folder.
-_SERVICE_FOLDER = re.compile(r"""(?<=["'\s])(?:/content|/kaggle/working)/(?=[\w.])""")
 
 
 def _same_failure(of_notebook: str, of_script: str | None) -> bool:
@@ -110,7 +108,8 @@ def run_scripts(
 ) -> dict[str, list[dict[str, Any]]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
     job = {
-        "files": {name: _SERVICE_FOLDER.sub("", text) for name, text in files.items()},
+        # Neither side may write outside of its own folder.
+        "files": {name: in_working_folder(text) for name, text in files.items()},
         "names": list(names),
         "form": form,
         "unsloth": theirs["unsloth"],
@@ -128,7 +127,7 @@ def _cells(notebook: Path) -> list[str]:
         cells = read_cells(read_text(notebook, "utf-8-sig"), notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
-    return [_SERVICE_FOLDER.sub("", cell) for cell in cells]
+    return [in_working_folder(cell) for cell in cells]
 
 
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from finetune.convert import witness
 from finetune.convert.command import convert, steps
+from finetune.convert.files import in_working_folder
 from finetune.convert.witness_stand_ins import ROWS
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
@@ -253,14 +254,25 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
 
-def test_a_services_folder_is_the_working_folder_on_both_sides(tmp_path: Path) -> None:
+SERVICES = [
+    ('a("/content/rows.jsonl")', 'a("rows.jsonl")'),
+    ("b('/kaggle/working/x')", "b('x')"),
+    ('c("/content/drive/MyDrive/rows.csv")', 'c("rows.csv")'),
+    ('d("/content", "/kaggle/working/", "/content/drive/My Drive")', 'd(".", "./", ".")'),
+    ('e(f"/content/{name}.csv", "/content/*.csv", "/content/" + name)', 'e(f"{name}.csv", "*.csv", "./" + name)'),
+    ("f: /content/model", "f: model"),
+    ("g: /kaggle/working", "g: ."),
+    ('i("my/content/x", "/contents", "/kaggle/input/x")', 'i("my/content/x", "/contents", "/kaggle/input/x")'),
+]
+
+
+@pytest.mark.parametrize(("text", "found"), SERVICES)
+def test_a_services_folder_is_the_working_folder_on_both_sides(text: str, found: str, tmp_path: Path) -> None:
     """Only as the start of a path, so that no other folder of that name is meant."""
-    text = 'a("/content/rows.jsonl")\nb("/kaggle/working/x")\nc("/content")\nd("my/content/x")\ne: /content/model\n'
     notebook = tmp_path / "mine.py"
-    notebook.write_text("# %%\n" + text)
-    found = 'a("rows.jsonl")\nb("x")\nc("/content")\nd("my/content/x")\ne: model\n'
-    assert witness._SERVICE_FOLDER.sub("", text) == found
-    assert found.splitlines()[0] in "\n".join(witness._cells(notebook))
+    notebook.write_text(f"# %%\n{text}\nlast\n")
+    assert in_working_folder(text) == found
+    assert found in "\n".join(witness._cells(notebook))
 
 
 @pytest.mark.campaign
