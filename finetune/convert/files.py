@@ -55,6 +55,23 @@ def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
     return found
 
 
+def is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def is_hosted(path: str) -> bool:
+    """Whether it is a path on a hosted service."""
+    return any(is_below(path, folder) for folder in (*SERVICE_FOLDERS, "/kaggle", "../input"))
+
+
+def below_working_folder(path: str, *, drives: bool = False) -> str:
+    """A path without the service's folder. `drives`: keep the name of a Google Drive, `drive/MyDrive/birds`."""
+    folder = next((one for one in (WORKING_FOLDERS if drives else SERVICE_FOLDERS) if is_below(path, one)), None)
+    if folder is None:
+        return path
+    return path.removeprefix(folder).lstrip("/") or ("./" if path.endswith("/") else ".")
+
+
 _STARTS = re.compile(
     rf"""(?<=["'\s])(?:{"|".join(map(re.escape, SERVICE_FOLDERS))})(?:/+(?=[^"'\s/])|(?=/?(?:["'\s]|$)))"""
 )
@@ -68,9 +85,7 @@ def in_working_folder(text: str) -> str:
 def renamed(source: str, names: dict[str, str]) -> str:
     """The code with the literals of these paths replaced."""
     for path, name in names.items():
-        source = re.sub(
-            rf"""(["']){re.escape(path)}\1""", lambda quoted, name=name: quoted[1] + name + quoted[1], source
-        )
+        source = re.sub(rf"""(["']){re.escape(path)}(?=\1|{{)""", lambda quoted, name=name: quoted[1] + name, source)
     return source
 
 
