@@ -307,6 +307,7 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
     else:
         settings.set("data.max_length", length, default if explicit is None else "")
     refuse_rows(what, plan)
+    settings.set("data.keep_empty", True, "as TRL: an answer may be empty on purpose")
     set_format(settings, what, plan, what.config.get("dataset_text_field"))
     if _flag(what.config.get("packing", False), "packing"):
         settings.set("data.packing", True)
