@@ -79,7 +79,7 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
     name = next(file for file in files if file.endswith(".py")).removesuffix(".py")
     try:
         theirs = run_notebook(notebook, seconds)
-        columns = [run["columns"] for run in theirs["runs"]]
+        columns = [run["columns"] for run in theirs["runs"] if not run["empty"]]
         left = seconds - (time.perf_counter() - start)
         ours = run_scripts([name], files, form, theirs, left)[name]
         for one, two in zip(theirs["runs"], ours, strict=True):
@@ -115,7 +115,8 @@ def run_scripts(
         "unsloth": theirs["unsloth"],
         "template": theirs["template"],
     }
-    job |= {"columns": [run["columns"] for run in theirs["runs"]], "packages": str(_HERE.parents[1])}
+    job |= {key: [run[key] for run in theirs["runs"]] for key in ("columns", "empty")}
+    job["packages"] = str(_HERE.parents[1])
     found = _run("witness_script.py", job, seconds)
     if not isinstance(found, dict) or set(found) != set(names):
         raise _unreadable("the script", "other scripts")
@@ -187,6 +188,8 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
         return None
     if not refusable and not (isinstance(failures := run.get("failures"), list) and all(map(_is_text, failures))):
         return "the failures are missing"
+    if not refusable and not isinstance(run.get("empty"), bool):
+        return "it does not say whether values are empty"
     columns, settings, lora, model = (run.get(name) for name in ("columns", "settings", "lora", "model"))
     if not isinstance(columns, dict) or not all(isinstance(kind, str) for kind in columns.values()):
         return "the columns are missing"
@@ -228,10 +231,14 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
     not, does not count. The package appends one to text, as TRL does; Unsloth does not. And it appends one to a
     completion beside a text field, where TRL appends it to the text, which it does not read (docs/data.md).
     """
+    refused: list[dict[str, str]] = []
     for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
+        about = " (rows of which some values are empty)" if one.get("empty") else about
         if "refused" in two:
-            if number:  # the notebook reads no column, so these were guessed; a refusal trains nothing wrong
+            # The notebook reads no column, so these were guessed; a refusal trains nothing wrong.
+            if number and (not one.get("empty") or one["columns"] in refused):
+                refused.append(one["columns"])
                 continue
             return f"the notebook trains on these rows, the script fails{about}: {two['refused']}"
         extra = unsloth or "completion" in one["columns"]

@@ -65,6 +65,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
         "length": planted(right.config, "max_length: 1024", "max_length: 128"),
         "steps": planted(right.config, "max_steps: 60", "max_steps: 61"),
         "bits": planted(right.config, "load_in_4bit: true", "load_in_4bit: false"),
+        "empty": planted(right.config, "keep_empty: true", "keep_empty: false"),
         "imports": right.config,
     }
     files = {f"{name}.yaml": text for name, text in settings.items()}
@@ -83,6 +84,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
     assert "row 0 (rows with messages): labels differ from token" in found["mask"]
     for name in ("batch", "length", "steps", "bits"):
         assert "the notebook" in found[name], name
+    assert [run["empty"] for run in theirs["runs"]] == [False, True] and found["empty"] == ""
     assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
     assert len(theirs["runs"][0]["rows"]) == ROWS - 2, "two rows are cut before their answers"
@@ -252,6 +254,24 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
                 "rows": [[ids, ids]]}  # fmt: skip
 
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
+
+
+@pytest.mark.campaign
+def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) -> None:
+    notebook = Path(__file__).parents[1] / "cases" / "convert-no-answer-rows" / "no_answer_rows.ipynb"
+    right = convert(notebook, witness=False).conversion
+    files = {f"{right.name}.py": right.script, f"{right.name}.yaml": right.config}
+    assert witness.check(notebook, files).status == "passed"
+    dropped = planted(right.config, "keep_empty: true", "keep_empty: false")
+    found = witness.check(notebook, files | {f"{right.name}.yaml": dropped})
+    assert found.status == "differs" and "(rows of which some values are empty)" in found.reason
+
+
+def test_a_script_that_fails_on_empty_values_differs() -> None:
+    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "eos": 2, "rows": [[[5], [5]]]}
+    found = witness.first_difference([run, run | {"empty": True}], [run, {"refused": "no rows"}])
+    assert found.endswith("the script fails (rows of which some values are empty): no rows")
+    assert witness.first_difference([run, run | {"empty": False}], [run, {"refused": "no rows"}]) == ""
 
 
 SERVICES = [

@@ -53,6 +53,17 @@ def test_every_column_has_long_rows_and_short_ones() -> None:
     assert [a > 500 for a in lengths["question"]] != [a > 500 for a in lengths["answer"]]
 
 
+def test_some_values_are_empty_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    witness_stand_ins.columns["talk"] = "messages"
+    assert all(row["question"] and all(turn["content"] for turn in row["talk"]) for row in rows())
+    monkeypatch.setattr(witness_stand_ins, "empty", True)
+    found = rows()
+    assert 0 < sum(not row["question"] for row in found) < ROWS / 3
+    last = [row["talk"][-1] for row in found]
+    assert 0 < sum(not turn["content"] for turn in last) < ROWS / 3
+    assert all(turn["role"] == "assistant" for turn in last)
+
+
 def test_rows_are_divided_as_by_scikit_learn() -> None:
     table = pandas.DataFrame(rows())
     for size, held in ((0.25, 30), (12, 12), (None, 30)):
