@@ -31,27 +31,25 @@ _CONTAINERS = ast.List | ast.Tuple | ast.Set
 
 
 def results_in_working_folder(notebook: Notebook) -> list[str]:
-    """Take the service's folder from the paths that only results are saved to, in place. Returns notes for the report.
-
-    A path that something may be read from before the training stays: then the script stops there, before it trains.
-    """
+    """Take the service's folder from the paths of results, in place. Returns notes for the report."""
     paths = _Paths(notebook)
     renames = paths.of_results()
     notes = []
     for place, statement in enumerate(notebook.statements):
-        found = {node: renames[node] for node in ast.walk(statement.node) if node in renames}
+        found = [node for node in ast.walk(statement.node) if isinstance(node, ast.Constant) and node in renames]
         if not found:
             continue
-        names = {str(node.value): short for node, short in found.items()}  # type: ignore[attr-defined]
-        for node, short in found.items():
-            node.value = short  # type: ignore[attr-defined]
+        names = {str(node.value): renames[node] for node in found}
+        read = {str(node.value) for node in found if paths.is_read(node)}
+        for node in found:
+            node.value = renames[node]
         source = renamed(statement.source, names)
         if ast.dump(ast.parse(source).body[0]) != ast.dump(statement.node):
             source = ast.unparse(statement.node)
         notebook.statements[place] = replace(statement, source=source, node=ast.parse(source).body[0])
         notes += [
-            f"cell {statement.cell}: {path} became {short}: results are saved below the working folder, not on the"
-            " hosted service"
+            f"cell {statement.cell}: {path} became {short}: the script saves below its working folder, not on the"
+            f" hosted service{'; what is read from it is expected there as well' if path in read else ''}"
             for path, short in sorted(names.items())
         ]
     return notes
@@ -87,21 +85,24 @@ class _Paths:
                 if any(is_below(node.value, folder) for folder in SERVICE_FOLDERS):
                     self.all[node] = {*self._uses(node, set())}
 
-    def of_results(self) -> dict[ast.AST, str]:
-        """Paths of results alone, and of what is read from them after the training -> below the working folder."""
-        read = {self._text(node) for node, uses in self.all.items() if not self._clean(node)}
-        results = {self._text(node) for node, uses in self.all.items() if uses & _RESULTS and self._clean(node)} - {
-            *SERVICE_FOLDERS
-        }
-        files = {self._text(node) for node, uses in self.all.items() if "file" in uses}
-        results -= {one for one in results for other in read if is_below(other, one)}
-        results -= {one for one in results & files for other in read if is_below(one, other)}
-        found: dict[ast.AST, str] = {}
+    def of_results(self) -> dict[ast.Constant, str]:
+        """Paths that results are saved to, with what is read there -> below the working folder. Rows beside results
+        keep their path, unless the notebook writes them itself."""
+        saved = {self._text(node) for node, uses in self.all.items() if uses & _RESULTS} - {*SERVICE_FOLDERS}
+        files = {self._text(node) for node, uses in self.all.items() if "file" in uses} - {*SERVICE_FOLDERS}
+        read = {self._text(node) for node, uses in self.all.items() if not uses & _RESULTS and not self._clean(node)}
+        lost = {one for one in files for folder in read if one != folder and is_below(one, folder)}
+        found: dict[ast.Constant, str] = {}
         for node, uses in self.all.items():
-            below = any(is_below(self._text(node), one) for one in results)
-            if self._clean(node) and (below or (uses & _RESULTS and self._text(node) in SERVICE_FOLDERS)):
+            made = saved - lost if uses & _RESULTS or self._clean(node) else files - lost
+            whole = bool(uses & _RESULTS) and self._text(node) in SERVICE_FOLDERS
+            if whole or any(is_below(self._text(node), one) for one in made):
                 found[node] = below_working_folder(str(node.value), drives=self.copied)
         return found
+
+    def is_read(self, node: ast.Constant) -> bool:
+        """Whether something else may be read there before the training."""
+        return not self._clean(node) and "file" not in self.all[node]
 
     def _text(self, node: ast.Constant) -> str:
         return str(node.value).rstrip("/")

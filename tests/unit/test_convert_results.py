@@ -54,11 +54,15 @@ CASES = {
     ),
     "rows and results by one name": (
         f'HOME = "{DRIVE}"\nload(f"{{HOME}}/rows.csv")\n{TRAIN}model.save_pretrained(f"{{HOME}}/out")',
-        [DRIVE, "/rows.csv", "/out"],
+        [".", "/rows.csv", "/out"],
     ),
-    "a file that is read before the training": (
+    "rows in the folder of the results": (
+        f'load("/content/x/rows.csv")\nSFTConfig(output_dir="/content/x")\n{TRAIN}',
+        ["/content/x/rows.csv", "x"],
+    ),
+    "a file that is written and read": (
         f'rows.to_json("/content/rows.json")\nload("/content/rows.json")\n{TRAIN}',
-        ["/content/rows.json"] * 2,
+        ["rows.json"] * 2,
     ),
     "a file in a folder that is read before": (
         f'rows.to_json("/content/d/rows.json")\nload("/content/d")\n{TRAIN}',
