@@ -824,7 +824,8 @@ def _replace_open() -> None:
 
     def folder(make: Any) -> Any:
         def called(path: Any, *given: Any, **named: Any) -> None:
-            with contextlib.suppress(PermissionError):
+            outside = not os.path.abspath(os.fsdecode(path)).startswith(here)
+            with contextlib.suppress(PermissionError, *([FileNotFoundError] if outside else [])):
                 make(path, *given, **named)
 
         return called

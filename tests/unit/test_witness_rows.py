@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -132,6 +135,21 @@ def test_a_file_that_does_not_exist_is_generated(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["weights.bin", "config.yaml", "../../etc/passwd", "", 3])
 def test_another_file_is_not(name: Any) -> None:
     assert witness_stand_ins._elsewhere(name, "r") is None
+
+
+def test_a_folder_of_another_machine_is_not_made_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((os, "makedirs"), (os, "mkdir"), (io, "open"), (builtins, "open")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    witness_stand_ins._replace_open()
+    (tmp_path / "none" / "birds").mkdir()
+    os.mkdir(str(tmp_path / "none" / "birds"))
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(FileNotFoundError):
+        os.mkdir("none/birds")
 
 
 def test_what_is_not_installed_reads_the_same_on_both_sides() -> None:
