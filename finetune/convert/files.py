@@ -10,12 +10,8 @@ from pathlib import PurePosixPath
 
 from finetune.convert.names import Program, is_path, root, target_names, written_path
 from finetune.convert.read import Notebook
+from finetune.convert.services import WORKING_FOLDERS
 
-# Where hosted services start a notebook: there "/content/rows.jsonl" and "rows.jsonl" are one file.
-WORKING_FOLDERS = ("/content", "/kaggle/working", "/workspace")
-# Google Drive, which outlives the notebook's machine.
-_DRIVES = tuple(f"/content/{mount}/{name}" for mount in ("drive", "gdrive") for name in ("MyDrive", "My Drive"))
-SERVICE_FOLDERS = (*_DRIVES, *WORKING_FOLDERS, "/kaggle/temp")
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
 _CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
@@ -53,33 +49,6 @@ def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
                 if name in paths and short and written & {path, name}:
                     found.setdefault(path, name)
     return found
-
-
-def is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder}/")
-
-
-def is_hosted(path: str) -> bool:
-    """Whether it is a path on a hosted service."""
-    return any(is_below(path, folder) for folder in (*SERVICE_FOLDERS, "/kaggle", "../input"))
-
-
-def below_working_folder(path: str, *, drives: bool = False) -> str:
-    """A path without the service's folder. `drives`: keep the name of a Google Drive, `drive/MyDrive/birds`."""
-    folder = next((one for one in (WORKING_FOLDERS if drives else SERVICE_FOLDERS) if is_below(path, one)), None)
-    if folder is None:
-        return path
-    return path.removeprefix(folder).lstrip("/") or ("./" if path.endswith("/") else ".")
-
-
-_STARTS = re.compile(
-    rf"""(?<=["'\s])(?:{"|".join(map(re.escape, SERVICE_FOLDERS))})(?:/+(?=[^"'\s/])|(?=/?(?:["'\s]|$)))"""
-)
-
-
-def in_working_folder(text: str) -> str:
-    """A text, such as code or YAML, with the services' folders as the working folder, wherever a path starts so."""
-    return _STARTS.sub(lambda found: "" if found[0].endswith("/") else ".", text)
 
 
 def renamed(source: str, names: dict[str, str]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from finetune.convert.changes import gives_own_tokenizer
-from finetune.convert.files import is_hosted
 from finetune.convert.harmless import installs, is_pure, is_tracker, makes, only_looks
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
@@ -34,6 +33,7 @@ from finetune.convert.roles import (
     method_of,
     packages_used,
 )
+from finetune.convert.services import is_hosted
 
 
 def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:

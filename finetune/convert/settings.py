@@ -13,11 +13,11 @@ from typing import Any
 
 from finetune.config.rules import TRACKERS
 from finetune.config.sft_fields import MANAGED, sft_fields
-from finetune.convert.files import below_working_folder, is_hosted
 from finetune.convert.hooks import seeded_generators
 from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of, training_events
+from finetune.convert.services import below_working_folder, is_hosted
 from finetune.convert.settings_rows import refuse_rows, set_format, set_responses
 from finetune.convert.trace import Trace
 from finetune.convert.values import (

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
-from finetune.convert.files import in_working_folder
+from finetune.convert.services import in_working_folder
 from finetune.convert.witness_notebook import is_unsloth, read_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 from finetune.runtime.command import printable

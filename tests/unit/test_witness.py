@@ -10,7 +10,7 @@ import pytest
 
 from finetune.convert import witness
 from finetune.convert.command import convert, steps
-from finetune.convert.files import in_working_folder
+from finetune.convert.services import in_working_folder
 from finetune.convert.witness_stand_ins import ROWS
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
