@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, free_names, root
+from finetune.convert.objects import Objects
 from finetune.convert.own_train import own_train_calls, plain_classes
 from finetune.convert.read import Notebook, Refusal, is_dead
 from finetune.redact import redact
@@ -81,7 +82,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         more = f"; and {len(trains) - 6} more" if len(trains) > 6 else ""
         raise Refusal(
             "R2",
-            f"the notebook trains several times ({listed}{more}); {_how_to_split(program, trains)}",
+            f"the notebook trains several times ({listed}{more}); {_how_to_split(nodes, trains)}",
             trains[-1][0],
         )
     if "UnslothTrainer" in names:
@@ -176,25 +177,20 @@ def _trainers(nodes: list[tuple[int, ast.AST]], program: Program) -> list[tuple[
     return found
 
 
-def _how_to_split(program: Program, trains: list[tuple[int, ast.Call]]) -> str:
-    """What to do with several trainings: it depends on what the last one starts from."""
+def _how_to_split(nodes: list[tuple[int, ast.AST]], trains: list[tuple[int, ast.Call]]) -> str:
+    """What to do with several trainings: whether one trainer trains twice, and what the last one starts from."""
+    once = "keep one call, with more num_train_epochs"
     split = "split it into one notebook each, with the cells that each one needs"
-    places = {id(call): n for n, one in enumerate(program.statements) for call in ast.walk(one.node)}
-    first, last = (places.get(id(call)) for _, call in (trains[0], trains[-1]))
-    trainer = root(trains[-1][1].func)
-    if first is None or last is None or trainer is None:
-        return split
-    made = max((n for n in range(last) if trainer in program.effects[n].binds), default=None)
-    if made is not None and made < first and root(trains[0][1].func) == trainer:
-        return "the same trainer trains again, from the trained weights: keep one call, with more num_train_epochs"
-    call = getattr(program.statements[made].node, "value", None) if made is not None else None
-    if made is None or not isinstance(call, ast.Call) or not program.dotted(call.func).endswith("SFTTrainer"):
-        return split
-    given = [*call.args[:1], *(item.value for item in call.keywords if item.arg == "model")]
-    names = {one.id for one in given if isinstance(one, ast.Name)}
-    needed, _ = program.slice(names, made)
-    loaded = any(n > first and "from_pretrained(" in program.statements[n].source for n in needed)
-    if not names or loaded:
+    objects = Objects([node for _, node in nodes])
+    made = [objects.made_by(call.func.value) for _, call in trains if isinstance(call.func, ast.Attribute)]
+    known = [one for one in made if one]
+    if len(known) < len(made):
+        return f"{split}; if one trainer trains again, from the trained weights, {once}"
+    if len(known[0]) == 1 and len(set(known)) == 1:
+        return f"the same trainer trains again, from the trained weights: {once}"
+    models = [{objects.model_of(call) for call in calls} for calls in known]
+    starts = [frozenset().union(*(objects.made_by(model) or () for model in given if model)) for given in models]
+    if not starts[-1] & frozenset().union(*starts[:-1]):
         return split
     return (
         f"{split}. The last one starts from the model that was trained before: there, save it merged (with Unsloth"

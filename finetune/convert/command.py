@@ -223,6 +223,7 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     from finetune.convert.inline import prepare_by_todays_name, settle_globals, train_by_method
     from finetune.convert.modules import inline_modules
     from finetune.convert.read import read
+    from finetune.convert.results import results_in_working_folder
     from finetune.convert.resumed import leave_out_resumed
     from finetune.convert.secrets import remove_secrets
 
@@ -230,7 +231,7 @@ def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     settle_globals(notebook)
     train_by_method(notebook)
     notes = prepare_by_todays_name(notebook) + inline_modules(notebook, path.parent)
-    notes += leave_out_resumed(notebook) + one_name_per_file(notebook)
+    notes += leave_out_resumed(notebook) + one_name_per_file(notebook) + results_in_working_folder(notebook)
     text = text_cells(notebook)
     notes += [f"cell {cell} is text, not code, so it is left out" for cell in text]
     notes += [

@@ -365,7 +365,7 @@ def refuse_outside(form: Form) -> None:
     for place, one in form.decisions.items():
         form.plan.dispositions[place] = Disposition(what=one.outcome)
     refuse_shells(form.plan, form.notebook)
-    note_hosted_paths(form.plan, before, "change it in the script")
+    note_hosted_paths(form.plan, {*before, *form.kept(AFTER)}, "change it in the script")
 
 
 def _trained(form: Form) -> set[str]:

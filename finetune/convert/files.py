@@ -10,8 +10,8 @@ from pathlib import PurePosixPath
 
 from finetune.convert.names import Program, is_path, root, target_names, written_path
 from finetune.convert.read import Notebook
+from finetune.convert.services import WORKING_FOLDERS
 
-_WORKING_FOLDERS = ("/content/", "/kaggle/working/")  # where the services start a notebook
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)
 _CHANGES_FOLDER = re.compile(r"^[^\S\n]*[%!]?cd\s|\bchdir\(", re.MULTILINE)
 
@@ -43,19 +43,18 @@ def hosted_names(code: str, trees: Sequence[ast.AST]) -> dict[str, str]:
     written = _written(trees)
     found: dict[str, str] = {}
     for path in sorted(paths):
-        folder = next((folder for folder in _WORKING_FOLDERS if path.startswith(folder)), path)
-        for name in (path.removeprefix(folder), f"./{path.removeprefix(folder)}"):
-            if name in paths and len(name) > 2 and written & {path, name}:
-                found.setdefault(path, name)
+        for folder in WORKING_FOLDERS:
+            short = path.removeprefix(f"{folder}/")
+            for name in (short, f"./{short}") if short != path else ():
+                if name in paths and short and written & {path, name}:
+                    found.setdefault(path, name)
     return found
 
 
 def renamed(source: str, names: dict[str, str]) -> str:
     """The code with the literals of these paths replaced."""
     for path, name in names.items():
-        source = re.sub(
-            rf"""(["']){re.escape(path)}\1""", lambda quoted, name=name: quoted[1] + name + quoted[1], source
-        )
+        source = re.sub(rf"""(["']){re.escape(path)}(?=\1|{{)""", lambda quoted, name=name: quoted[1] + name, source)
     return source
 
 

@@ -33,6 +33,7 @@ from finetune.convert.roles import (
     method_of,
     packages_used,
 )
+from finetune.convert.services import is_hosted
 
 
 def _keep(plan: Plan, hook: str, places: Iterable[int]) -> None:
@@ -276,11 +277,7 @@ def note_hosted_paths(
 ) -> None:
     for place in sorted(places):
         for node in ast.walk(plan.program.statements[place].node):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and node.value.startswith(("/content/", "/kaggle/", "../input/"))
-            ):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_hosted(node.value):
                 path = f"cell {plan.program.statements[place].cell}: {node.value}"
                 plan.notes.append(f"{path} is a path on a hosted service; {what_to_do}")
 
@@ -683,6 +680,7 @@ def keep_exports(plan: Plan) -> None:
             continue
         kept |= {place} | program.slice(free_names_of(statement.node) - stop, place, stop)[0]
     _keep(plan, "save", kept - key_places(plan))
+    note_hosted_paths(plan, kept - key_places(plan), "change it in export")
 
 
 def _with_a_model(plan: Plan, exports: list[int], models: Collection[str]) -> list[int]:

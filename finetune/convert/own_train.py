@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+from finetune.convert.objects import Scopes, Variable
+
 _PLAIN_BASES = frozenset({"object", "ABC", "abc.ABC", "Protocol", "typing.Protocol"})
 
 
@@ -42,7 +43,8 @@ class _Names:
 
     def __init__(self, nodes: Sequence[ast.AST], classes: dict[str, ast.ClassDef]) -> None:
         self.nodes, self.classes = nodes, classes
-        self.parents = {inner: node for node in nodes for inner in ast.iter_child_nodes(node)}
+        self.scopes = Scopes(nodes)
+        self.parents = self.scopes.parents
         self.kinds = {
             alias.asname or alias.name
             for node in nodes
@@ -50,33 +52,12 @@ class _Names:
             for alias in node.names
             if alias.name.endswith("Trainer")
         }
-        self.bound: dict[ast.AST | None, set[str]] = {}
-        for node in nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.bound.setdefault(self._scope(node), set()).add(node.id)
-            elif isinstance(node, ast.arg):
-                self.bound.setdefault(self._scope(node), set()).add(node.arg)
-        self.shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        self.variables: set[tuple[ast.AST | None, str]] = set()
+        self.variables: set[Variable] = set()
         self.attributes: set[str] = set()
         self.lost = False  # whether a trainer has no name
         for node in nodes:
             if isinstance(node, ast.Call) and self._makes_trainer(node):
                 self._name(node)
-
-    def _scope(self, node: ast.AST | None) -> ast.AST | None:
-        """The innermost function around a node; None at the top level."""
-        while (node := self.parents.get(node)) is not None:  # type: ignore[arg-type]
-            if isinstance(node, _SCOPES):
-                return node
-        return None
-
-    def _of(self, name: str, node: ast.AST) -> tuple[ast.AST | None, str]:
-        """The variable that a name means there."""
-        scope = self._scope(node)
-        while scope is not None and (name in self.shared or name not in self.bound.get(scope, ())):
-            scope = self._scope(scope)
-        return (scope, name)
 
     def _is_kind(self, node: ast.AST) -> bool:
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
@@ -93,7 +74,10 @@ class _Names:
         targets = parent.targets if isinstance(parent, ast.Assign) else [getattr(parent, "target", None)]
         for target in targets:
             if isinstance(target, ast.Name):
-                self.variables.add(self._of(target.id, target))
+                variable = self.scopes.variable(target.id, target)
+                self.variables.add(variable)
+                if isinstance(variable[0], ast.ClassDef):
+                    self.attributes.add(target.id)
             elif isinstance(target, ast.Attribute):
                 self.attributes.add(target.attr)
             else:
@@ -102,7 +86,7 @@ class _Names:
     def _is_named(self, node: ast.AST) -> bool:
         """Whether it is, or may be, a trainer's name."""
         if isinstance(node, ast.Name):
-            return self._of(node.id, node) in self.variables
+            return self.scopes.variable(node.id, node) in self.variables
         return isinstance(node, ast.Attribute) and node.attr in self.attributes
 
     def escape(self) -> bool:

@@ -17,6 +17,7 @@ from finetune.convert.hooks import seeded_generators
 from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of, training_events
+from finetune.convert.services import below_working_folder, is_hosted
 from finetune.convert.settings_rows import refuse_rows, set_format, set_responses
 from finetune.convert.trace import Trace
 from finetune.convert.values import (
@@ -114,7 +115,7 @@ def _model(settings: Settings, what: Described, traces: list[Trace]) -> None:
     if not isinstance(name, str):
         raise Refusal("R4", f"the model's name is only known at run time ({name}); write a constant")
     settings.set("model.model_name_or_path", name)
-    if name.startswith(("/content/", "/kaggle/")):
+    if is_hosted(name):
         settings.notes.append(
             f"the model {name} is a path on a hosted service; set your own with --model.model_name_or_path"
         )
@@ -306,6 +307,7 @@ def _data(settings: Settings, what: Described, plan: Plan) -> None:
     else:
         settings.set("data.max_length", length, default if explicit is None else "")
     refuse_rows(what, plan)
+    settings.set("data.keep_empty", True, "as TRL: an answer may be empty on purpose")
     set_format(settings, what, plan, what.config.get("dataset_text_field"))
     if _flag(what.config.get("packing", False), "packing"):
         settings.set("data.packing", True)
@@ -527,7 +529,7 @@ def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> No
             f"the notebook saves the same model to {', '.join(dict.fromkeys(saved))}; here it is saved once, in"
             f" {chosen}"
         )
-    local = _local(chosen)
+    local = below_working_folder(chosen)
     if local != chosen:
         settings.notes.append(f"{chosen} is a path on a hosted service; the result is saved to {local}")
     path = PurePosixPath(local)
@@ -556,18 +558,3 @@ def _saved(plan: Plan, trace: Trace) -> list[str]:
             if place > plan.key["train"] and isinstance(name, str) and name and "<<" not in name:
                 found.append(name)
     return found
-
-
-def _local(path: str) -> str:
-    """Map a path on Colab, Google Drive or Kaggle to one below the working directory."""
-    for prefix in (
-        "/content/drive/MyDrive/",
-        "/content/drive/My Drive/",
-        "/content/gdrive/MyDrive/",
-        "/content/",
-        "/kaggle/working/",
-        "/workspace/",
-    ):
-        if path.startswith(prefix):
-            return str(PurePosixPath(path.removeprefix(prefix))) or "outputs"
-    return path

@@ -136,7 +136,7 @@ def set_format(settings: Settings, what: Described, plan: Plan, text_field: Any)
     if not columns:
         settings.notes.append(
             "the columns of the data set are unknown until it is loaded; the run reads them in TRL's order, and prints"
-            " how"
+            " how. A column `system` becomes the system message, which TRL does not read"
         )
 
 

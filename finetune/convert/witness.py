@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert import sandbox
+from finetune.convert.services import in_working_folder
 from finetune.convert.witness_notebook import is_unsloth, read_cells
 from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
 from finetune.runtime.command import printable
@@ -48,11 +49,8 @@ class Witness:
     generated_columns: tuple[Mapping[str, str], ...] = ()
 
 
-# The script refuses rows that TRL accepts: empty ones, and an evaluation without rows. Generated rows may become both.
-_NOTHING_LEFT = re.compile(r"`eval_dataset` is empty|Dropped: \d+ x empty ")
-# A hosted service starts a notebook in this folder, so "/content/rows.jsonl" and "rows.jsonl" are one file there. Here
-# neither side may write outside of its own folder.
-_SERVICE_FOLDER = re.compile(r"""(?<=["'\s])(?:/content|/kaggle/working)/(?=[\w.])""")
+# The script refuses an evaluation without rows, which TRL accepts. Generated rows may become one.
+_NOTHING_LEFT = re.compile(r"`eval_dataset` is empty")
 
 
 def _same_failure(of_notebook: str, of_script: str | None) -> bool:
@@ -81,7 +79,7 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
     name = next(file for file in files if file.endswith(".py")).removesuffix(".py")
     try:
         theirs = run_notebook(notebook, seconds)
-        columns = [run["columns"] for run in theirs["runs"]]
+        columns = [run["columns"] for run in theirs["runs"] if not run["empty"]]
         left = seconds - (time.perf_counter() - start)
         ours = run_scripts([name], files, form, theirs, left)[name]
         for one, two in zip(theirs["runs"], ours, strict=True):
@@ -110,13 +108,15 @@ def run_scripts(
 ) -> dict[str, list[dict[str, Any]]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
     job = {
-        "files": {name: _SERVICE_FOLDER.sub("", text) for name, text in files.items()},
+        # Neither side may write outside of its own folder.
+        "files": {name: in_working_folder(text) for name, text in files.items()},
         "names": list(names),
         "form": form,
         "unsloth": theirs["unsloth"],
         "template": theirs["template"],
     }
-    job |= {"columns": [run["columns"] for run in theirs["runs"]], "packages": str(_HERE.parents[1])}
+    job |= {key: [run[key] for run in theirs["runs"]] for key in ("columns", "empty")}
+    job["packages"] = str(_HERE.parents[1])
     found = _run("witness_script.py", job, seconds)
     if not isinstance(found, dict) or set(found) != set(names):
         raise _unreadable("the script", "other scripts")
@@ -128,7 +128,7 @@ def _cells(notebook: Path) -> list[str]:
         cells = read_cells(read_text(notebook, "utf-8-sig"), notebook.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CouldNotRun(f"the notebook cannot be read: {type(error).__name__}: {error}") from None
-    return [_SERVICE_FOLDER.sub("", cell) for cell in cells]
+    return [in_working_folder(cell) for cell in cells]
 
 
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
@@ -188,6 +188,8 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
         return None
     if not refusable and not (isinstance(failures := run.get("failures"), list) and all(map(_is_text, failures))):
         return "the failures are missing"
+    if not refusable and not isinstance(run.get("empty"), bool):
+        return "it does not say whether values are empty"
     columns, settings, lora, model = (run.get(name) for name in ("columns", "settings", "lora", "model"))
     if not isinstance(columns, dict) or not all(isinstance(kind, str) for kind in columns.values()):
         return "the columns are missing"
@@ -229,10 +231,14 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
     not, does not count. The package appends one to text, as TRL does; Unsloth does not. And it appends one to a
     completion beside a text field, where TRL appends it to the text, which it does not read (docs/data.md).
     """
+    refused: list[dict[str, str]] = []
     for number, (one, two) in enumerate(zip(theirs, ours, strict=True)):
         about = f" (rows with {', '.join(one['columns'])})" if one["columns"] else ""
+        about = " (rows of which some values are empty)" if one.get("empty") else about
         if "refused" in two:
-            if number:  # the notebook reads no column, so these were guessed; a refusal trains nothing wrong
+            # The notebook reads no column, so these were guessed; a refusal trains nothing wrong.
+            if number and (not one.get("empty") or one["columns"] in refused):
+                refused.append(one["columns"])
                 continue
             return f"the notebook trains on these rows, the script fails{about}: {two['refused']}"
         extra = unsloth or "completion" in one["columns"]

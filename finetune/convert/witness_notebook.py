@@ -620,6 +620,7 @@ def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
         "rows": state["rows"],
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
         "failures": list(dict.fromkeys(failed)),
+        "empty": False,
     }
 
 
@@ -647,7 +648,23 @@ def answer(job: dict[str, Any], stand_ins: Any) -> list[dict[str, Any]]:
                 continue  # the notebook trains on the first of these guesses, and on no token of this one
         found.append(result(trainer, stand_ins, unsloth))
         trainer = None
-    return found
+    more = [with_empty_values(cells, stand_ins, run["columns"], unsloth) for run in found]
+    return found + [run for run in more if run is not None]
+
+
+def with_empty_values(cells: list[str], stand_ins: Any, start: dict[str, str], unsloth: bool) -> dict[str, Any] | None:
+    """A run on rows of which some values are empty, as answers may be; None if the notebook fails on them."""
+    before = len(failed)
+    stand_ins.empty = True
+    try:
+        trainer, _ = find_columns(cells, stand_ins, dict(start))
+        run = result(trainer, stand_ins, unsloth) | {"empty": True}
+        return run if len(failed) == before and run["columns"] == start else None
+    except Exception:
+        return None
+    finally:
+        stand_ins.empty = False
+        del failed[before:]
 
 
 def load(job: dict[str, Any]) -> Any:

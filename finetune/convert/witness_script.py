@@ -200,6 +200,7 @@ def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], s
 
     os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{number}")
     stand_ins.by_line = "json.load(" not in job["files"][f"{name}.py"]
+    stand_ins.empty = job["empty"][number]
     run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
     try:
         return _with_variables(lambda: run(job | {"name": name}, stand_ins), columns, stand_ins) | {"columns": columns}

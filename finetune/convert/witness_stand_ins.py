@@ -628,12 +628,13 @@ def _jsonable(value: Any) -> Any:
 columns: dict[str, str] = {}
 
 
+empty = False  # whether some values of every column of text are empty
 asked: list[Any] = []  # what rows were generated for
 
 
 def _text(column: str, row: int, source: str, part: int = 0) -> str:
     """Deterministic text: short and long, with unusual characters, empty in some rows of optional columns."""
-    if column.lower() in OPTIONAL and row % 3 == 1:
+    if column.lower() in OPTIONAL and row % 3 == 1 or empty and (row + len(column) + part) % 5 == 1:
         return ""
     start = sum(map(ord, column)) + 7 * row + 3 * part
     long = part < 2 and (row + sum(map(ord, column)) + 7 * part) % 15 == 5  # other rows for other columns and turns
@@ -823,7 +824,8 @@ def _replace_open() -> None:
 
     def folder(make: Any) -> Any:
         def called(path: Any, *given: Any, **named: Any) -> None:
-            with contextlib.suppress(PermissionError):
+            outside = not os.path.abspath(os.fsdecode(path)).startswith(here)
+            with contextlib.suppress(PermissionError, *([FileNotFoundError] if outside else [])):
                 make(path, *given, **named)
 
         return called

@@ -3,6 +3,7 @@
 `case.yaml` has
     model       a kind of tests/cases/models.py, made as ./m (optional)
     process     true if a command starts a process, as a conversion does (optional)
+    unsloth     true if it needs Unsloth (optional)
     commands    run in order in a copy of the folder. Each has
         run             the words after `finetune`
         exit            its exit code (0 unless given)
@@ -31,12 +32,13 @@ from tests.runs import in_this_process
 def _cases() -> list[Any]:
     cases = []
     for file in sorted(Path(__file__).parent.glob("*/case.yaml")):
-        starts = yaml.safe_load(file.read_text(encoding="utf-8")).get("process")
-        cases.append(pytest.param(file.parent, id=file.parent.name, marks=[pytest.mark.process] if starts else []))
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        marks = [getattr(pytest.mark, name) for name in ("process", "unsloth") if given.get(name)]
+        cases.append(pytest.param(file.parent, id=file.parent.name, marks=marks))
     return cases
 
 
-KEYS = {"model", "process", "commands"}
+KEYS = {"model", "process", "unsloth", "commands"}
 KEYS_OF_A_COMMAND = {"run", "exit", "prints", "not_printed"}
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WITNESS = {"command", "witness", "witness_notebook", "witness_stand_ins", "sandbox"}  # the package imports its command
+WITNESS = {
+    "command",
+    "witness",
+    "witness_notebook",
+    "witness_stand_ins",
+    "sandbox",
+    "services",
+}  # the package imports its command
 
 
 class Blocker(importlib.abc.MetaPathFinder):
@@ -139,6 +146,7 @@ lora:
     init_lora_weights: gaussian
 data:
   max_length: 128
+  keep_empty: true
   packing: true
   format: auto
   assistant_only_loss: true
@@ -189,6 +197,7 @@ TRL_FAULTS = {
     "over_length: drop": ("max_length: 128", "max_length: 128\n  over_length: drop"),
     "packing": ("packing: true", "packing: false"),
     "assistant_only_loss": ("assistant_only_loss: true", "assistant_only_loss: false"),
+    "rows without an answer": ("keep_empty: true", "keep_empty: false"),
     "last_turn_only": ("assistant_only_loss: true", "assistant_only_loss: true\n  train_on_roles: [user]"),
     "system prompt": ("format: auto", "format: auto\n  system_prompt: Be brief."),
     "format": ("format: auto", "format: messages\n  columns: {messages: other}"),
@@ -324,6 +333,7 @@ lora:
   random_state: 9
 data:
   max_length: 1024
+  keep_empty: true
   format: text
   instruction_part: "<|im_start|>user\\n"
   response_part: "<|im_start|>assistant\\n"
@@ -538,7 +548,10 @@ def outcomes(pair: Pair) -> dict[str, str]:
     for key, name in names.items():
         files[f"{key}.py"], config = scripts[name]
         files |= {f"{key}.yaml": config} if config else {}
-    ours = witness.run_scripts(list(names), files, pair.form, theirs, 400)
+    ours: dict[str, Any] = {}
+    for some in (list(names)[::2], list(names)[1::2]):  # all at once exceed the limit on a report
+        if some:
+            ours |= witness.run_scripts(some, files, pair.form, theirs, 400)
     unsloth = theirs["unsloth"]
     return {name: witness.first_difference(theirs["runs"], ours[key], unsloth=unsloth) for key, name in names.items()}
 

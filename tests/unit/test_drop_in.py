@@ -324,6 +324,14 @@ def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any])
 PAIRS_AS_COLUMNS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(12)]
 
 
+@pytest.mark.parametrize("empty", [{"prompt": "0 + 1 =", "completion": ""}, {"text": ""}], ids=["completion", "text"])
+def test_an_empty_answer_is_a_row_as_in_trl(make: Callable[..., Any], empty: dict[str, str]) -> None:
+    """A completion trains its end; a text that is empty has no token to predict, so it is no row here."""
+    others = [row for row in (*PAIRS, *TEXTS) if row.keys() == empty.keys()]
+    trainer = make([*others[:7], empty])
+    assert len(trainer.job.data.train) == (8 if "completion" in empty else 7)
+
+
 def test_rows_that_are_set_later_replace_those_of_the_plan(make: Callable[..., Any]) -> None:
     """As Unsloth's `train_on_responses_only(trainer)` does: other labels on the same tokens."""
     trainer = make()

@@ -10,6 +10,7 @@ import pytest
 
 from finetune.convert import witness
 from finetune.convert.command import convert, steps
+from finetune.convert.services import in_working_folder
 from finetune.convert.witness_stand_ins import ROWS
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
@@ -64,6 +65,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
         "length": planted(right.config, "max_length: 1024", "max_length: 128"),
         "steps": planted(right.config, "max_steps: 60", "max_steps: 61"),
         "bits": planted(right.config, "load_in_4bit: true", "load_in_4bit: false"),
+        "empty": planted(right.config, "keep_empty: true", "keep_empty: false"),
         "imports": right.config,
     }
     files = {f"{name}.yaml": text for name, text in settings.items()}
@@ -82,6 +84,7 @@ def test_wrong_settings_columns_and_masks_are_found_without_the_converter(tmp_pa
     assert "row 0 (rows with messages): labels differ from token" in found["mask"]
     for name in ("batch", "length", "steps", "bits"):
         assert "the notebook" in found[name], name
+    assert [run["empty"] for run in theirs["runs"]] == [False, True] and found["empty"] == ""
     assert "ModuleNotFoundError: finetune.convert is blocked here" in found["imports"]
     assert theirs["runs"][0]["settings"]["weight_decay"] == 0.001, "Unsloth's default on a GPU"
     assert len(theirs["runs"][0]["rows"]) == ROWS - 2, "two rows are cut before their answers"
@@ -253,14 +256,43 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
 
-def test_a_services_folder_is_the_working_folder_on_both_sides(tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) -> None:
+    notebook = Path(__file__).parents[1] / "cases" / "convert-no-answer-rows" / "no_answer_rows.ipynb"
+    right = convert(notebook, witness=False).conversion
+    files = {f"{right.name}.py": right.script, f"{right.name}.yaml": right.config}
+    assert witness.check(notebook, files).status == "passed"
+    dropped = planted(right.config, "keep_empty: true", "keep_empty: false")
+    found = witness.check(notebook, files | {f"{right.name}.yaml": dropped})
+    assert found.status == "differs" and "(rows of which some values are empty)" in found.reason
+
+
+def test_a_script_that_fails_on_empty_values_differs() -> None:
+    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "eos": 2, "rows": [[[5], [5]]]}
+    found = witness.first_difference([run, run | {"empty": True}], [run, {"refused": "no rows"}])
+    assert found.endswith("the script fails (rows of which some values are empty): no rows")
+    assert witness.first_difference([run, run | {"empty": False}], [run, {"refused": "no rows"}]) == ""
+
+
+SERVICES = [
+    ('a("/content/rows.jsonl")', 'a("rows.jsonl")'),
+    ("b('/kaggle/working/x')", "b('x')"),
+    ('c("/content/drive/MyDrive/rows.csv")', 'c("rows.csv")'),
+    ('d("/content", "/kaggle/working/", "/content/drive/My Drive")', 'd(".", "./", ".")'),
+    ('e(f"/content/{name}.csv", "/content/*.csv", "/content/" + name)', 'e(f"{name}.csv", "*.csv", "./" + name)'),
+    ("f: /content/model", "f: model"),
+    ("g: /kaggle/working", "g: ."),
+    ('i("my/content/x", "/contents", "/kaggle/input/x")', 'i("my/content/x", "/contents", "/kaggle/input/x")'),
+]
+
+
+@pytest.mark.parametrize(("text", "found"), SERVICES)
+def test_a_services_folder_is_the_working_folder_on_both_sides(text: str, found: str, tmp_path: Path) -> None:
     """Only as the start of a path, so that no other folder of that name is meant."""
-    text = 'a("/content/rows.jsonl")\nb("/kaggle/working/x")\nc("/content")\nd("my/content/x")\ne: /content/model\n'
     notebook = tmp_path / "mine.py"
-    notebook.write_text("# %%\n" + text)
-    found = 'a("rows.jsonl")\nb("x")\nc("/content")\nd("my/content/x")\ne: model\n'
-    assert witness._SERVICE_FOLDER.sub("", text) == found
-    assert found.splitlines()[0] in "\n".join(witness._cells(notebook))
+    notebook.write_text(f"# %%\n{text}\nlast\n")
+    assert in_working_folder(text) == found
+    assert found in "\n".join(witness._cells(notebook))
 
 
 @pytest.mark.campaign

@@ -32,6 +32,7 @@ RUN = {
     "rows": [[[5, 6, 7], [-100, 6, 7]]],
     "eos": 9,
     "failures": ["cell 2, line 1: OSError: no disk at 0x7f10"],
+    "empty": False,
 }
 
 
@@ -135,6 +136,7 @@ def test_a_script_fails_only_where_the_notebook_fails_too(tmp_path: Path, monkey
         found = verdict(tmp_path, monkeypatch, [RUN], [{"refused": error}])
         assert found.status == status and error in found.reason
     assert verdict(tmp_path, monkeypatch, [RUN | {"failures": None}], [RUN]).status == "could-not-run"
+    assert verdict(tmp_path, monkeypatch, [RUN | {"empty": "no"}], [RUN]).status == "could-not-run"
 
 
 def test_only_an_end_token_that_the_script_adds_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -51,6 +54,17 @@ def test_every_column_has_long_rows_and_short_ones() -> None:
     for found in lengths.values():
         assert max(found) > 2000 and sum(length < 200 for length in found) > ROWS // 2
     assert [a > 500 for a in lengths["question"]] != [a > 500 for a in lengths["answer"]]
+
+
+def test_some_values_are_empty_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    witness_stand_ins.columns["talk"] = "messages"
+    assert all(row["question"] and all(turn["content"] for turn in row["talk"]) for row in rows())
+    monkeypatch.setattr(witness_stand_ins, "empty", True)
+    found = rows()
+    assert 0 < sum(not row["question"] for row in found) < ROWS / 3
+    last = [row["talk"][-1] for row in found]
+    assert 0 < sum(not turn["content"] for turn in last) < ROWS / 3
+    assert all(turn["role"] == "assistant" for turn in last)
 
 
 def test_rows_are_divided_as_by_scikit_learn() -> None:
@@ -121,6 +135,21 @@ def test_a_file_that_does_not_exist_is_generated(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["weights.bin", "config.yaml", "../../etc/passwd", "", 3])
 def test_another_file_is_not(name: Any) -> None:
     assert witness_stand_ins._elsewhere(name, "r") is None
+
+
+def test_a_folder_of_another_machine_is_not_made_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((os, "makedirs"), (os, "mkdir"), (io, "open"), (builtins, "open")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    witness_stand_ins._replace_open()
+    (tmp_path / "none" / "birds").mkdir()
+    os.mkdir(str(tmp_path / "none" / "birds"))
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(FileNotFoundError):
+        os.mkdir("none/birds")
 
 
 def test_what_is_not_installed_reads_the_same_on_both_sides() -> None:
