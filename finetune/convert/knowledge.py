@@ -60,9 +60,9 @@ KINDS: dict[str, tuple[str, str]] = {
     "encoder-decoder": ("name", "refused: R1"),
     "images": (
         "name",
-        "refused: R3, or a model for text if there is a tokenizer, no processor, and nothing names images",
+        "refused if the training uses it: R3, or a model for text if there is a tokenizer, no processor and no images",
     ),
-    "audio": ("name", "refused: R3"),
+    "audio": ("name", "refused if the training uses it: R3"),
 }
 
 
