@@ -710,7 +710,7 @@ def _after(form: Form) -> None:
             continue
         why = "unused import" if is_import(statement.node) else "after training, so not part of it"
         if any(code.is_push(program, call) for call in code.calls(statement.node)):
-            why = "publish the finished folder with `hf upload`"
+            why = code.to_publish(statement.node)
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         elif any(code.method(call) in named("exports") for call in code.calls(statement.node)):
             why = "nothing that is saved needs it"
