@@ -15,7 +15,7 @@ from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, free_names, root
 from finetune.convert.objects import Objects
 from finetune.convert.own_train import own_train_calls, plain_classes
-from finetune.convert.read import Notebook, Refusal, is_dead
+from finetune.convert.read import Notebook, Refusal, Statement, is_dead
 from finetune.redact import redact
 
 # Arguments of a processor, and what they hold.
@@ -26,7 +26,11 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def live(notebook: Notebook) -> Iterator[tuple[int, ast.AST]]:
+def _bound(alias: ast.alias) -> str:
+    return (alias.asname or alias.name).split(".")[0]
+
+
+def live(statements: Iterable[Statement]) -> Iterator[tuple[int, ast.AST]]:
     """Every node that can run, with its cell. Skips `if False:` at any depth."""
 
     def walk(cell: int, node: ast.AST) -> Iterator[tuple[int, ast.AST]]:
@@ -36,14 +40,14 @@ def live(notebook: Notebook) -> Iterator[tuple[int, ast.AST]]:
         for inner in ast.iter_child_nodes(node):
             yield from walk(cell, inner)
 
-    for statement in notebook.statements:
+    for statement in statements:
         if not statement.is_dead:
             yield from walk(statement.cell, statement.node)
 
 
 def refuse_by_kind(notebook: Notebook, program: Program) -> None:
     """Raise Refusal if this kind of notebook cannot be converted."""
-    nodes = list(live(notebook))
+    nodes = list(live(notebook.statements))
     trainers = _trainers(nodes, program)
     unparsed = "\n".join(text for _, _, text in notebook.unparsed)
     names = {name for name, _ in trainers} | set(re.findall(r"\b(\w+Trainer)\s*\(", unparsed))
@@ -67,7 +71,7 @@ def refuse_by_kind(notebook: Notebook, program: Program) -> None:
         )
         raise Refusal("R1", f"{name} is not supervised fine-tuning{rest}", cells.get(name))
     _refuse_other_hardware_and_models(nodes)
-    _refuse_images_and_audio(nodes)
+    _refuse_images_and_audio(nodes, _deciding(program))
     others = sorted(names - {"SFTTrainer", "UnslothTrainer"})
     if others and "SFTTrainer" not in names:
         reason = f"{others[0]} is not supported; only trl.SFTTrainer is, so train with SFTTrainer"
@@ -139,9 +143,11 @@ def _refuse_torch_rows(program: Program) -> None:
 
 def _refuse_other_hardware_and_models(nodes: list[tuple[int, ast.AST]]) -> None:
     """Refuse TPUs, and models that are not causal language models."""
+    used = {node.id for _, node in nodes if isinstance(node, ast.Name)}
     for cell, node in nodes:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        imported = [one for one in getattr(node, "names", []) if isinstance(one, ast.alias) and _bound(one) in used]
+        names = [one.name for one in imported] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if imported and isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] == "torch_xla" for name in names):
             raise Refusal("R4", "the notebook trains on a TPU (torch_xla); remove that code to train on GPUs", cell)
         if isinstance(node, ast.Name) and matches("encoder-decoder", node.id):
@@ -296,13 +302,35 @@ def _words(node: ast.AST) -> list[str]:
     return [word for word in [value, *named, *module] if isinstance(word, str) and word]
 
 
-def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
+def _deciding(program: Program) -> list[tuple[int, ast.AST]]:
+    """The live nodes that the training depends on: a display, or an import that nothing of them uses, is none."""
+    places: set[int] = set()
+    for place, statement in enumerate(program.statements):
+        called = [node.func for _, node in live([statement]) if isinstance(node, ast.Call)]
+        if not any(_name(func).endswith("Trainer") or _name(func) == "train" for func in called):
+            continue
+        e = program.effects[place]
+        defines = isinstance(statement.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        places |= {place} | program.slice(e.reads | e.changes, place)[0]
+        places |= program.slice(e.late, len(program.statements) if defines else place)[0]
+    nodes = list(live(program.statements[place] for place in sorted(places)))
+    used = {node.id for _, node in nodes if isinstance(node, ast.Name)} | {"*"}
+
+    def unused(node: ast.AST) -> bool:
+        names = [node] if isinstance(node, ast.alias) else node.names if isinstance(node, ast.ImportFrom) else []
+        return bool(names) and not any(_bound(one) in used for one in names)
+
+    return [(cell, node) for cell, node in nodes if not unused(node)]
+
+
+def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]], deciding: list[tuple[int, ast.AST]]) -> None:
     # Naming a class is not loading it, because a branch may choose another: `kind = AutoModelForImageTextToText`.
     named = {id(node.value) for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)}
-    processor = any(isinstance(node, ast.Name | ast.Attribute) and _name(node) == "AutoProcessor" for _, node in nodes)
-    words = {word for _, node in nodes for word in _words(node)}
-    text_only = not processor and any("Tokenizer" in word for word in words) and not any(map(_IMAGES.fullmatch, words))
-    for cell, node in nodes:
+    processor = any(_name(node) == "AutoProcessor" for _, node in deciding if isinstance(node, ast.expr))
+    tokenizer = any("Tokenizer" in word for _, node in nodes for word in _words(node))
+    images = any(_IMAGES.fullmatch(word) for _, node in deciding for word in _words(node))
+    text_only = tokenizer and not processor and not images
+    for cell, node in deciding:
         text = ""
         if processor and isinstance(node, ast.keyword) and node.arg in _INPUTS:
             raise Refusal(
@@ -328,7 +356,7 @@ def _refuse_images_and_audio(nodes: list[tuple[int, ast.AST]]) -> None:
 
 def unparsed_after_training(notebook: Notebook) -> list[int]:
     """Cells that this Python cannot parse, after the last training: nothing in them trains."""
-    nodes = list(live(notebook))
+    nodes = list(live(notebook.statements))
     last = max((cell for cell, _ in _train_calls(nodes, not_trainers(nodes))), default=None)
     return [
         cell

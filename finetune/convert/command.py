@@ -199,6 +199,7 @@ def _drop_in(path: Path, why: str, witness: bool) -> Any:
 def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     """Read, classify and write the drop-in script. Returns the notebook and the unverified conversion."""
     from finetune.convert.classify import refuse_by_kind
+    from finetune.convert.drop_in_pushes import save_what_is_pushed
     from finetune.convert.drop_in_script import convert_to_drop_in
     from finetune.convert.inline import name_the_trainer
     from finetune.convert.modules import refuse_missing
@@ -208,6 +209,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
 
     notebook, notes = _without_secrets(path)
     name_the_trainer(notebook)
+    notes += save_what_is_pushed(notebook)
     program = Program(live_statements(notebook))
     refuse_by_kind(notebook, program)
     conversion = convert_to_drop_in(notebook, program, notes, why)

@@ -109,7 +109,7 @@ class Rewriter(ast.NodeTransformer):
     def _is_left_out(self, node: ast.stmt) -> bool:
         call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
         if call is not None and is_push(self.program, call):
-            self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: publish the finished folder with `hf upload`")
+            self.notes.append(f"`{ast.unparse(node)[:60]}` is left out: {to_publish(node)}")
             self.reasons.append("nothing is published by a script")
             return True
         if call is not None and only_installs(node):
@@ -353,6 +353,13 @@ def is_push(program: Program, call: ast.Call) -> bool:
     """Whether a call publishes something."""
     name = method(call) or program.dotted(call.func).rsplit(".", 1)[-1]
     return name.startswith(("push_to_hub", "upload_f", "create_repo", "upload_large")) or name == "upload_model"
+
+
+def to_publish(node: ast.AST) -> str:
+    """What the user does in place of the pushes in a statement."""
+    kinds = [method(call).removeprefix("push_to_hub") for call in calls(node) if method(call).startswith("push_to_hub")]
+    folder = next((f"folder that save_pretrained{kind} writes" for kind in kinds if kind), "finished folder")
+    return f"publish the {folder} with `hf upload`"
 
 
 def saves(node: ast.AST) -> bool:

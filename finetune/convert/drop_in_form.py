@@ -11,7 +11,7 @@ import builtins
 import functools
 import importlib.util
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from finetune.convert.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.drop_in_code import Rewritten
 from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
-from finetune.convert.files import is_named
+from finetune.convert.files import Mentioned, is_named
 from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
 from finetune.convert.hooks import MODEL_FLAGS, NO_ENVIRONMENT, environment_key, note_hosted_paths, refuse_dependence
 from finetune.convert.knowledge import explained, matches, named
@@ -91,8 +91,8 @@ def _train(program: Program) -> int:
     while more := {n for n, node in units.items() if n not in training and _called(node, program, others) & training}:
         training |= more
     definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-    outside = [one for one in program.statements if not isinstance(one.node, definitions)]
-    sites: list[ast.AST] = [*(one.node for one in outside), *(units[name] for name in sorted(training))]
+    outside = [one.node for one in program.statements if not isinstance(one.node, definitions)]
+    sites: list[ast.AST] = [*outside, *(units[name] for name in sorted(training))]
     for node in sites:
         _refuse_loops(node, training, program, others)
     for name in sorted(training):
@@ -110,7 +110,7 @@ def _train(program: Program) -> int:
             )
     for place, statement in enumerate(program.statements):
         trains = _trains(statement.node, others) or _called(statement.node, program, others) & training
-        if statement in outside and trains:
+        if trains and not isinstance(statement.node, definitions):
             _refuse_generating(place, program, units, others)
             return place
     raise Refusal("R0", "train() is never reached; call trainer.train() in a cell")
@@ -420,15 +420,30 @@ def _before(form: Form) -> None:
     the like, is dropped."""
     form.generated = _generated(form)
     reasons = {place: _droppable(form, place) for place in range(form.train + 1)}
-    kept = {place for place, why in reasons.items() if why is None}
     nodes = [statement.node for statement in form.program.statements]
-    while True:
-        live = {name for place in kept for name in code.reads(nodes[place])}
-        more = {place for place in reasons.keys() - kept if _needed(form, place, str(reasons[place]), live)}
-        more |= {place for place in form.generated - kept if _is_read(form, place, kept)}
-        if not more:
-            break
-        kept |= more
+    reads = {place: code.reads(nodes[place]) for place in reasons}
+    makers: dict[str, set[int]] = {}
+    own = _own_methods(form.program)
+    for place, why in reasons.items():
+        for name in set() if why is None else _made(form, place, why, own):
+            makers.setdefault(name, set()).add(place)
+    kept: set[int] = set()
+    live: set[str] = set()
+    more = {place for place, why in reasons.items() if why is None}
+    while more:
+        while more:
+            kept |= more
+            names = {name for place in more for name in reads[place]} - live
+            live |= names
+            more = {place for name in names for place in makers.get(name, ())} - kept
+        mentioned = Mentioned(nodes[place] for place in kept)
+        packages = packages_used(form.program, live)
+        more = {place for place in form.generated - kept if _is_read(form, place, live, mentioned)}
+        more |= {
+            place
+            for place in reasons.keys() - kept
+            if reasons[place] == _FETCHED and fetched_package(form.program, nodes[place]) in packages
+        }
     for place, why in reasons.items():
         if place in kept:
             form.decisions[place] = Decision(outcome="kept", where=MAIN)
@@ -446,12 +461,16 @@ def _generated(form: Form) -> set[int]:
     made: set[str] = set()
     found: set[int] = set()
     roles = form.plan.models | form.plan.trainers | set(form.plan.tokenizers)
+    assigned: dict[str, list[ast.expr]] = {}
+    for one in form.program.statements:
+        for name in code.binds(one.node) if isinstance(one.node, ast.Assign) else ():
+            assigned.setdefault(name, []).append(one.node.value)  # type: ignore[attr-defined]
     for place, statement in enumerate(form.program.statements[: form.train]):
         node, e = statement.node, form.program.effects[place]
         if is_import(node) or isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             continue
         reads = code.reads(node)
-        if code.writes_files(form.program, node) and (reads & made or _own_file(form, node)):
+        if code.writes_files(form.program, node) and (reads & made or _own_file(node, assigned)):
             found.add(place)
         elif _account(form, statement) is not None or _infers(node) or reads & made:
             made |= (code.binds(node) - code.own_targets(node) | code.filled(node)) - roles
@@ -460,26 +479,21 @@ def _generated(form: Form) -> set[int]:
     return found
 
 
-def _is_read(form: Form, place: int, kept: Set[int]) -> bool:
-    """Whether a kept statement names the file that a statement writes, or a part of its path."""
+def _is_read(form: Form, place: int, live: Set[str], mentioned: Mentioned) -> bool:
+    """Whether kept statements name the file that a statement writes, or a part of its path. `live`: the names that they
+    read, `mentioned`: their literals."""
     node = form.program.statements[place].node
     paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
     names = {path.id for path in paths if isinstance(path, ast.Name)}
-    others = [form.program.statements[one].node for one in kept]
-    read = {name for one in others for name in code.reads(one)}
-    return bool(not paths or names & read or any(is_named(path, form.program, others) for path in paths))
+    return bool(not paths or names & live or any(is_named(path, form.program, mentioned) for path in paths))
 
 
-def _own_file(form: Form, node: ast.stmt) -> bool:
-    """Whether it writes a notebook."""
+def _own_file(node: ast.stmt, assigned: Mapping[str, Sequence[ast.expr]]) -> bool:
+    """Whether it writes a notebook. `assigned`: the values of each name."""
     paths = [path for call in code.calls(node) if (path := written_path(call)) is not None]
     named = {one.id for path in paths for one in ast.walk(path) if isinstance(one, ast.Name)}
-    values = [
-        one.node.value
-        for one in form.program.statements
-        if isinstance(one.node, ast.Assign) and code.binds(one.node) & named
-    ]
-    texts = [one.value for part in [*paths, *values] for one in ast.walk(part) if isinstance(one, ast.Constant)]
+    parts = [*paths, *(value for name in named for value in assigned.get(name, ()))]
+    texts = [one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
     return any(str(text).endswith(".ipynb") for text in texts)
 
 
@@ -494,35 +508,34 @@ _NEVER = (
 )
 
 
-def _needed(form: Form, place: int, why: str, live: set[str]) -> bool:
-    """Whether a kept statement needs what a droppable one does."""
+def _made(form: Form, place: int, why: str, own_methods: Set[str]) -> set[str]:
+    """The names for which a droppable statement is kept if a kept one reads them. `own_methods`: of the notebook's
+    classes, which may change their object whatever they are called."""
     node, e = form.program.statements[place].node, form.program.effects[place]
-    if is_import(node) or why.startswith(_NEVER):
-        return False
+    if is_import(node) or why.startswith(_NEVER) or why == _FETCHED:
+        return set()
     bound = (e.binds | e.may_bind) - code.own_targets(node)
     if why in ("inference", _OF_GENERATED):
-        return bool((bound | code.filled(node)) & live)
+        return bound | code.filled(node)
     if why == "account or service":
-        return bool(bound & live)
-    if why == _FETCHED:
-        return fetched_package(form.program, node) in packages_used(form.program, live)
+        return bound
     if why == "a branch that installs":
         imports = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
-        return bool((bound - {name for one in imports for name in code.binds(one)}) & live)
+        return bound - {name for one in imports for name in code.binds(one)}
     call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
     own = call is not None and root(call.func) not in form.program.imports
     changes = set(e.changes)
-    looks = own and call is not None and code.method(call) not in {"", *named("mutates"), *_own_methods(form.program)}
+    looks = own and call is not None and code.method(call) not in {"", *named("mutates"), *own_methods}
     if call is not None and looks and not any(map(in_place, code.calls(node))):
         if code.method(call) in named("keeps"):
-            return False  # a display of an object's, which stays as it is
+            return set()  # a display of an object's, which stays as it is
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             changes.discard(str(root(call.func)))  # `df["text"].str.strip()` displays what it makes
-    return bool((bound | changes) & live)
+    return bound | changes
 
 
 def _own_methods(program: Program) -> set[str]:
-    """Names of methods of the notebook's classes, which may change their object whatever they are called."""
+    """Names of methods of the notebook's classes."""
     return {name.removeprefix(".") for name in _units(program) if name.startswith(".")}
 
 
@@ -710,7 +723,7 @@ def _after(form: Form) -> None:
             continue
         why = "unused import" if is_import(statement.node) else "after training, so not part of it"
         if any(code.is_push(program, call) for call in code.calls(statement.node)):
-            why = "publish the finished folder with `hf upload`"
+            why = code.to_publish(statement.node)
             form.notes.append(f"cell {statement.cell}: `{statement.head[:60]}` is left out: {why}")
         elif any(code.method(call) in named("exports") for call in code.calls(statement.node)):
             why = "nothing that is saved needs it"

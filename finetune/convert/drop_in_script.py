@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune import __version__
@@ -428,11 +429,13 @@ def _main(form: Form) -> list[Part]:
     run: list[Part] = []
     tail: list[Part] = []
     cell = None
+    nodes = [form.program.statements[place].node for place in form.kept(MAIN) + form.kept(AFTER)]
+    readers = Counter(name for node in nodes for name in code.reads(node))
     for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
         if form.program.statements[place].cell != cell and not run:
             found.append(BLANK)
         cell = form.program.statements[place].cell
-        guarded = _written(form, place)
+        guarded = _written(form, place, readers)
         if guarded is not None:
             _close(found, run, tail)
             found += guarded
@@ -485,21 +488,21 @@ def _is_plain(form: Form, place: int) -> bool:
     return isinstance(node, ast.Assign) and leaves(form.plan, node) and _may_wait(form, place)
 
 
-def _written(form: Form, place: int) -> list[Part] | None:
-    """A statement that writes files, on one rank per machine, which the others wait for."""
+def _written(form: Form, place: int, readers: Mapping[str, int]) -> list[Part] | None:
+    """A statement that writes files, on one rank per machine, which the others wait for. `readers`: how many kept
+    statements read each name."""
     statement = form.program.statements[place]
     node = statement.node
     writes = code.writes_files(form.program, node) or fetched_package(form.program, node) is not None
     if place >= form.train or not writes or sets_up(form, node):
         return None
     e = form.program.effects[place]
-    bound = (e.binds | e.may_bind) - code.own_targets(node)
-    others = [form.program.statements[one].node for one in form.kept(MAIN) + form.kept(AFTER) if one != place]
-    live = {name for other in others for name in code.reads(other)}
-    if bound & live:
+    itself = code.reads(node)
+    live = {one for one in (e.binds | e.may_bind) - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
+    if live:
         raise Refusal(
             "R4",
-            f"`{statement.head[:80]}` writes a file and computes {min(bound & live)}, which every rank needs; use one"
+            f"`{statement.head[:80]}` writes a file and computes {min(live)}, which every rank needs; use one"
             " statement for each",
             statement.cell,
         )

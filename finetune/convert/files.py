@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from finetune.convert.names import Program, is_path, root, target_names, written_path
+from finetune.convert.names import Program, is_path, root, written_path
 from finetune.convert.read import Notebook
 from finetune.convert.services import WORKING_FOLDERS
 
@@ -75,38 +75,31 @@ def _written(trees: Sequence[ast.AST]) -> set[str]:
     return {text for one in [*paths, *given] for text in _texts(one)}
 
 
-def is_named(path: ast.expr, program: Program, nodes: Iterable[ast.AST]) -> bool:
+class Mentioned:
+    """The literals of some code as paths: their names, their parts, and the parts that it reads from."""
+
+    def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        self.names: set[str] = set()
+        self.parts: set[str] = set()
+        self.read: set[str] = set()
+        for node in nodes:
+            for path in map(PurePosixPath, _texts(node)):
+                self.names.add(path.name)
+                self.parts |= {*path.parts}
+            for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+                if _READS.search(ast.unparse(call.func)):
+                    given = {text for one in [*call.args, *call.keywords] for text in _texts(one)}
+                    self.read |= {part for one in given for part in PurePosixPath(one).parts}
+
+
+def is_named(path: ast.expr, program: Program, mentioned: Mentioned) -> bool:
     """Whether code has a literal that may name the file or folder at `path`, or a folder that it is in. The names in
     `path` are followed to what they are assigned."""
-    paths = [PurePosixPath(text) for text in _followed(path, _values(program), set())]
+    paths = [PurePosixPath(text) for text in _followed(path, program.values, set())]
     files = {one.name for one in paths if is_path(one.name)}
     wanted = files or {one.name for one in paths if one.name}
     folders = {part for one in paths for part in one.parts[: -1 if is_path(one.name) else None]} - {"/", ".."}
-    for node in nodes:
-        for named in map(PurePosixPath, _texts(node)):
-            if named.name in wanted or (not files and wanted & {*named.parts}):
-                return True
-        for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
-            given = {text for one in [*call.args, *call.keywords] for text in _texts(one)}
-            if _READS.search(ast.unparse(call.func)) and folders & {
-                part for one in given for part in PurePosixPath(one).parts
-            }:
-                return True
-    return False
-
-
-def _values(program: Program) -> dict[str, list[ast.AST]]:
-    """What each name is assigned."""
-    found: dict[str, list[ast.AST]] = {}
-    for node in (node for statement in program.statements for node in ast.walk(statement.node)):
-        if isinstance(node, ast.ClassDef):
-            found.setdefault(node.name, []).append(node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For | ast.comprehension):
-            value = node.iter if isinstance(node, ast.For | ast.comprehension) else node.value or ast.Pass()
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for name in target_names(target):
-                    found.setdefault(name, []).append(value)
-    return found
+    return bool(wanted & (mentioned.names if files else mentioned.parts) or folders & mentioned.read)
 
 
 def _followed(node: ast.AST, values: Mapping[str, list[ast.AST]], seen: set[str]) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
-from finetune.convert.files import is_named
+from finetune.convert.files import Mentioned, is_named
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.names import (
     Program,
@@ -208,11 +209,18 @@ def is_pure(plan: Plan, place: int) -> bool:
 def drop_the_rest(plan: Plan, notebook: Notebook) -> None:
     """Give each remaining statement a reason to be dropped, or refuse the notebook."""
     program = plan.program
+    kept = [program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
+    read = {name for node in kept for name in effects(node).all_reads} - program.imports.keys()
+    mentioned = Mentioned(kept)
+
+    def is_kept(path: ast.expr) -> bool:
+        return bool(free_names(path) & read) or is_named(path, program, mentioned)
+
     for place, statement in enumerate(program.statements):
         if place in plan.dispositions:
             continue
         after = place > plan.key["train"]
-        why = _why_dropped(plan, place, statement)
+        why = _why_dropped(plan, place, statement, is_kept)
         if why is None and installs(plan, notebook, statement):
             why = "installation"
         if why is None and after:
@@ -245,7 +253,8 @@ def installs(plan: Plan, notebook: Notebook, statement: Statement) -> bool:
     )
 
 
-def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
+def _why_dropped(plan: Plan, place: int, statement: Statement, is_kept: Callable[[ast.expr], bool]) -> str | None:
+    """Why nothing kept needs a statement, or None. `is_kept`: whether something kept mentions a file or folder."""
     node = statement.node
     text = ast.unparse(node)
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -282,7 +291,7 @@ def _why_dropped(plan: Plan, place: int, statement: Statement) -> str | None:
         return "display"
     writing = _writing(node)
     path = None if writing is None else written_path(writing)
-    if path is not None and not _kept_names(plan, path):
+    if path is not None and not is_kept(path):
         if all(_harmless(plan, call) or _fills_file(node, call) for call in calls if call is not writing):
             return "file that no kept statement reads"
     if only_looks(plan, node):
@@ -327,13 +336,16 @@ def is_tracker(program: Program, node: ast.stmt) -> bool:
     call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
     if not isinstance(call, ast.Call) or (isinstance(node, ast.Expr) and method_of(call) != "add_callback"):
         return False
-    nodes = [statement.node for statement in program.statements]
-    bases = {one.name: "".join(map(ast.unparse, one.bases)) for one in nodes if isinstance(one, ast.ClassDef)}
-    made = {name: one.value for one in nodes if isinstance(one, ast.Assign) for name in target_names(one.targets[0])}
     given = call.args if isinstance(node, ast.Expr) else [call]
-    values = [made.get(one.id, one) if isinstance(one, ast.Name) else one for one in given]
+    values = [program.assigned.get(one.id, one) if isinstance(one, ast.Name) else one for one in given]
     classes = [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in values]
-    return any(_TRACKER.search(bases.get(name, name)) for name in classes)
+    return any(_TRACKER.search(_bases(program, name)) for name in classes)
+
+
+def _bases(program: Program, name: str) -> str:
+    """The base classes of a class of the notebook, else the name itself."""
+    definition = program.definition(name)
+    return "".join(map(ast.unparse, definition.bases)) if isinstance(definition, ast.ClassDef) else name
 
 
 def adds_path(program: Program, node: ast.stmt) -> bool:
@@ -351,13 +363,6 @@ def _leaves_arguments(plan: Plan, call: ast.Call) -> bool:
     """Whether the arguments of a call only compute."""
     given = [*call.args, *(item.value for item in call.keywords)]
     return all(_harmless(plan, inner) for value in given for inner in calls_in(value))
-
-
-def _kept_names(plan: Plan, path: ast.expr) -> bool:
-    """Whether something kept mentions the file or folder, or a name or literal in its path."""
-    kept = [plan.program.statements[place].node for hook in HOOKS for place in plan.hooks[hook]]
-    read = {name for node in kept for name in effects(node).all_reads} - plan.program.imports.keys()
-    return bool(free_names(path) & read) or is_named(path, plan.program, kept)
 
 
 def makes(plan: Plan, node: ast.stmt, *names: str) -> bool:

@@ -660,6 +660,12 @@ def keep_exports(plan: Plan) -> None:
     exports = _with_a_model(plan, exports, plan.models | merged)
     if not exports:
         return
+    for statement in (program.statements[place] for place in exports):
+        if any(method_of(call).startswith("push_to_hub") for call in calls_in(statement.node)):
+            plan.notes.append(
+                f"cell {statement.cell}: `{statement.head[:60]}` publishes after the training, as in the notebook;"
+                " check that the account is yours"
+            )
     stop = frozenset({*plan.tokenizers, *plan.models})
     kept = set(exports)
     for place in exports:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -52,9 +53,11 @@ def data_in_memory(notebook: Notebook) -> list[str]:
     statements, notes = list(notebook.statements), []
     for loading in notebook.statements:
         path = _loaded_folder(loading.node)
+        if path is None:
+            continue
         place = statements.index(loading)
-        saving = next((s for s in reversed(statements[:place]) if path and _saved_folder(s.node) == path), None)
-        if saving is None or _mentions(notebook, str(path)) != 2 or not _same_between(statements, saving, loading):
+        saving = next((s for s in reversed(statements[:place]) if _saved_folder(s.node) == path), None)
+        if saving is None or _mentions(notebook, path) != 2 or not _same_between(statements, saving, loading):
             continue
         assert isinstance(loading.node, ast.Assign)
         data, target = ast.unparse(saving.node).split(".save_to_disk")[0], ast.unparse(loading.node.targets[0])
@@ -90,7 +93,8 @@ def settle_globals(notebook: Notebook) -> None:
             gone = {
                 inner.id for inner in ast.walk(one) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Del)
             }
-            known, perhaps = known - gone, perhaps | gone
+            known -= gone
+            perhaps |= gone
     notebook.statements = [replace(statement, id=number) for number, statement in enumerate(statements)]
 
 
@@ -134,18 +138,16 @@ def _settled(node: ast.stmt, known: set[str], perhaps: set[str], aliases: dict[s
 def _aliases(notebook: Notebook) -> dict[str, str]:
     """Name -> the expression that it stands for: `known = inspect.signature(SFTTrainer).parameters`."""
     nodes = [statement.node for statement in notebook.statements]
-    stored = [
+    stored = Counter(
         one.id
         for node in nodes
         for one in ast.walk(node)
         if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    ]
+    )
     return {
         node.targets[0].id: ast.unparse(node.value)
         for node in nodes
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and stored.count(node.targets[0].id) == 1
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and stored[node.targets[0].id] == 1
     }
 
 

@@ -60,9 +60,9 @@ KINDS: dict[str, tuple[str, str]] = {
     "encoder-decoder": ("name", "refused: R1"),
     "images": (
         "name",
-        "refused: R3, or a model for text if there is a tokenizer, no processor, and nothing names images",
+        "refused if the training uses it: R3, or a model for text if there is a tokenizer, no processor and no images",
     ),
-    "audio": ("name", "refused: R3"),
+    "audio": ("name", "refused if the training uses it: R3"),
 }
 
 
@@ -147,8 +147,9 @@ CALLS = (
     Call("save_state", "saves, keeps, on the trainer, on every rank"),
     Call("push_to_hub", "exports, keeps, on the trainer"),
     Call(
-        "merge_and_unload push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_torchao save_lora"
-        " save_pretrained_ggml save_pretrained_gguf save_pretrained_merged save_pretrained_torchao unsloth_save_model",
+        "merge_and_unload push_to_hub_ggml push_to_hub_gguf push_to_hub_merged push_to_hub_openvino push_to_hub_torchao"
+        " save_lora save_pretrained_ggml save_pretrained_gguf save_pretrained_merged save_pretrained_openvino"
+        " save_pretrained_torchao unsloth_save_model",
         "exports",
     ),
     Call("dump_jsonl save_to_disk savez to_csv to_excel to_json to_parquet to_pickle write_bytes write_text", "writes"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.read import Statement
@@ -356,6 +358,13 @@ class Program:
     def __init__(self, statements: Sequence[Statement]):
         self.statements = list(statements)
         self.effects = [effects(statement.node) for statement in self.statements]
+        self._positions = {statement.id: place for place, statement in reversed([*enumerate(self.statements)])}
+        self._touched: dict[str, tuple[list[int], bool]] = {}
+        self._definitions = {
+            node.name: node
+            for node in (statement.node for statement in self.statements)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
         self.imports = dotted_imports(statement.node for statement in self.statements)
         changing = functions_that_change([statement.node for statement in self.statements])
         for statement, found in zip(self.statements, self.effects, strict=True):
@@ -384,15 +393,31 @@ class Program:
 
     def definition(self, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
         """The function or class with this name; the last one if several cells define it."""
-        for statement in reversed(self.statements):
-            node = statement.node
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
-                return node
-        return None
+        return self._definitions.get(name)
+
+    @cached_property
+    def assigned(self) -> dict[str, ast.expr]:
+        """What each name is last assigned, at the top level."""
+        nodes = [statement.node for statement in self.statements]
+        return {name: n.value for n in nodes if isinstance(n, ast.Assign) for name in target_names(n.targets[0])}
+
+    @cached_property
+    def values(self) -> dict[str, list[ast.AST]]:
+        """All that each name is assigned, at any depth."""
+        found: dict[str, list[ast.AST]] = {}
+        for node in (node for statement in self.statements for node in ast.walk(statement.node)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For | ast.comprehension):
+                value = node.iter if isinstance(node, ast.For | ast.comprehension) else node.value or ast.Pass()
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for name in target_names(target):
+                        found.setdefault(name, []).append(value)
+        return found
 
     def position(self, identity: int) -> int:
         """The position of a statement, by its id."""
-        return next(n for n, statement in enumerate(self.statements) if statement.id == identity)
+        return self._positions[identity]
 
     def slice(self, names: Iterable[str], before: int, stop: frozenset[str] = frozenset()) -> tuple[set[int], set[str]]:
         """What the values of `names` depend on just before position `before`.
@@ -405,6 +430,7 @@ class Program:
         """
         wanted = [(name, before) for name in names]
         seen: set[tuple[str, int]] = set()
+        passed: set[tuple[str, int, bool]] = set()
         places: set[int] = set()
         given: set[str] = set()
         while wanted:
@@ -415,37 +441,65 @@ class Program:
             if (name, limit) in seen:
                 continue
             seen.add((name, limit))
-            for place in self._reaching(name, limit):
+            for place in self._reaching(name, limit, passed):
                 e = self.effects[place]
                 places.add(place)
                 wanted += [(read, place) for read in e.reads]
                 wanted += [(read, limit) for read in e.late]
         return places, given
 
-    def _reaching(self, name: str, limit: int) -> Iterator[int]:
-        """Positions before `limit` that bind or change `name`, back to the last unconditional binding."""
-        module = self.imports.get(name, name)
+    def _reaching(self, name: str, limit: int, passed: set[tuple[str, int, bool]]) -> Iterator[int]:
+        """Positions before `limit` that bind or change `name`, back to the last unconditional binding.
+
+        `passed`: what a slice has followed so far (added to). It stops where it came by before, unless a statement on
+        the way reads names when it is called, which depend on `limit`.
+        """
+        touching, is_late = self._touching(name)
         imported = False  # before the import, only seeding of the module matters
-        for place in range(limit - 1, -1, -1):
+        for place in reversed(touching[: bisect_left(touching, limit)]):
+            if (name, place, imported) in passed and not is_late:
+                return
+            passed.add((name, place, imported))
             e = self.effects[place]
-            node = self.statements[place].node
             if name in e.binds:
                 yield place
-                if not isinstance(node, ast.Import | ast.ImportFrom):
+                if not isinstance(self.statements[place].node, ast.Import | ast.ImportFrom):
                     return
                 imported = True
-            elif self._seeds(node, module) or (not imported and name in e.may_bind | e.changes):
+            elif place in self._seeding(name) or (not imported and name in e.may_bind | e.changes):
                 yield place
 
-    def _seeds(self, node: ast.stmt, module: str) -> bool:
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-            return False
-        name = self.dotted(node.value.func)
-        return any(
-            name == key or name.endswith("." + key)
-            for key, packages in explained("seeds").items()
-            if module.split(".")[0] in packages.split()
-        )
+    def _touching(self, name: str) -> tuple[list[int], bool]:
+        """The positions that may bind, change or seed `name`, and whether one of them reads names when called."""
+        if name not in self._touched:
+            places = sorted({*self._index.get(name, ()), *self._seeding(name)})
+            self._touched[name] = places, any(self.effects[place].late for place in places)
+        return self._touched[name]
+
+    @cached_property
+    def _index(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for place, e in enumerate(self.effects):
+            for name in e.binds | e.may_bind | e.changes:
+                found.setdefault(name, []).append(place)
+        return found
+
+    def _seeding(self, name: str) -> set[int]:
+        """The positions that seed the package of an imported name."""
+        return self._seeds.get(self.imports.get(name, name).split(".")[0], set())
+
+    @cached_property
+    def _seeds(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for place, node in enumerate(statement.node for statement in self.statements):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+                continue
+            name = self.dotted(node.value.func)
+            for key, packages in explained("seeds").items():
+                if name == key or name.endswith("." + key):
+                    for package in packages.split():
+                        found.setdefault(package, set()).add(place)
+        return found
 
     def sets_library(self, node: ast.stmt) -> bool:
         """Whether it sets an option of a library, as in `torch._dynamo.config.x = ...`."""

@@ -264,7 +264,8 @@ def _read_cell(notebook: Notebook, index: int, source: str) -> None:
         tree = ast.parse(source)
         ast.unparse(tree)  # fails for an integer of 5,000 digits or 500 nested operators
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        notebook.unparsed.append((index, str(error), source))
+        why = str(error) if isinstance(error, SyntaxError) else f"an expression or a number is too long ({error})"
+        notebook.unparsed.append((index, why, source))
         return
     lines = source.split("\n")
     ends = 0

@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma_like": ("LlamaConfig", LLAMA),
     "bad_generation_config": ("LlamaConfig", LLAMA),
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
+    "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "phi3": ("Phi3Config", LLAMA),
     "lfm2": ("Lfm2Config", LLAMA | {"num_hidden_layers": 4, "layer_types": CONV_LAYERS}),
@@ -85,3 +86,9 @@ def _change_files(kind: str, folder: Path) -> None:
             "model_max_length": 1024,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    elif kind == "backtracking_tokenizer":  # its regular expression takes 2**n steps on n times a, followed by a b
+        file = folder / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+        both = [split, tokenizer["pre_tokenizer"]]
+        file.write_text(json.dumps(tokenizer | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": both}}))

@@ -649,7 +649,8 @@ REFUSED = {
     "a trainer of its own": ({"trainer": "from trl import SFTTrainer\nclass Mine(SFTTrainer):\n    pass\n" + TRAINER.replace("= SFTTrainer(", "= Mine(")}, "R1"),
     "two trainings": ({"after": TRAIN}, "R2"),
     "images": ({"loader": LOADER.replace("FastLanguageModel", "FastVisionModel")}, "R3"),
-    "sound": ({"extra": "import torchaudio"}, "R3"),
+    "sound": ({"data": "import torchaudio\n" + DATA + "\ndataset = dataset.map(torchaudio.load)"}, "R3"),
+    "a TPU": ({"extra": "import torch_xla.core.xla_model as xm\nxm.xla_device()"}, "R4"),
     "a process": ({"extra": 'import subprocess\nsubprocess.run(["make", "data"])'}, "R4"),
     "a shell behind an installation": ({"extra": 'import os\nos.system("pip install x; make data")'}, "R4"),
     "a process of a computed name": ({"extra": 'import subprocess\nfor name in ["a", "b"]:\n    subprocess.run([name, "install"])'}, "R4"),
@@ -745,6 +746,13 @@ def test_reasons_say_what_was_found_and_what_to_do(case: str, notebook: Callable
 
 
 @pytest.mark.process
+def test_an_import_that_nothing_uses_refuses_nothing(notebook: Callable[..., Path]) -> None:
+    unused = (
+        "import torchaudio, librosa\nimport torch_xla.core.xla_model as xm\nfrom transformers import WhisperProcessor"
+    )
+    assert "torchaudio" not in converted(notebook(*with_cells(extra=unused))).script
+
+
 def test_other_languages_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.ipynb"
     path.write_text(json.dumps(document("x <- 1") | {"metadata": {"kernelspec": {"language": "R", "name": "ir"}}}))

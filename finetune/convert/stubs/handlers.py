@@ -11,7 +11,7 @@ from .state import ENVIRONMENT, RUN, Leave, event
 from .symbols import Path, Symbol, attribute, call, form, holds_symbol, is_placeholder, plain, words
 
 # `AutoModelForCausalLM`, or the class of an architecture.
-_MODELS = re.compile(r"AutoModel|\w+(ForCausalLM|LMHeadModel)$")
+_MODELS = re.compile(r"AutoModel|\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
 def _load(function: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
