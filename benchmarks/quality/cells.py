@@ -83,7 +83,7 @@ CELLS = {
         *("base", "lora packed", "lora padded", "trl lora padded", "trl lora packed"),
         *("full packed", "full padded", "trl full padded", "trl full packed"),
         *("order grouped", "order sorted", "full sharded", "lora sharded", "full packed stochastic"),
-        *("fp8 packed", "int8 packed", "qwen fp8 packed", "qwen int8 packed", "qwen qlora packed"),
+        *("int8 packed", "qwen fp8 packed", "qwen int8 packed", "qwen qlora packed"),
         *("qlora packed", "qlora padded", "trl qlora padded", "unsloth lora padded", "unsloth full padded"),
         *("qwen base", "qwen lora packed", "trl qwen lora padded", "qwen full packed", "trl qwen full padded"),
         *("gemma base", "gemma lora packed", "trl gemma lora padded", "gemma full packed", "trl gemma full padded"),
