@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.engine import memory as process_memory
 from finetune.engine import optimizer_bytes
@@ -258,6 +257,11 @@ class Choice:
         return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
 
 
+def known(job: Job) -> dict[str, Any] | None:
+    """The `summary` of an earlier search of this job, if there is one."""
+    return measurements.find_sizes(measurements.facts(job))
+
+
 def choose(job: Job, kept: int | None, world: int) -> Choice:
     """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     search of this job found. Every rank calls it.
@@ -275,7 +279,7 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
         return Choice(per_device=now, reason="the default: a CPU run has no memory of its own to fill")
     if training.strategy == "shard":  # a rank that runs out of memory would leave the others in a collective
         return Choice(per_device=now, reason="the default of a sharded run")
-    found = measurements.find_sizes(measurements.facts(job)) or {"attempts": []}
+    found = known(job) or {"attempts": []}
     sizes = allowed_sizes(job, world)
     attempts = [Attempt(**one) for one in found["attempts"] if one["per_device"] in sizes]
     best = recommended(attempts, real_share(job, world))
@@ -343,9 +347,3 @@ def bytes_to_come(trainer: Any) -> float:
     views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
     buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
     return needed + buckets
-
-
-def divided(batch: Batch, per_device: int) -> Batch:
-    """The batch in micro-batches of another size."""
-    accumulation = batch.per_device * batch.accumulation // per_device
-    return Batch(per_device=per_device, accumulation=accumulation, global_batch_size=batch.global_batch_size)
