@@ -21,7 +21,6 @@ from finetune.runtime.hooks import NO_HOOKS, Hooks
 if TYPE_CHECKING:
     from finetune.engine.job import Job
     from finetune.engine.run_logger import Dashboard
-    from finetune.engine.samples import Question, Result
     from finetune.engine.session import Build
 
 
@@ -77,9 +76,6 @@ class ByConfiguration(story.Door):
             print_line(self._demo.introduction())
         return session.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
 
-    def finished(self, job: Job, start: resume.Start) -> dict[str, Any] | None:
-        return resume.finished(job.config, start, job.plan().digest(), session.total_steps(job))
-
     def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> None:
         session.write_result(job.config, done)
         process_group.finish()
@@ -88,27 +84,10 @@ class ByConfiguration(story.Door):
         training = job.config.training
         checkpoints.take_over(Path(training.output_dir), overwrite=training.overwrite_output_dir)
 
-    def questions(self, job: Job) -> list[Question]:
-        from finetune.engine import samples
-
-        held_out, count = job.data.eval, job.config.logging.generate_samples
-        return samples.questions(held_out, job.tokenizer, count) if held_out else []
-
     @contextlib.contextmanager
     def trainer(self, job: Job, start: resume.Start, pages: Dashboard) -> Iterator[Build]:
         output_dir = Path(job.config.training.output_dir)
         yield session.build_trainer(job, output_dir, self._parity_dump, start_step=start.found.step, dashboard=pages)
-
-    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> None:
-        trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
-
-    def evaluate(
-        self, job: Job, built: Build, questions: list[Question], *, trained: bool
-    ) -> tuple[dict[str, Any], Result | None]:
-        return session.evaluate(job, built, questions)
-
-    def save(self, trainer: Any, output_dir: Path) -> dict[str, str]:
-        return session.save_final(trainer, output_dir)
 
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         session.write_result(job.config, record.content)

@@ -27,8 +27,13 @@ _NOTHING = {"eval_loss": None, "exact_match": None}
 
 
 class OfScript(run.Door):
-    """One call of a trainer's `train`. The script's callbacks, its log and its evaluations are TRL's, and its end is
-    not that of the process: the script saves the model itself."""
+    """One call of a trainer's `train`. The script's callbacks and its log see what they see with TRL, and the script
+    goes on afterwards.
+
+    run.json has the fields of any run. `eval_loss_before` and `eval_loss_after` (by name, of several sets) are null
+    unless the script evaluates while it trains: an evaluation that it does not ask for would cost its time.
+    `final_files` is null until the script saves the model into `output_dir`, then the checksum of each file of weights.
+    """
 
     resume_with = "trainer.train(resume_from_checkpoint=True)"
 
@@ -56,7 +61,7 @@ class OfScript(run.Door):
         """Only with a checkpoint: the script goes on with the trained weights."""
         if start.found.path is None or start.found.step < self._trainer.total_steps:
             return None
-        return resume.finished(job.config, start, self._trainer.plan.digest(), self._trainer.total_steps)
+        return super().finished(job, start)
 
     def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> Any:
         return self._train(str(start.found.path))  # no step is left: it loads the weights
@@ -92,8 +97,7 @@ class OfScript(run.Door):
         return self._train(checkpoint, rebuild=rebuild)
 
     def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[dict[str, Any], None]:
-        """Of a script that evaluates while it trains; others would pay for what they did not ask for. The script's
-        callbacks and its log do not see it."""
+        """Unseen by the script's callbacks and its log."""
         trainer, logger = built.trainer, built.logger
         held_out = trainer.eval_layout
         if held_out is None or str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
@@ -111,6 +115,9 @@ class OfScript(run.Door):
 
     def save(self, trainer: Any, output_dir: Path) -> None:
         """Left to the script, whose `save_model` adds `final_files` to run.json."""
+
+    def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
+        """Nothing: the script goes on."""
 
 
 def _evaluated(trainer: Any, logger: RunLogger) -> dict[str, float]:

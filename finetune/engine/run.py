@@ -5,7 +5,7 @@ A door says what it does in its own way (`Door`). `train` opens a configuration,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
-from finetune.engine import invariants, report, restart, session
+from finetune.engine import invariants, report, restart, resume, session
 from finetune.engine.record import RunRecord
 from finetune.errors import RunError
 from finetune.runtime import distributed, interrupt, runlock, startup
@@ -36,54 +36,51 @@ class Above:
     review: ModuleType
 
 
-class Door:
-    """What a front door does in its own way."""
+class Door(abc.ABC):
+    """What a front door does in its own way. It need not override what a run from a configuration does."""
 
     resume_with: str  # how the user resumes a run that was stopped
 
+    @abc.abstractmethod
     def above(self) -> Above:
         """Called once the backend has started."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def enter(self, config: Config, record: RunRecord) -> tuple[Job, Start]:
         """The job and where it starts. Compares everything that must match the checkpoint, and writes nothing."""
-        raise NotImplementedError
 
     def finished(self, job: Job, start: Start) -> dict[str, Any] | None:
         """The run.json of the run that is asked for, if it is finished already."""
-        raise NotImplementedError
+        return resume.finished(job.config, start, job.plan().digest(), session.total_steps(job))
 
+    @abc.abstractmethod
     def leave_finished(self, job: Job, start: Start, done: dict[str, Any]) -> Any:
         """Change nothing of a finished run, whose run.json is `done`. Returns what the trainer would return."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def take_folder(self, job: Job, start: Start) -> None:
         """Make room in the output folder."""
-        raise NotImplementedError
 
-    def questions(self, job: Job) -> list[Question]:
-        """Held-out prompts that the model answers at each evaluation."""
-        return []
-
+    @abc.abstractmethod
     def trainer(self, job: Job, start: Start, pages: Dashboard) -> AbstractContextManager[Build]:
         """The trainer with the callbacks of this run, for the time of the run."""
-        raise NotImplementedError
 
     def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
         """Train to the end. Returns what the trainer returns."""
-        raise NotImplementedError
+        return trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
 
     def evaluate(
         self, job: Job, built: Build, questions: list[Question], *, trained: bool
     ) -> tuple[dict[str, Any], Result | None]:
         """Scores of the model before or after training, for run.json, and its answers to `questions`."""
-        raise NotImplementedError
+        return session.evaluate(job, built, questions)
 
     def save(self, trainer: Any, output_dir: Path) -> dict[str, str] | None:
         """Save the final model. Returns the checksum of each file by name, on rank 0; None if that is left to the
         script."""
-        raise NotImplementedError
+        return session.save_final(trainer, output_dir)
 
+    @abc.abstractmethod
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
         """The last thing that is done under the lock, after training if it has `ended`."""
 
@@ -126,7 +123,8 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
     """Evaluate, train, save and evaluate again."""
     from finetune.engine import samples
 
-    output_dir, questions = record.path.parent, door.questions(job)
+    output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
+    questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
     pages = session.dashboard(job, record, questions, above.review)
     with door.trainer(job, start, pages) as built, built.logger, session.out_of_memory(job):
         trainer, logger = built.trainer, built.logger
@@ -181,8 +179,8 @@ def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, si
         start_up.ended("micro-batch")
 
     # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
-    if size.searches and trainer.model_wrapped is trainer.model:
-        trainer.before_first_step = find_size
+    searches = size.searches and trainer.model_wrapped is trainer.model
+    trainer.before_first_step = find_size if searches else None
     start_up.ended("trainer")
 
 
@@ -214,10 +212,3 @@ def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
     rule = job.config.training.early_stopping
     record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
     logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)
-
-
-def loss_of(metrics: Mapping[str, float], names: list[str]) -> float | dict[str, float]:
-    """The held-out loss among the metrics of an evaluation; of several sets, by name."""
-    if names == [""]:
-        return metrics["eval_loss"]
-    return {name: metrics[f"eval_{name}_loss"] for name in names}

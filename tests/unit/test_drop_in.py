@@ -559,6 +559,19 @@ def test_an_evaluation_that_the_script_does_not_ask_for_is_not_made(make: Callab
     assert [one["step"] for one in found["evaluations"]] == [0, 0, 3, 3, 4, 4]
 
 
+def test_the_scores_after_training_are_those_of_the_best_weights(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Which `load_best_model_at_end` has loaded; here the highest loss is the best."""
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "greater_is_better": True}
+    trainer = make(eval_dataset=dataset(TEXTS[:6]), **best, **often)
+    trainer.train()
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    by_step = {one["step"]: one["loss"] for one in record["evaluations"]}
+    assert record["best"] == {"step": 1, "metric": "loss", "value": by_step[1], "loaded": True}
+    assert record["eval_loss_after"] == by_step[1] > by_step[4]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(record["eval_loss_after"], rel=1e-5)
+
+
 def test_final_files_are_those_that_the_script_saves(make: Callable[..., Any], tmp_path: Path) -> None:
     """In run.json until the next run of the folder; a finished run that is resumed stays as it is."""
     from finetune.runtime.files import checksum
@@ -604,6 +617,33 @@ def test_a_full_disk_is_a_sentence_and_does_not_cost_the_model(
     full.add("running")
     with pytest.raises(RunError, match="No space left on the disk"):
         make().train()
+
+
+@pytest.mark.parametrize("fault", ["memory", "divergence"])
+def test_a_script_ends_as_a_configured_run_does(
+    fault: str, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence with the remedy, and a record that says that the run failed."""
+    from transformers import TrainerCallback
+
+    from finetune import review
+    from finetune.errors import RunError
+
+    class Full(TrainerCallback):
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            if fault == "memory":
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = make(callbacks=[Full()])
+    training = dataclasses.replace(trainer.job.config.training, stop_on_divergence=True)
+    trainer.job.config = dataclasses.replace(trainer.job.config, training=training)
+    monkeypatch.setattr(review, "divergence", lambda losses: "loss 9" if len(losses) > 1 else None)
+    expected = {"memory": "per_device_train_batch_size to 2", "divergence": "The run diverges at step 2: loss 9"}[fault]
+    with pytest.raises(RunError, match=expected):
+        trainer.train()
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "failed" and expected in record["error"]
+    assert (tmp_path / "out" / "checkpoint-2").is_dir() == (fault == "divergence")
 
 
 def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
