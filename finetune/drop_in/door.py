@@ -97,7 +97,7 @@ class OfScript(run.Door):
         return self._train(checkpoint, rebuild=rebuild)
 
     def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[dict[str, Any], None]:
-        """Unseen by the script's callbacks and its log."""
+        """Unseen by the script's callbacks and its log. A signal meanwhile must not cost the script its model."""
         trainer, logger = built.trainer, built.logger
         held_out = trainer.eval_layout
         if held_out is None or str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
@@ -106,7 +106,7 @@ class OfScript(run.Door):
         state = trainer.state if trained else TrainerState()
         losses = _evaluated(trainer, logger) if trained else {}
         if losses.keys() != sets.keys():  # else the run has evaluated these weights already
-            with torch.no_grad(), interrupt.busy(), activity.during("evaluation"):
+            with torch.no_grad(), interrupt.deferred(), interrupt.busy(), activity.during("evaluation"):
                 for name, layout in sets.items():
                     metrics = trainer.evaluate_layout(layout, f"eval_{name}" if name else "eval")
                     logger.on_log(trainer.args, state, trainer.control, metrics)

@@ -78,7 +78,8 @@ class Door(abc.ABC):
     def save(self, trainer: Any, output_dir: Path) -> dict[str, str] | None:
         """Save the final model. Returns the checksum of each file by name, on rank 0; None if that is left to the
         script."""
-        return session.save_final(trainer, output_dir)
+        with interrupt.finishing():
+            return session.save_final(trainer, output_dir)
 
     @abc.abstractmethod
     def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
@@ -139,8 +140,7 @@ def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, 
             record.update(status="interrupted", interrupted_by=interrupt.reason())
             report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
             return Outcome(stopped=True)
-        with interrupt.finishing():
-            sums = door.save(trainer, output_dir)
+        sums = door.save(trainer, output_dir)
         after, answers_after = door.evaluate(job, built, questions, trained=True)
         if answers_after is not None:
             logger.show_samples(answers_after, trainer.state.global_step)

@@ -619,6 +619,23 @@ def test_a_full_disk_is_a_sentence_and_does_not_cost_the_model(
         make().train()
 
 
+def test_a_signal_after_the_last_step_does_not_cost_the_model(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of a configuration saves its model, then ends with 130; a script has yet to save it."""
+    from transformers import TrainerCallback
+
+    from finetune.runtime import interrupt
+
+    class Signal(TrainerCallback):
+        def on_train_end(self, *given: Any, **named: Any) -> None:
+            monkeypatch.setattr(interrupt, "requested", lambda: True)
+
+    trainer = make(callbacks=[Signal()])
+    assert trainer.train().global_step == 4
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
+
+
 @pytest.mark.parametrize("fault", ["memory", "divergence"])
 def test_a_script_ends_as_a_configured_run_does(
     fault: str, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
