@@ -78,7 +78,7 @@ class SFTTrainer(engine.SFTTrainer):
             UserError: the rows, the model or the batch cannot be used.
         """
         self._ready = False
-        self._record: RunRecord | None = None  # of the last call of `train`
+        self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = former.pop("tokenizer", None) or processing_class
         given = settings.arguments(args, model, former)
         refusals.check(
@@ -290,7 +290,7 @@ class SFTTrainer(engine.SFTTrainer):
             resume_from_checkpoint=asked if isinstance(asked, bool) else str(asked),
             resume_with_changes=resume_with_changes,
         )
-        config = replace(self.job.config, training=training)
+        config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
         door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
         try:
