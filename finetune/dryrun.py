@@ -87,7 +87,7 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         from finetune.measure import micro_batch, trial
 
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
-        job.batch = micro_batch.divided(job.batch, size.per_device)
+        job.batch = job.batch.divided(size.per_device)
         report.print_introduction(job, resume.Start())
         session.check_space(config, job.model)
         session.check_saving(job)

@@ -1,24 +1,27 @@
-"""`accelerate launch -m finetune.train`: the story of a training run, top to bottom."""
+"""`accelerate launch -m finetune.train`: a run from a configuration, whose story is `engine.run`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from finetune import review
 from finetune.config import Config
-from finetune.engine import checkpoints, invariants, read_ahead, report, restart, resume, session
+from finetune.engine import checkpoints, read_ahead, resume, session
+from finetune.engine import run as story
 from finetune.engine.record import RunRecord
-from finetune.errors import RunError
 from finetune.measure import strategy
-from finetune.runtime import distributed, interrupt, process_group, runlock, startup
-from finetune.runtime.command import DONE, INTERRUPTED, console, print_line, run_command
+from finetune.runtime import distributed, process_group
+from finetune.runtime.command import DONE, INTERRUPTED, print_line, run_command
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from finetune.engine.job import Job
-    from finetune.measure import micro_batch
+    from finetune.engine.run_logger import Dashboard
+    from finetune.engine.session import Build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,122 +45,55 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
         return dryrun.run(config, hooks)
     strategy.apply(config)
     config, demo = session.with_demo(config)
-    with runlock.held(Path(config.training.output_dir)):
-        return run_locked(restart.continued(config), demo, parity_dump, without, hooks)
+    door = ByConfiguration(demo, parity_dump, without, hooks)
+    outcome = story.run(door, config, RunRecord(Path(config.training.output_dir)))
+    return INTERRUPTED if outcome.stopped else DONE
 
 
-def run_locked(
-    config: Config, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
-) -> int:
-    """`run`, while holding the lock on the output folder."""
-    from finetune.measure import micro_batch  # imports torch
+class ByConfiguration(story.Door):
+    """The front door of a configuration: it loads everything, and its end is that of the process."""
 
-    output_dir, resume_from = Path(config.training.output_dir), config.training.resume_from_checkpoint
-    overwrite = config.training.overwrite_output_dir
-    checkpoints.check_output(output_dir, resuming=bool(resume_from), overwrite=overwrite)
-    found = checkpoints.find(output_dir, resume_from, verify=False)  # report a wrong path before anything is loaded
-    batch = resume.batch_of(config, found.manifest, distributed.ranks().world_size)
-    if demo is not None:
-        print_line(demo.introduction())
-    record = RunRecord(output_dir)
-    job, start = session.open_and_compare(config, batch, demo, record, without, hooks)
-    if (done := resume.finished(config, start, job.plan().digest(), session.total_steps(job))) is not None:
-        report.print_finished(config.training.output_dir, done)
-        session.write_result(config, done)
+    resume_with = "--training.resume_from_checkpoint true"
+
+    def __init__(
+        self, demo: ModuleType | None, parity_dump: Path | None, without: Collection[str], hooks: Hooks
+    ) -> None:
+        self._demo, self._parity_dump, self._without, self._hooks = demo, parity_dump, without, hooks
+
+    def above(self) -> story.Above:
+        from finetune.measure import micro_batch, scoring
+
+        return story.Above(micro_batch=micro_batch, scoring=scoring, review=review)
+
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
+        training, output_dir = config.training, record.path.parent
+        resuming = bool(training.resume_from_checkpoint)
+        checkpoints.check_output(output_dir, resuming=resuming, overwrite=training.overwrite_output_dir)
+        # Report a wrong path before anything is loaded.
+        found = checkpoints.find(output_dir, training.resume_from_checkpoint, verify=False)
+        batch = resume.batch_of(config, found.manifest, distributed.ranks().world_size)
+        if self._demo is not None:
+            print_line(self._demo.introduction())
+        return session.open_and_compare(config, batch, self._demo, record, self._without, self._hooks)
+
+    def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> None:
+        session.write_result(job.config, done)
         process_group.finish()
-        return DONE
-    session.check_space(config, job.model)
-    session.check_saving(job)
-    size = micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
-    job.batch = micro_batch.divided(job.batch, size.per_device)
-    checkpoints.take_over(output_dir, overwrite=overwrite)
-    report.print_introduction(job, start)
-    with session.recorded(record, job, start):
-        stopped = train(job, record, start, size, parity_dump)
-    session.write_result(config, record.content)
-    process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
-    if hooks.save is not None and distributed.ranks().is_main and not stopped:
-        session.export(job, record)
-    return INTERRUPTED if stopped else DONE
 
+    def take_folder(self, job: Job, start: resume.Start) -> None:
+        training = job.config.training
+        checkpoints.take_over(Path(training.output_dir), overwrite=training.overwrite_output_dir)
 
-def train(
-    job: Job, record: RunRecord, start: resume.Start, size: micro_batch.Choice, parity_dump: Path | None = None
-) -> bool:
-    """Evaluate, train, save and evaluate again. True if a signal ended training early, after a checkpoint."""
-    from finetune import review
-    from finetune.engine import best, samples, shard
-    from finetune.measure import measurements, micro_batch, scoring
-    from finetune.review.rules.learning import divergence
+    @contextlib.contextmanager
+    def trainer(self, job: Job, start: resume.Start, pages: Dashboard) -> Iterator[Build]:
+        output_dir = Path(job.config.training.output_dir)
+        yield session.build_trainer(job, output_dir, self._parity_dump, start_step=start.found.step, dashboard=pages)
 
-    output_dir = Path(job.config.training.output_dir)
-    held_out, count = job.data.eval, job.config.logging.generate_samples
-    questions = samples.questions(held_out, job.tokenizer, count) if held_out else []
-    pages = session.dashboard(job, record, questions, review.markdown, divergence)
-    built = session.build_trainer(job, output_dir, parity_dump, start_step=start.found.step, dashboard=pages)
-    trainer, logger = built.trainer, built.logger
-    checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
-    record.update(
-        plan=trainer.plan.digest(),
-        total_steps=trainer.total_steps,
-        resumed_from=checkpoint,
-        invariants=invariants.check(trainer),
-        sharding=shard.record(trainer.model, job.config.training.optim, trainer.weights) if trainer.sharded else None,
-        loss_normalized_by=invariants.divisor(trainer),
-        micro_batch=size.to_dict(),
-    )
-
-    def find_size() -> None:
-        found = micro_batch.find(job, trainer)
-        job.batch = micro_batch.divided(job.batch, found.per_device)
-        trainer.set_batch(job.batch)
-        report.print_micro_batch(job, found)
-        record.update(batch=vars(job.batch), micro_batch=found.to_dict())
-        start_up.ended("micro-batch")
-
-    if size.searches:
-        trainer.before_first_step = find_size
-    start_up = startup.of_this_process()
-    start_up.ended("trainer")
-    with logger, session.out_of_memory(job):
-        before, answers_before = session.evaluate(job, built, questions)
-        start_up.ended("evaluation")
-        with interrupt.deferred():
-            trainer.train(resume_from_checkpoint=checkpoint, rebuild=start.rebuild)
-        results = logger.results()
-        prediction = scoring.score(job, results)
-        scoring.write(logger.writer, prediction, trainer.state.global_step)
-        # If the disk has no room for run.json, the model is still saved below.
-        record.try_update(
-            steps=trainer.state.global_step,
-            prediction=prediction,
-            micro_batch_search=measurements.find_sizes(measurements.facts(job)),
-            attention=session.attention_computed(job, trainer),
-            **results,
-        )
-        if logger.diverged is not None:
-            checkpoint = output_dir / f"checkpoint-{trainer.state.global_step}"
-            raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
-        if built.stop.stopped:
-            record.update(status="interrupted", interrupted_by=interrupt.reason())
-            report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}")
-            return True
-        found, stopped_at = best.summary(trainer), built.best.stopped_at if built.best else None
-        rule = job.config.training.early_stopping
-        record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
-        logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), trainer.state.global_step)
-        with interrupt.finishing():
-            sums = session.save_final(trainer, output_dir)
-        after, answers_after = session.evaluate(job, built, questions)
-        if answers_after is not None:
-            logger.show_samples(answers_after, trainer.state.global_step)
-
-    scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
-    record.update(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
-    if answers_before is not None and answers_after is not None:
-        console().print(samples.table(answers_before, answers_after))
-    report.print_conclusion(record.content, output_dir, scoring.sentence(record.content["prediction"]))
-    return False
+    def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
+        session.write_result(job.config, record.content)
+        process_group.finish()  # before any rank returns a code other than 0, on which a launcher ends the other ranks
+        if ended and self._hooks.save is not None and distributed.ranks().is_main:
+            session.export(job, record)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """How a global batch is divided over ranks, and the learning rate that goes with it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +17,10 @@ class Batch:
     per_device: int
     accumulation: int
     global_batch_size: int
+
+    def divided(self, per_device: int) -> Batch:
+        """The same step in micro-batches of another size."""
+        return replace(self, per_device=per_device, accumulation=self.per_device * self.accumulation // per_device)
 
 
 DEFAULT_GLOBAL_BATCH = 16

@@ -93,6 +93,13 @@ def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
     print_line(f"Rows have up to {loaded:,} tokens, the max_seq_length that the model was loaded with ({why}).")
 
 
+def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
+    """Whether the run may choose how many rows a rank holds at once: the step is fixed, and
+    `per_device_train_batch_size` is not set, as far as its default shows."""
+    default = next(one.default for one in dataclasses.fields(args) if one.name == "per_device_train_batch_size")
+    return global_batch_size is not None and args.per_device_train_batch_size == default
+
+
 def batch(args: Any, global_batch_size: int | None) -> Batch:
     """How a step divides over the ranks: TRL's product, or what the user has fixed. Of a fixed batch, a rank holds at
     most `per_device_train_batch_size` rows at once.
@@ -157,20 +164,21 @@ def data(args: Any) -> DataConfig:
     )
 
 
-def configuration(args: Any, stack: Stack, model: Any, batch: Batch) -> Config:
+def configuration(args: Any, stack: Stack, model: Any, batch: Batch, *, size_is_open: bool) -> Config:
     """The run as a configuration.
 
     Args:
         args: the user's SFTConfig.
         model: with its adapter, if it has one.
+        size_is_open: as `leaves_size_open` returns it.
     """
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     adapters = getattr(model, "peft_config", None)
     training = TrainingConfig(
         output_dir=str(args.output_dir),
         global_batch_size=batch.global_batch_size,
-        per_device_train_batch_size=batch.per_device,
-        gradient_accumulation_steps=batch.accumulation,
+        per_device_train_batch_size=None if size_is_open else batch.per_device,
+        gradient_accumulation_steps=None if size_is_open else batch.accumulation,
         per_device_eval_batch_size=args.per_device_eval_batch_size,
         num_train_epochs=float(args.num_train_epochs),
         max_steps=args.max_steps,

@@ -5,10 +5,10 @@ Import it after the backend has started, as `finetune.drop_in` does.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +16,21 @@ from typing import Any
 import transformers
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from finetune import review
-from finetune.config import Config
+from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
 from finetune.drop_in import backbone, refusals, rows, settings
+from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
-from finetune.engine import (
-    adapted,
-    checkpoints,
-    invariants,
-    layer_kernels,
-    positions,
-    report,
-    restart,
-    resume,
-    session,
-    trackers,
-)
+from finetune.engine import adapted, layer_kernels, positions, run, session
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
-from finetune.engine.callbacks import FirstGradients, StopOnRequest
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.record import RunRecord
-from finetune.engine.run_logger import RunLogger
 from finetune.errors import UserError
-from finetune.measure import measurements, scoring
-from finetune.review.rules.learning import divergence
-from finetune.runtime import distributed, hardware, interrupt, process_group, runlock, startup
-from finetune.runtime.command import INTERRUPTED, print_line
+from finetune.runtime import hardware, interrupt, process_group
+from finetune.runtime.command import INTERRUPTED, in_words
 
 # TRL's names for metrics that are called otherwise in this project.
 TRL_NAMES = {"token_accuracy": "mean_token_accuracy"}
@@ -83,7 +68,8 @@ class SFTTrainer(engine.SFTTrainer):
         """
         Args:
             global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
-                the steps are the same on any number of GPUs. Without it, a step has `per_device_train_batch_size x
+                the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if that is
+                left at its default: the fastest that fits. Without it, a step has `per_device_train_batch_size x
                 gradient_accumulation_steps x number of processes` rows, as in TRL.
             former: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
 
@@ -92,6 +78,7 @@ class SFTTrainer(engine.SFTTrainer):
             UserError: the rows, the model or the batch cannot be used.
         """
         self._ready = False
+        self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = former.pop("tokenizer", None) or processing_class
         given = settings.arguments(args, model, former)
         refusals.check(
@@ -116,6 +103,7 @@ class SFTTrainer(engine.SFTTrainer):
         layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
+        self._global_batch_size = global_batch_size
         self.given = given  # the user's arguments, as TRL would have completed them
         self.preparation = Preparation(
             args=given,
@@ -124,7 +112,7 @@ class SFTTrainer(engine.SFTTrainer):
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
         data = self.preparation.tokenized(sources)
-        self.job = self._open_job(loaded, data, global_batch_size, layers)
+        self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
         super().__init__(
             model=loaded,
@@ -144,7 +132,7 @@ class SFTTrainer(engine.SFTTrainer):
         adapted.install(self.model)
         self.job.model, self.job.size = self.model, model_size(self.model)
         self.job.master_weights = settings.kept_weights(self.model)
-        self.job.config = settings.configuration(given, self.job.stack, self.model, self.job.batch)
+        self.job.config = self._configuration(self.model, self.job.stack, self.job.batch)
         if 0 < self.args.logging_steps < 1:  # a share of the run, as transformers counts it
             self.args.logging_steps = math.ceil(self.args.logging_steps * self.total_steps)
         session.complete_early_stopping(self)
@@ -154,11 +142,11 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _open_job(self, model: Any, data: Data, global_batch_size: int | None, layers: layer_kernels.Choice) -> Job:
+    def _open_job(self, model: Any, data: Data, layers: layer_kernels.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.stack_of(model, STACK)
-        batch = settings.batch(self.given, global_batch_size)
-        config = settings.configuration(self.given, stack, model, batch)
+        batch = settings.batch(self.given, self._global_batch_size)
+        config = self._configuration(model, stack, batch)
         because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
@@ -183,6 +171,10 @@ class SFTTrainer(engine.SFTTrainer):
             model=model,
             size=model_size(model),
         )
+
+    def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
+        is_open = settings.leaves_size_open(self.given, self._global_batch_size)
+        return settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
 
     def _check_rows(self, model: Any, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.
@@ -293,91 +285,36 @@ class SFTTrainer(engine.SFTTrainer):
         refusals.unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
+        asked = resume_from_checkpoint or False
         training = replace(
             self.job.config.training,
-            resume_from_checkpoint=resume_from_checkpoint or False,
+            resume_from_checkpoint=asked if isinstance(asked, bool) else str(asked),
             resume_with_changes=resume_with_changes,
         )
+        config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
+        door = OfScript(self, functools.partial(super().train, ignore_keys_for_eval=ignore_keys_for_eval))
         try:
-            with (
-                interrupt.installed(),
-                runlock.held(record.path.parent),
-                process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail),
-            ):
-                config = restart.continued(replace(self.job.config, training=training))
-                output = self._train(config, record, ignore_keys_for_eval)
+            with interrupt.installed(), process_group.watched(training.ddp_timeout, "ddp_timeout", record.fail):
+                outcome = run.run(door, config, record)
         except interrupt.Interrupted:
-            output = None
-        if output is None:
+            raise SystemExit(INTERRUPTED) from None
+        except UserError:
+            raise
+        except Exception as error:
+            if (known := in_words(error)) is None:
+                raise
+            raise known from error
+        if outcome.stopped:
             raise SystemExit(INTERRUPTED)
-        return output
+        record.content.update(outcome.done or {})
+        self._record = record
+        return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
 
-    def _train(self, config: Config, record: RunRecord, ignore_keys: Any) -> TrainOutput | None:
-        """`train`, while holding the lock on the output folder. None if a signal ended it, after a checkpoint."""
-        self.job.config, output_dir = config, record.path.parent
-        resuming = bool(config.training.resume_from_checkpoint)
-        checkpoints.check_output(output_dir, resuming=resuming, overwrite=True)
-        checkpoints.check_shared(output_dir)
-        start = resume.prepare(config, self.job.batch, config.model.dtype, config.training.master_weights)
-        start = resume.confirm(start, config, self.model, self.plan.digest(), self.total_steps)
-        session.check_space(config, self.model)
-        session.check_saving(self.job)
-        if not resuming and (moved := checkpoints.set_aside(output_dir)) is not None:
-            print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
-        checkpoints.take_over(output_dir, overwrite=False)
-        report.print_introduction(self.job, start)
-        with session.recorded(record, self.job, start):
-            pages = session.dashboard(self.job, record, [], review.markdown, divergence)
-            logger = session.run_logger(self.job, output_dir, start_step=start.found.step, dashboard=pages)
-            stop = StopOnRequest()
-            checkpoint = session.prepare_resume(self, start, config.training.save_total_limit)
-            with self._logged(logger, stop):
-                record.update(
-                    plan=self.plan.digest(),
-                    total_steps=self.total_steps,
-                    resumed_from=checkpoint,
-                    invariants=invariants.check(self),
-                    loss_normalized_by=invariants.divisor(self),
-                )
-                with session.out_of_memory(self.job), interrupt.deferred():
-                    output = super().train(checkpoint, rebuild=start.rebuild, ignore_keys_for_eval=ignore_keys)
-                self._conclude(record, logger)
-            if stop.stopped:
-                record.update(status="interrupted", interrupted_by=interrupt.reason())
-                report.print_stopped(output_dir / f"checkpoint-{self.state.global_step}")
-                return None
-            record.update(status="done")
-        return output or TrainOutput(self.state.global_step, math.nan, {})
-
-    @contextlib.contextmanager
-    def _logged(self, logger: RunLogger, stop: StopOnRequest) -> Iterator[None]:
-        """The callbacks of one call of `train`, and the logger's hold on this trainer's methods."""
-        own = [logger, TrlMetrics(logger), stop, FirstGradients()]
-        # Before the user's, which then see TRL's metrics too.
-        self.callback_handler.callbacks[:0] = own
-        logger.attach(self)
-        logger.trackers = trackers.adopt(self.callback_handler.callbacks, logger.reported)
-        try:
-            startup.of_this_process().ended("script")
-            with logger:
-                yield
-        finally:
-            logger.detach()
-            for callback in own:
-                self.remove_callback(callback)
-
-    def _conclude(self, record: RunRecord, logger: RunLogger) -> None:
-        results = logger.results()
-        prediction = scoring.score(self.job, results)
-        scoring.write(logger.writer, prediction, self.state.global_step)
-        record.try_update(
-            steps=self.state.global_step,
-            prediction=prediction,
-            micro_batch_search=measurements.find_sizes(measurements.facts(self.job)),
-            attention=session.attention_computed(self.job, self),
-            **results,
-        )
+    def set_batch(self, batch: Batch) -> None:
+        """Divide each step in another way, before the first."""
+        super().set_batch(batch)
+        self._created_with = refusals.values(*(arguments for arguments, _ in self._created_with))
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 
@@ -400,9 +337,9 @@ class SFTTrainer(engine.SFTTrainer):
                 eval_dataset = self._eval_layouts(data)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
-    def _evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
+    def evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
         started = time.time()
-        metrics = super()._evaluate_layout(layout, prefix)
+        metrics = super().evaluate_layout(layout, prefix)
         for ours, theirs in TRL_NAMES.items():
             if f"{prefix}_{ours}" in metrics:
                 metrics[f"{prefix}_{theirs}"] = metrics[f"{prefix}_{ours}"]
@@ -418,31 +355,18 @@ class SFTTrainer(engine.SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model or adapter and the tokenizer, from rank 0; the files appear when they are complete. Every rank
-        calls it."""
+        calls it. After training, weights that are saved into the run's `output_dir` are `final_files` of run.json."""
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
             return
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            with checkpoints.no_space(folder, "the model"), checkpoints.final_files(folder) as partial:
-                super().save_model(str(partial), _internal_call=True)
-        distributed.barrier()
-
-
-class TrlMetrics(transformers.TrainerCallback):
-    """Adds the metrics of training that TRL logs: `num_tokens`; if the loss yields them, `entropy` and
-    `mean_token_accuracy`, per supervised token of the global batch; `aux_loss` of a mixture of experts."""
-
-    def __init__(self, logger: RunLogger) -> None:
-        self._logger = logger
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs is None or "loss" not in logs:
-            return
-        metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}
-        logs |= metrics
-        state.log_history[-1] |= metrics
+        sums = session.save_final(self, folder)
+        record = self._record
+        if record is not None and record.path.parent.resolve() == folder.resolve():
+            weights = {name: one for name, one in sums.items() if name.endswith(".safetensors")}
+            record.try_update(final_files=weights)  # the script may write the other files again
 
 
 def _by_split(eval_dataset: Any) -> dict[str, Any]:

@@ -142,10 +142,9 @@ def print_best(best: dict[str, Any] | None, stopped_at: int | None, total: int) 
     return " ".join(sentences)
 
 
-def print_stopped(checkpoint: Path) -> None:
+def print_stopped(checkpoint: Path, resume_with: str) -> None:
     """Print how to resume a run that was interrupted."""
-    reason = interrupt.reason()
-    print_line(f"Stopped by {reason}; {checkpoint} is saved. Resume with --training.resume_from_checkpoint true.")
+    print_line(f"Stopped by {interrupt.reason()}; {checkpoint} is saved. Resume with {resume_with}.")
 
 
 def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str) -> None:
@@ -155,8 +154,11 @@ def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str)
         prediction: how right the dry run's prediction was, as a sentence.
     """
     parts = [f"{counted(results['steps'], 'step')}, {counted(results['tokens'], 'token')}"]
-    if results["eval_loss_after"] is not None:
-        parts.append(f"held-out loss {results['eval_loss_before']:.4f} -> {results['eval_loss_after']:.4f}")
+    after, before = results["eval_loss_after"], results["eval_loss_before"]
+    if after is not None:
+        by_set = [(f" ({name})", before[name], after[name]) for name in after] if isinstance(after, dict) else None
+        for name, was, now in by_set or [("", before, after)]:
+            parts.append(f"held-out loss{name} {was:.4f} -> {now:.4f}")
     scores = [("exact match", results["exact_match_before"], results["exact_match_after"])]
     before, after = (results.get(f"metric_{when}") or {} for when in ("before", "after"))
     scores += [(name, before.get(name, math.nan), value) for name, value in after.items()]
@@ -168,4 +170,5 @@ def print_conclusion(results: dict[str, Any], output_dir: Path, prediction: str)
         parts.append(f"{results['tokens_per_second_per_gpu']:,.0f} tokens/s per device")
     print_line("; ".join(parts) + ".")
     print_line(prediction)
-    print_line(f"The model and run.json are in {output_dir}. Charts and review: finetune dashboard {output_dir}")
+    which = "run.json is" if results["final_files"] is None else "The model and run.json are"
+    print_line(f"{which} in {output_dir}. Charts and review: finetune dashboard {output_dir}")

@@ -243,15 +243,13 @@ def dashboard(
     job: Job,
     record: RunRecord,
     questions: list[Question],
-    review: Callable[[Path], str],
-    divergence: Callable[[list[float]], str | None],
+    review: ModuleType,
 ) -> Dashboard:
     """The pages of TensorBoard.
 
     Args:
         record: run.json, as far as it is known when training begins.
-        review: Markdown review of the run in a folder.
-        divergence: a sentence if the losses of all steps diverge; used with training.stop_on_divergence.
+        review: `finetune.review`, which reviews the run and, with training.stop_on_divergence, judges its losses.
     """
     from finetune.engine import pages
     from finetune.engine.job import layouts
@@ -275,8 +273,8 @@ def dashboard(
             "4 configuration": pages.configuration_page(resolved, config.given),
         },
         hyperparameters=given | about,
-        review=lambda: review(record.path.parent),
-        divergence=divergence if config.training.stop_on_divergence else None,
+        review=lambda: review.markdown(record.path.parent),
+        divergence=review.divergence if config.training.stop_on_divergence else None,
         samples=(lambda: examine(job, questions)) if questions else None,
         include_rows=config.logging.include_rows,
     )
@@ -477,7 +475,7 @@ def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:
     """Save the final adapter or model into `output_dir`: on rank 0, while the other ranks wait; on all ranks if the
     model is sharded. Returns the checksum of each file by name, on rank 0."""
     sums: dict[str, str] = {}
-    main = distributed.ranks().is_main
+    main = trainer.args.should_save
     if main or trainer.sharded:
         with (
             checkpoints.no_space(output_dir, "the final model"),
@@ -485,7 +483,7 @@ def save_final(trainer: SFTTrainer, output_dir: Path) -> dict[str, str]:
         ):
             if trainer.sharded:
                 distributed.barrier()  # the folder exists
-            trainer.save_model(str(folder))
+            trainer.save_model(str(folder), _internal_call=True)  # nothing is pushed to the hub
             if main:  # every rank's files are written when save_model returns
                 written = sorted(path for path in folder.iterdir() if path.is_file())
                 sums = dict(zip((path.name for path in written), checksums(written), strict=True))

@@ -625,12 +625,12 @@ class SFTTrainer(trl.SFTTrainer):
             return found
         if layout is None or isinstance(layout, str):
             raise ValueError("evaluate needs held-out rows: set data.eval_file or data.eval_fraction")
-        metrics = self._evaluate_layout(layout, metric_key_prefix)
+        metrics = self.evaluate_layout(layout, metric_key_prefix)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
+    def evaluate_layout(self, layout: Layout, prefix: str) -> dict[str, float]:
         """Loss and, if the model yields them, token accuracy and entropy over all rows of `layout`."""
         was_training = self.model.training
         self.model.eval()

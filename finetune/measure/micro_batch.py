@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from finetune.config import Batch
 from finetune.data.layout import Layout
 from finetune.engine import memory as process_memory
 from finetune.engine import optimizer_bytes
@@ -261,6 +260,11 @@ class Choice:
         return {"per_device": self.per_device, "reason": self.reason, "seconds": self.seconds}
 
 
+def known(job: Job) -> dict[str, Any] | None:
+    """The `summary` of an earlier search of this job, if there is one."""
+    return measurements.find_sizes(measurements.facts(job))
+
+
 def choose(job: Job, kept: int | None, world: int) -> Choice:
     """The size that is known before the model runs: the configured one, that of the checkpoint, or what an earlier
     search of this job found. Every rank calls it.
@@ -295,7 +299,7 @@ def choose(job: Job, kept: int | None, world: int) -> Choice:
 def _earlier(job: Job, sizes: Sequence[int]) -> list[Attempt]:
     """What an earlier search of this job found for these sizes; nothing if it would have gone on to larger ones, had
     its number of ranks allowed them."""
-    found = measurements.find_sizes(measurements.facts(job))
+    found = known(job)
     if found is None:
         return []
     attempts = [Attempt(**one) for one in found["attempts"]]
@@ -357,9 +361,3 @@ def bytes_to_come(trainer: Any) -> float:
     views = getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False)
     buckets = sum(p.nbytes for p in trained) if distributed.ranks().world_size > 1 and not views else 0
     return needed + buckets
-
-
-def divided(batch: Batch, per_device: int) -> Batch:
-    """The batch in micro-batches of another size."""
-    accumulation = batch.per_device * batch.accumulation // per_device
-    return Batch(per_device=per_device, accumulation=accumulation, global_batch_size=batch.global_batch_size)

@@ -33,6 +33,13 @@ def markdown(folder: Path) -> str:
     return report.markdown(folder)
 
 
+def divergence(losses: Sequence[float]) -> str | None:
+    """A sentence if a run with these losses of all its steps diverges."""
+    from finetune.review.rules import learning
+
+    return learning.divergence(losses)
+
+
 def main(argv: list[str] | None = None) -> int:
     """`finetune review`. Returns the exit code."""
     from finetune.review.command import main as command

@@ -64,7 +64,7 @@ def guarded(run: Callable[[], int]) -> int:
 
     Only the rank that failed first prints its error; the others exit quietly.
     """
-    from finetune.runtime import cpu_threads, disk, distributed, failures, interrupt
+    from finetune.runtime import cpu_threads, distributed, failures, interrupt
 
     cpu_threads.sleep_while_waiting()
     interrupt.install()
@@ -79,12 +79,18 @@ def guarded(run: Callable[[], int]) -> int:
         report(error)
         return error.exit_code
     except Exception as error:
-        # A full or missing disk, or a broken connection, wherever the error occurred.
-        broken = failures.of_broken_connection(describe(error))
-        known = disk.failure(error) or (RunError(broken) if broken else None)
+        known = in_words(error)
         text = f"error: {_rank_name()}{known}\n" if known else _rank_name() + redact(traceback.format_exc())
         _report(known or error, text)
         return FAILED
+
+
+def in_words(error: Exception) -> RunError | None:
+    """The error to report for a full or missing disk or a broken connection, wherever it occurred; None for others."""
+    from finetune.runtime import disk, failures
+
+    broken = failures.of_broken_connection(describe(error))
+    return disk.failure(error) or (RunError(broken) if broken else None)
 
 
 def report(error: UserError, place: str = "") -> None:

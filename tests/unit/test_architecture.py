@@ -100,7 +100,7 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_commands_are_imported_by_their_entry_points_alone() -> None:
-    """`train` is the story of a run and a library for nobody."""
+    """They are a library for nobody: the story of a run is `engine.run`."""
     allowed = {"finetune.cli", "finetune.script", "finetune.parity.run"}
     assert {name for name, imports in GRAPH.items() if "finetune.train" in imports} <= allowed
 

@@ -1,0 +1,142 @@
+"""The front door of a script: what a run of its trainer does in its own way. The story is `engine.run`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerState
+
+from finetune import review
+from finetune.config import Config
+from finetune.engine import best, checkpoints, resume, run, session, trackers
+from finetune.engine.callbacks import FirstGradients, StopOnRequest
+from finetune.engine.job import Job
+from finetune.engine.record import RunRecord
+from finetune.engine.run_logger import Dashboard, RunLogger
+from finetune.engine.session import Build
+from finetune.measure import micro_batch, scoring
+from finetune.runtime import activity, distributed, interrupt, startup
+from finetune.runtime.command import print_line
+
+_NOTHING = {"eval_loss": None, "exact_match": None}
+
+
+class OfScript(run.Door):
+    """One call of a trainer's `train`. The script's callbacks and its log see what they see with TRL, and the script
+    goes on afterwards.
+
+    run.json has the fields of any run. `eval_loss_before` and `eval_loss_after` (by name, of several sets) are null
+    unless the script evaluates while it trains: an evaluation that it does not ask for would cost its time.
+    `final_files` is null until the script saves the model into `output_dir`, then the checksum of each file of weights.
+    """
+
+    resume_with = "trainer.train(resume_from_checkpoint=True)"
+
+    def __init__(self, trainer: Any, train: Callable[..., Any]) -> None:
+        """
+        Args:
+            train: the engine's `train` of this trainer, which the script's own class may call otherwise.
+        """
+        self._trainer, self._train = trainer, train
+
+    def above(self) -> run.Above:
+        return run.Above(micro_batch=micro_batch, scoring=scoring, review=review)
+
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, resume.Start]:
+        job, trainer, training = self._trainer.job, self._trainer, config.training
+        job.config = config
+        resuming = bool(training.resume_from_checkpoint)
+        checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
+        checkpoints.check_shared(record.path.parent)
+        start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
+        job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
+        return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
+
+    def finished(self, job: Job, start: resume.Start) -> dict[str, Any] | None:
+        """Only with a checkpoint: the script goes on with the trained weights."""
+        if start.found.path is None or start.found.step < self._trainer.total_steps:
+            return None
+        return super().finished(job, start)
+
+    def leave_finished(self, job: Job, start: resume.Start, done: dict[str, Any]) -> Any:
+        return self._train(str(start.found.path))  # no step is left: it loads the weights
+
+    def take_folder(self, job: Job, start: resume.Start) -> None:
+        output_dir = Path(job.config.training.output_dir)
+        if not job.config.training.resume_from_checkpoint:
+            if (moved := checkpoints.set_aside(output_dir)) is not None:
+                print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
+        checkpoints.take_over(output_dir, overwrite=False)
+
+    @contextlib.contextmanager
+    def trainer(self, job: Job, start: resume.Start, pages: Dashboard) -> Iterator[Build]:
+        """The script's trainer, with the run's own callbacks and the logger's hold on its methods."""
+        trainer, output_dir = self._trainer, Path(job.config.training.output_dir)
+        trainer.set_batch(job.batch)
+        logger = session.run_logger(job, output_dir, start_step=start.found.step, dashboard=pages)
+        stop = StopOnRequest()
+        own = [logger, TrlMetrics(logger), stop, FirstGradients()]
+        # Before the script's, which then see TRL's metrics too.
+        trainer.callback_handler.callbacks[:0] = own
+        logger.attach(trainer)
+        logger.trackers = trackers.adopt(trainer.callback_handler.callbacks, logger.reported)
+        startup.of_this_process().ended("script")
+        try:
+            yield Build(trainer=trainer, logger=logger, stop=stop)
+        finally:
+            logger.detach()
+            for callback in own:
+                trainer.remove_callback(callback)
+
+    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+        return self._train(checkpoint, rebuild=rebuild)
+
+    def evaluate(self, job: Job, built: Build, questions: list, *, trained: bool) -> tuple[dict[str, Any], None]:
+        """Unseen by the script's callbacks and its log. A signal meanwhile must not cost the script its model."""
+        trainer, logger = built.trainer, built.logger
+        held_out = trainer.eval_layout
+        if held_out is None or str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy)) == "no":
+            return _NOTHING, None
+        sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
+        state = trainer.state if trained else TrainerState()
+        losses = _evaluated(trainer, logger) if trained else {}
+        if losses.keys() != sets.keys():  # else the run has evaluated these weights already
+            with torch.no_grad(), interrupt.deferred(), interrupt.busy(), activity.during("evaluation"):
+                for name, layout in sets.items():
+                    metrics = trainer.evaluate_layout(layout, f"eval_{name}" if name else "eval")
+                    logger.on_log(trainer.args, state, trainer.control, metrics)
+                    losses[name] = metrics[f"eval_{name}_loss" if name else "eval_loss"]
+        return _NOTHING | {"eval_loss": losses if isinstance(held_out, Mapping) else losses[""]}, None
+
+    def save(self, trainer: Any, output_dir: Path) -> None:
+        """Left to the script, whose `save_model` adds `final_files` to run.json."""
+
+    def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
+        """Nothing: the script goes on."""
+
+
+def _evaluated(trainer: Any, logger: RunLogger) -> dict[str, float]:
+    """The losses by name of each set that this run has evaluated with the weights it ended with."""
+    found = best.summary(trainer)
+    step = found["step"] if found is not None and found["loaded"] else trainer.state.global_step
+    return {one.get("set", ""): one["loss"] for one in logger.evaluations if one["step"] == step}
+
+
+class TrlMetrics(transformers.TrainerCallback):
+    """Adds the metrics of training that TRL logs: `num_tokens`; if the loss yields them, `entropy` and
+    `mean_token_accuracy`, per supervised token of the global batch; `aux_loss` of a mixture of experts."""
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        metrics = {"num_tokens": float(self._logger.tokens_seen), **self._logger.token_means}
+        logs |= metrics
+        state.log_history[-1] |= metrics

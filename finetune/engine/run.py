@@ -1,0 +1,214 @@
+"""The one story of a run, behind both front doors: lock, resume, record, training, end.
+
+A door says what it does in its own way (`Door`). `train` opens a configuration, `drop_in` the trainer of a script.
+"""
+
+from __future__ import annotations
+
+import abc
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import Config
+from finetune.engine import invariants, report, restart, resume, session
+from finetune.engine.record import RunRecord
+from finetune.errors import RunError
+from finetune.runtime import distributed, interrupt, runlock, startup
+from finetune.runtime.command import console
+
+if TYPE_CHECKING:
+    from finetune.engine.job import Job
+    from finetune.engine.resume import Start
+    from finetune.engine.run_logger import Dashboard
+    from finetune.engine.samples import Question, Result
+    from finetune.engine.session import Build
+
+
+@dataclass(frozen=True, kw_only=True)
+class Above:
+    """What the story calls on the floors above: `finetune.measure.micro_batch` and `.scoring`, `finetune.review`."""
+
+    micro_batch: ModuleType
+    scoring: ModuleType
+    review: ModuleType
+
+
+class Door(abc.ABC):
+    """What a front door does in its own way. It need not override what a run from a configuration does."""
+
+    resume_with: str  # how the user resumes a run that was stopped
+
+    @abc.abstractmethod
+    def above(self) -> Above:
+        """Called once the backend has started."""
+
+    @abc.abstractmethod
+    def enter(self, config: Config, record: RunRecord) -> tuple[Job, Start]:
+        """The job and where it starts. Compares everything that must match the checkpoint, and writes nothing."""
+
+    def finished(self, job: Job, start: Start) -> dict[str, Any] | None:
+        """The run.json of the run that is asked for, if it is finished already."""
+        return resume.finished(job.config, start, job.plan().digest(), session.total_steps(job))
+
+    @abc.abstractmethod
+    def leave_finished(self, job: Job, start: Start, done: dict[str, Any]) -> Any:
+        """Change nothing of a finished run, whose run.json is `done`. Returns what the trainer would return."""
+
+    @abc.abstractmethod
+    def take_folder(self, job: Job, start: Start) -> None:
+        """Make room in the output folder."""
+
+    @abc.abstractmethod
+    def trainer(self, job: Job, start: Start, pages: Dashboard) -> AbstractContextManager[Build]:
+        """The trainer with the callbacks of this run, for the time of the run."""
+
+    def train(self, trainer: Any, checkpoint: str | None, *, rebuild: bool) -> Any:
+        """Train to the end. Returns what the trainer returns."""
+        return trainer.train(resume_from_checkpoint=checkpoint, rebuild=rebuild)
+
+    def evaluate(
+        self, job: Job, built: Build, questions: list[Question], *, trained: bool
+    ) -> tuple[dict[str, Any], Result | None]:
+        """Scores of the model before or after training, for run.json, and its answers to `questions`."""
+        return session.evaluate(job, built, questions)
+
+    def save(self, trainer: Any, output_dir: Path) -> dict[str, str] | None:
+        """Save the final model. Returns the checksum of each file by name, on rank 0; None if that is left to the
+        script."""
+        with interrupt.finishing():
+            return session.save_final(trainer, output_dir)
+
+    @abc.abstractmethod
+    def close(self, job: Job, record: RunRecord, *, ended: bool) -> None:
+        """The last thing that is done under the lock, after training if it has `ended`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: whether a signal stopped it, after a checkpoint; the run.json of a run that was finished
+    already; and what the trainer returned."""
+
+    stopped: bool = False
+    done: dict[str, Any] | None = None
+    output: Any = None
+
+
+def run(door: Door, config: Config, record: RunRecord) -> Outcome:
+    """Train as `config` says.
+
+    Raises:
+        UserError, RunError: with what is wrong and what to do. run.json has the error if training had begun.
+    """
+    with runlock.held(record.path.parent):
+        job, start = door.enter(restart.continued(config), record)
+        if (done := door.finished(job, start)) is not None:
+            report.print_finished(job.config.training.output_dir, done)
+            return Outcome(done=done, output=door.leave_finished(job, start, done))
+        session.check_space(job.config, job.model)
+        session.check_saving(job)
+        above = door.above()
+        size = above.micro_batch.choose(job, start.per_device, distributed.ranks().world_size)
+        job.batch = job.batch.divided(size.per_device)
+        door.take_folder(job, start)
+        report.print_introduction(job, start)
+        with session.recorded(record, job, start):
+            outcome = _recorded(door, job, record, start, size, above)
+        door.close(job, record, ended=not outcome.stopped)
+        return outcome
+
+
+def _recorded(door: Door, job: Job, record: RunRecord, start: Start, size: Any, above: Above) -> Outcome:
+    """Evaluate, train, save and evaluate again."""
+    from finetune.engine import samples
+
+    output_dir, held_out, count = record.path.parent, job.data.eval, job.config.logging.generate_samples
+    questions = samples.questions(held_out, job.tokenizer, count) if held_out and count else []
+    pages = session.dashboard(job, record, questions, above.review)
+    with door.trainer(job, start, pages) as built, built.logger, session.out_of_memory(job):
+        trainer, logger = built.trainer, built.logger
+        checkpoint = session.prepare_resume(trainer, start, job.config.training.save_total_limit)
+        _begin(job, record, trainer, checkpoint, size, above)
+        before, answers_before = door.evaluate(job, built, questions, trained=False)
+        startup.of_this_process().ended("evaluation")
+        with interrupt.deferred():
+            output = door.train(trainer, checkpoint, rebuild=start.rebuild)
+        _measured(job, record, built, above)
+        if built.stop.stopped:
+            record.update(status="interrupted", interrupted_by=interrupt.reason())
+            report.print_stopped(output_dir / f"checkpoint-{trainer.state.global_step}", door.resume_with)
+            return Outcome(stopped=True)
+        sums = door.save(trainer, output_dir)
+        after, answers_after = door.evaluate(job, built, questions, trained=True)
+        if answers_after is not None:
+            logger.show_samples(answers_after, trainer.state.global_step)
+
+    scores = {f"{name}_before": before[name] for name in before} | {f"{name}_after": after[name] for name in after}
+    # A disk without room for run.json must not keep a script from saving its model.
+    write = record.update if sums is not None else record.try_update
+    write(status="done", final_files=sums, answers_scored=len(questions) or None, **scores)
+    if answers_before is not None and answers_after is not None:
+        console().print(samples.table(answers_before, answers_after))
+    report.print_conclusion(record.content, output_dir, above.scoring.sentence(record.content["prediction"]))
+    return Outcome(output=output)
+
+
+def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, size: Any, above: Above) -> None:
+    """Note what is known once the trainer is built, and have it search for its micro-batch before the first step."""
+    from finetune.engine import shard
+
+    record.update(
+        plan=trainer.plan.digest(),
+        total_steps=trainer.total_steps,
+        resumed_from=checkpoint,
+        invariants=invariants.check(trainer),
+        sharding=shard.record(trainer.model, job.config.training.optim, trainer.weights) if trainer.sharded else None,
+        loss_normalized_by=invariants.divisor(trainer),
+        micro_batch=size.to_dict(),
+    )
+    start_up = startup.of_this_process()
+
+    def find_size() -> None:
+        found = above.micro_batch.find(job, trainer)
+        job.batch = job.batch.divided(found.per_device)
+        trainer.set_batch(job.batch)
+        report.print_micro_batch(job, found)
+        record.update(batch=vars(job.batch), micro_batch=found.to_dict())
+        start_up.ended("micro-batch")
+
+    # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
+    searches = size.searches and trainer.model_wrapped is trainer.model
+    trainer.before_first_step = find_size if searches else None
+    start_up.ended("trainer")
+
+
+def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:
+    """Note what training has yielded. If the disk has no room for run.json, the model is still saved afterwards.
+
+    Raises:
+        RunError: the loss diverged.
+    """
+    from finetune.engine import best
+
+    trainer, logger = built.trainer, built.logger
+    step, results = trainer.state.global_step, logger.results()
+    prediction = above.scoring.score(job, results)
+    above.scoring.write(logger.writer, prediction, step)
+    record.try_update(
+        steps=step,
+        prediction=prediction,
+        micro_batch_search=above.micro_batch.known(job),
+        attention=session.attention_computed(job, trainer),
+        **results,
+    )
+    if logger.diverged is not None:
+        checkpoint = record.path.parent / f"checkpoint-{step}"
+        raise RunError(f"{logger.diverged} {checkpoint} is saved. Lower training.learning_rate.")
+    if built.stop.stopped:
+        return
+    found, stopped_at = best.summary(trainer), built.best.stopped_at if built.best else None
+    rule = job.config.training.early_stopping
+    record.try_update(best=found, early_stopping=rule | {"step": stopped_at} if rule and stopped_at else None)
+    logger.show_best(report.print_best(found, stopped_at, trainer.total_steps), step)
