@@ -8,18 +8,19 @@ import math
 import re
 from collections.abc import Sequence
 
+from finetune.config.arguments import CONFIG, DROP_IN, TRAINER, former, rows
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.knowledge import CONFIG, TRAINER, arguments, named, not_in, renamed
+from finetune.convert.knowledge import named, not_in
 from finetune.convert.names import Program, free_names, root, target_names
 from finetune.convert.read import Refusal
 from finetune.convert.source import expression
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
-_RENAMED = renamed(TRAINER) | renamed(CONFIG)
-_MOVED = arguments(TRAINER, "moved").keys()
-_TRAINER = arguments(TRAINER).keys() - _MOVED - _RENAMED.keys()
-_LEFT_OUT = {row_name: row.drop_in for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.drop_in}
-_CHANGES_LOSS = {row_name for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.changes_loss}
+_RENAMED = {name: now for name, now in (former(TRAINER) | former()).items() if now}
+_MOVED = {name for name, row in rows(TRAINER).items() if row.moved}
+_TRAINER = {name for name, row in rows(TRAINER).items() if not row.moved and row.now is None}
+_LEFT_OUT = {name: row.drop_in for name, row in (rows(TRAINER) | rows(CONFIG)).items() if row.drop_in}
+_CHANGES_LOSS = {name for name, row in (rows(TRAINER) | rows(CONFIG)).items() if DROP_IN in row.refused}
 # For the verification: arguments that may differ from the notebook's, and values that may be new.
 CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
 _DEFAULTS = [not_in("trl", "transformers"), not_in("trl", "unsloth"), not_in("unsloth", "transformers")]

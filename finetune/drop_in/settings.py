@@ -9,6 +9,7 @@ from typing import Any
 import trl
 
 from finetune.config import Batch, Config, resolve_batch
+from finetune.config.arguments import FIXED, REFUSED, TAKEN, TRAINER, row
 from finetune.config.schema import (
     SECTIONS,
     DataConfig,
@@ -20,28 +21,12 @@ from finetune.config.schema import (
 from finetune.drop_in import backbone
 from finetune.engine import trackers
 from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
-from finetune.engine.trainer import MANAGED
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.command import print_line
 
-# What older scripts, and Unsloth's examples, give to the constructor instead of SFTConfig.
-_FORMER_ARGUMENTS = {
-    "dataset_text_field": "dataset_text_field",
-    "dataset_num_proc": "dataset_num_proc",
-    "dataset_kwargs": "dataset_kwargs",
-    "packing": "packing",
-    "neftune_noise_alpha": "neftune_noise_alpha",
-}
+_OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
-# Fields that say nothing about the result, or that hold what another key of the configuration already says.
-_NOT_RECORDED = frozenset(
-    "hub_token hub_model_id push_to_hub report_to run_name logging_dir disable_tqdm do_train do_eval do_predict"
-    " model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_num_proc"
-    " eos_token pad_token truncation_mode completion_only_loss packing_strategy eval_packing shuffle_dataset"
-    " save_strategy eval_strategy logging_strategy bf16 fp16 use_cpu ddp_timeout remove_unused_columns"
-    " local_rank distributed_state deepspeed_plugin loss_type".split()
-)
 
 
 def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
@@ -62,9 +47,9 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
     args = copy.copy(args)
     # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
     length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
-    for name, field in _FORMER_ARGUMENTS.items():
-        if (value := former.pop(name, None)) is not None:
-            setattr(args, field, value)
+    for name in [name for name in former if row(name, TRAINER).moved or row(name, TRAINER).now is not None]:
+        if (value := former.pop(name)) is not None and row(name, TRAINER).moved:
+            setattr(args, name, value)
     if former:
         raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
     _set_row_length(args, length, backbone.loaded_length(model))
@@ -117,7 +102,7 @@ def batch(args: Any, global_batch_size: int | None) -> Batch:
 def for_training(args: Any, batch: Batch) -> Any:
     """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
     args = copy.copy(args)
-    for name, value in MANAGED.items():
+    for name, value in FIXED.items():
         setattr(args, name, value)
     args.per_device_train_batch_size = batch.per_device
     args.gradient_accumulation_steps = batch.accumulation
@@ -256,13 +241,13 @@ def _adapter(adapter: Any) -> LoraConfig:
 
 
 def _further(args: Any) -> dict[str, Any]:
-    """The other fields of SFTConfig that the user has changed and that the configuration has no key for."""
+    """The other fields of SFTConfig that the user has changed: those that a configuration accepts by their names."""
     ours = {one.name for kind in SECTIONS.values() for one in dataclasses.fields(kind)}
     found = {}
     for one in dataclasses.fields(args):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
         value = getattr(args, one.name)
-        skipped = one.name in ours or one.name in _NOT_RECORDED or one.name in MANAGED
+        skipped = one.name in ours or one.name in REFUSED or one.name in TAKEN or one.name in _OF_THIS_LAUNCH
         if not skipped and value != default and isinstance(value, bool | int | float | str | list | dict | None):
             found[one.name] = value
     return files.plain(found)
