@@ -141,6 +141,8 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
             continue
         if setting.section == "training" and setting.key in arguments.TAKEN:
             taken[setting.name] = setting
+            if (now := arguments.row(setting.key).now) is not None:
+                notes.append(f"{setting}: this is training.{now} now.")
         elif (checked := _check(setting, problems)) is not None:
             values[setting.name], origin[setting.name] = checked[0], setting
     _drop_outranked_length(values, origin)

@@ -7,4 +7,4 @@ So it comes first in a script, before unsloth, trl and transformers; later still
 from finetune.drop_in.start import STACK as STACK
 
 from finetune.drop_in.trainer import SFTTrainer as SFTTrainer  # isort: skip  # after the backend
-from trl import SFTConfig as SFTConfig  # isort: skip
+from finetune.drop_in.former import SFTConfig as SFTConfig  # isort: skip

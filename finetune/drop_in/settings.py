@@ -6,10 +6,8 @@ import copy
 import dataclasses
 from typing import Any
 
-import trl
-
 from finetune.config import Batch, Config, resolve_batch
-from finetune.config.arguments import FIXED, REFUSED, TAKEN, TRAINER, row
+from finetune.config.arguments import FIXED, REFUSED, TAKEN
 from finetune.config.schema import (
     SECTIONS,
     DataConfig,
@@ -18,64 +16,13 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from finetune.drop_in import backbone
 from finetune.engine import trackers
 from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.command import print_line
 
 _OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
-
-
-def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
-    """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
-
-    Args:
-        args: an SFTConfig, plain TrainingArguments, or None.
-        former: constructor's arguments of older versions of TRL, which Unsloth still accepts; emptied.
-
-    Raises:
-        TypeError: `former` has names that never were arguments.
-    """
-    if args is None:
-        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-        args = trl.SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
-    elif not isinstance(args, trl.SFTConfig):
-        args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
-    args = copy.copy(args)
-    # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
-    length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
-    for name in [name for name in former if row(name, TRAINER).moved or row(name, TRAINER).now is not None]:
-        if (value := former.pop(name)) is not None and row(name, TRAINER).moved:
-            setattr(args, name, value)
-    if former:
-        raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
-    _set_row_length(args, length, backbone.loaded_length(model))
-    return args
-
-
-def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
-    """Set `max_length` as Unsloth's trainer does: to the length the model was loaded with, unless the script gives a
-    shorter one. TRL's default counts as none given.
-
-    Args:
-        given: `max_seq_length` of the trainer or of SFTConfig.
-        loaded: `max_seq_length` of Unsloth's loader.
-    """
-    if given is not None:
-        args.max_length = given
-    if loaded is None:
-        return
-    asked = args.max_length
-    default = next(one.default for one in dataclasses.fields(trl.SFTConfig) if one.name == "max_length")
-    own = bool(asked) and (given is not None or asked != default)
-    args.max_length = min(asked, loaded) if own else loaded
-    if args.max_length == asked:
-        return
-    why = f"not {asked:,}" if own else "as with Unsloth's own trainer; another max_length makes them shorter"
-    print_line(f"Rows have up to {loaded:,} tokens, the max_seq_length that the model was loaded with ({why}).")
 
 
 def batch(args: Any, global_batch_size: int | None) -> Batch:

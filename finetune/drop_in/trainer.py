@@ -20,7 +20,7 @@ from finetune import review
 from finetune.config import Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
-from finetune.drop_in import backbone, refusals, rows, settings
+from finetune.drop_in import backbone, former, refusals, rows, settings
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
 from finetune.engine import (
@@ -78,22 +78,22 @@ class SFTTrainer(engine.SFTTrainer):
         formatting_func: Callable[[Any], str] | None = None,
         *,
         global_batch_size: int | None = None,
-        **former: Any,
+        **older: Any,
     ) -> None:
         """
         Args:
             global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
                 the steps are the same on any number of GPUs. Without it, a step has `per_device_train_batch_size x
                 gradient_accumulation_steps x number of processes` rows, as in TRL.
-            former: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
+            older: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
 
         Raises:
             Refused: arguments that cannot be kept exactly; also a ValueError.
             UserError: the rows, the model or the batch cannot be used.
         """
         self._ready = False
-        processing_class = former.pop("tokenizer", None) or processing_class
-        given = settings.arguments(args, model, former)
+        processing_class = older.pop("tokenizer", None) or processing_class
+        given = former.arguments(args, model, older)
         refusals.check(
             type(self),
             SFTTrainer,

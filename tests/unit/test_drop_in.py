@@ -90,7 +90,7 @@ def test_the_constructor_is_that_of_the_installed_trl(make: Callable[..., Any]) 
         theirs = inspect.signature(original.__mro__[1].__init__).parameters
     ours = dict(inspect.signature(SFTTrainer.__init__).parameters)
     assert ours.pop("global_batch_size").kind is inspect.Parameter.KEYWORD_ONLY
-    assert ours.pop("former").kind is inspect.Parameter.VAR_KEYWORD
+    assert ours.pop("older").kind is inspect.Parameter.VAR_KEYWORD
     assert [(one.name, one.default, one.kind) for one in ours.values()] == [
         (one.name, one.default, one.kind) for one in theirs.values()
     ]
@@ -118,6 +118,53 @@ def test_arguments_of_older_versions_and_unknown_ones(make: Callable[..., Any], 
     assert trainer.processing_class is tokenizer
     with pytest.raises(TypeError, match="unexpected keyword argument 'datset'"):
         make(datset=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"evaluation_strategy": "steps", "eval_steps": 3}, "eval_strategy", "steps"),
+        ({"per_gpu_train_batch_size": 3}, "per_device_train_batch_size", 3),
+        ({"warmup_ratio": 0.25}, "warmup_steps", 0.25),
+        ({"warmup_ratio": 0.25, "warmup_steps": 0}, "warmup_steps", 0.25),
+        ({"warmup_ratio": 0.25, "warmup_steps": 7}, "warmup_steps", 7),
+        ({"max_seq_length": 8}, "max_length", 8),
+        ({"max_seq_length": None}, "max_length", 1024),
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"group_by_length": True, "packing": True}, "train_sampling_strategy", "random"),
+        ({"overwrite_output_dir": True, "save_safetensors": True}, "seed", 42),
+    ],
+)
+def test_former_names_of_the_configuration_are_taken(
+    given: dict[str, Any], name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """transformers 4 and TRL before 0.16 take these; the installed ones do not."""
+    import trl
+
+    from finetune import SFTConfig
+
+    with pytest.raises(TypeError):
+        trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    found = getattr(args, name)
+    assert getattr(found, "value", found) == value and isinstance(args, trl.SFTConfig)
+    printed = capsys.readouterr().out
+    old = set(given) - {one.name for one in dataclasses.fields(trl.SFTConfig)}
+    assert all(f"SFTConfig: `{one}` is " in printed for one in old) and printed.count("SFTConfig:") == len(old)
+    assert dataclasses.replace(args, seed=5).seed == 5
+
+
+def test_unknown_names_of_the_configuration_are_refused_as_by_trl(tmp_path: Path) -> None:
+    from finetune import SFTConfig
+
+    with pytest.raises(TypeError, match="learnig_rate"):
+        SFTConfig(str(tmp_path), learnig_rate=1e-4)
+
+
+def test_the_saved_arguments_need_no_package_of_ours(make: Callable[..., Any]) -> None:
+    import trl
+
+    assert type(make().args) is trl.SFTConfig
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -214,7 +261,7 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
 
 
 @pytest.mark.parametrize(
-    ("given", "former", "length", "printed"),
+    ("given", "older", "length", "printed"),
     [
         ({}, {}, 2048, True),  # TRL's default of 1,024 is nobody's choice
         ({"max_length": None}, {}, 2048, True),
@@ -222,11 +269,13 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
         ({"max_length": 4096}, {}, 2048, True),
         ({}, {"max_seq_length": 1024}, 1024, False),
         ({}, {"max_seq_length": 4096}, 2048, True),
+        ({"max_seq_length": 1024}, {}, 1024, False),
+        ({"max_seq_length": None}, {}, 2048, True),
     ],
 )
 def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     given: dict[str, Any],
-    former: dict[str, Any],
+    older: dict[str, Any],
     length: int,
     printed: bool,
     tmp_path: Path,
@@ -234,17 +283,17 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
 ) -> None:
     """As in the constructor of Unsloth's rewritten trainer (unsloth/models/rl.py, `max_length_check`)."""
     from finetune import SFTConfig
-    from finetune.drop_in import settings
+    from finetune.drop_in import former, settings
 
     loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    found = settings.arguments(args, loaded, dict(former))
+    found = former.arguments(args, loaded, dict(older))
     assert settings.data(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
     args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
-    assert settings.arguments(args, loaded, {}).max_length == 2048
+    assert former.arguments(args, loaded, {}).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
-    assert settings.arguments(args, of_another_loader, {}).max_length == 4096
+    assert former.arguments(args, of_another_loader, {}).max_length == 4096
 
 
 def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
