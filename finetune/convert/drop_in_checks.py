@@ -19,7 +19,7 @@ from finetune.convert.knowledge import named
 from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace, trace_notebook
-from finetune.convert.values import described, max_length
+from finetune.convert.values import described
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 
@@ -271,8 +271,6 @@ def _compare(mine: Trace, theirs: Trace) -> None:
     old, new = described(mine), described(theirs)
     if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
         old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
-    if old.api == "unsloth" and "max_length" in old.config:
-        old.config["max_length"] = max_length(old)  # the loader's, if it is smaller
     _compare_arguments(old.config, new.config)
     if str(old.adapter) != str(new.adapter):
         raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
@@ -322,19 +320,10 @@ def _without_order(detail: Any) -> Any:
 
 def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Each argument of the notebook's is in the script, unless its change is listed; others are known defaults."""
-    ratio = mine.get("warmup_ratio")
-    if ratio is not None and not mine.get("warmup_steps"):
-        mine = {**mine, "warmup_steps": ratio}
-    grouped = mine.get("group_by_length")
-    mine = {name: value for name, value in mine.items() if name != "group_by_length"}
-    if grouped and not theirs.get("packing"):
-        mine["train_sampling_strategy"] = "group_by_length"
-    elif grouped is not None and theirs.get("train_sampling_strategy") == "random":
-        mine["train_sampling_strategy"] = "random"
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
         if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
             old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
         allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
-        if str(old) != str(new) and not allowed and not (name == "max_length" and old is None):
+        if str(old) != str(new) and not allowed:
             raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

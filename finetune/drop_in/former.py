@@ -41,7 +41,7 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     args = copy.copy(args)
     if type(args) is SFTConfig:
-        args.__class__ = trl.SFTConfig  # training_args.bin can be read without this package
+        args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours
     # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
     length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
     if length is None and getattr(args, "length_given", False):
@@ -51,6 +51,8 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
         if value is not None and row(name, TRAINER).moved:
             setattr(args, name, value)
             print_line(f"SFTTrainer: `{name}` is an argument of SFTConfig now.")
+            if name == "packing" and value and args.train_sampling_strategy == "group_by_length":
+                args.train_sampling_strategy = "random"  # by its former name, which packs ignored
     if former:
         raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
     _set_row_length(args, length, backbone.loaded_length(model))
