@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import trl
@@ -57,6 +59,66 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
         raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
     _set_row_length(args, length, backbone.loaded_length(model))
     return args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which text of a row is read, as the versions did that the script was written for.
+
+    formatting_func: the user's; None reads the columns
+    text_field:      the column of text, by SFTConfig's dataset_text_field
+    text_only:       no other column, because it was given to the trainer, as to TRL before 0.13
+    text_first:      before messages and formatting_func, as with Unsloth's trainer
+    """
+
+    formatting_func: Callable[[Any], Any] | None
+    text_field: str
+    text_only: bool
+    text_first: bool
+
+    def column(self, columns: list[str]) -> str | None:
+        """The one column that is read of rows with these columns; None for TRL's own order."""
+        others = {"messages", "conversations", "prompt"} & set(columns)
+        if self.text_field not in columns or not (others or self.formatting_func):
+            return None
+        pairs = {"prompt", "completion"} <= set(columns)
+        return self.text_field if self.text_only or self.text_first and not pairs else None
+
+    @property
+    def why(self) -> str:
+        """Why `column` is the only one."""
+        return "as given to the trainer" if self.text_only else "which Unsloth's trainer takes first"
+
+    def takes_batches(self, rows: Any) -> bool:
+        """Whether formatting_func gets columns of several rows and returns their texts, as in TRL before 0.20."""
+        if self.formatting_func is None:
+            return False
+        try:
+            if isinstance(self.formatting_func(rows[0]), str):
+                return False
+        except Exception:  # of a function that takes batches, with one row; else reading the rows reports it
+            pass
+        try:
+            texts = self.formatting_func(rows[:2])
+        except Exception:
+            return False
+        return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+
+
+def reading(args: Any, model: Any, formatting_func: Any, given_field: Any) -> Reading:
+    """How the rows of a trainer are read.
+
+    Args:
+        args: the completed SFTConfig.
+        given_field: the trainer's own `dataset_text_field`, if it was given.
+    """
+    packs = args.packing and formatting_func is not None  # which took the function, not the field
+    return Reading(
+        formatting_func=formatting_func,
+        text_field=args.dataset_text_field,
+        text_only=bool(given_field) and not packs,
+        text_first=backbone.of_unsloth(model) and not args.assistant_only_loss,
+    )
 
 
 def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:

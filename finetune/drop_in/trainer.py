@@ -93,7 +93,9 @@ class SFTTrainer(engine.SFTTrainer):
         """
         self._ready = False
         processing_class = older.pop("tokenizer", None) or processing_class
+        field = older.get("dataset_text_field")
         given = former.arguments(args, model, older)
+        reading = former.reading(given, model, formatting_func, field)
         refusals.check(
             type(self),
             SFTTrainer,
@@ -109,7 +111,7 @@ class SFTTrainer(engine.SFTTrainer):
             ),
         )
         splits = {"train": train_dataset, **_by_split(eval_dataset)}
-        sources = rows.sources(splits, given, formatting_func)
+        sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
@@ -120,7 +122,7 @@ class SFTTrainer(engine.SFTTrainer):
         self.preparation = Preparation(
             args=given,
             tokenizer=tokenizer,
-            formatting_func=formatting_func,
+            reading=reading,
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
         data = self.preparation.tokenized(sources)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,8 +326,6 @@ def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
-    from types import SimpleNamespace
-
     from finetune.drop_in import refusals
 
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
@@ -350,8 +350,6 @@ def test_a_fixed_batch_fits_every_number_of_ranks_that_divides_it(
     ranks: int, per_device: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank holds at most `per_device_train_batch_size` rows at once."""
-    from types import SimpleNamespace
-
     from finetune.drop_in import settings
 
     monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=ranks))
@@ -366,8 +364,68 @@ def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any])
     trainer = make(PAIRS_AS_COLUMNS, formatting_func=lambda row: f"{row['question']} {row['answer']}")
     plain = make([{"text": f"{row['question']} {row['answer']}"} for row in PAIRS_AS_COLUMNS])
     assert trainer.train_dataset["input_ids"] == plain.train_dataset["input_ids"]
-    assert "returned a list" in refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda row: ["one", "two"])
+    assert "returned a list" in refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda row: [row["question"], 1])
     assert "failed on train_dataset:row 1: KeyError" in refusal(make, formatting_func=lambda row: row["no"])
+
+
+def test_a_formatting_function_of_batches_gives_as_many_texts_as_it_returns(make: Callable[..., Any]) -> None:
+    """As in TRL before 0.20: it gets columns of lists. Text of one row is what the others do not change."""
+
+    def texts(batch: dict[str, list[str]]) -> list[str]:
+        pairs = zip(batch["question"], batch["answer"], strict=True)
+        return [text for question, answer in pairs for text in (question, f"{question} {answer}")]
+
+    wanted = [
+        {"text": text} for row in PAIRS_AS_COLUMNS for text in (row["question"], "{question} {answer}".format(**row))
+    ]
+    found = make(PAIRS_AS_COLUMNS, formatting_func=texts)
+    assert found.train_dataset["input_ids"] == make(wanted).train_dataset["input_ids"]
+    # A row's other columns do not count, though TRL would read messages first.
+    beside = [row | {"messages": [{"role": "user", "content": "no"}]} for row in PAIRS_AS_COLUMNS]
+    assert make(beside, formatting_func=texts).train_dataset["input_ids"] == found.train_dataset["input_ids"]
+    text = refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda batch: [f"Q: {batch['question']}"])
+    assert "returned a list with one text for train_dataset:rows 1 to 12" in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "unsloth", "read"),
+    [
+        (("text", "messages"), {}, False, None),
+        (("text", "messages"), {"dataset_text_field": "text"}, False, "text"),
+        (("text", "prompt", "completion"), {"dataset_text_field": "text"}, False, "text"),
+        (("text", "messages"), {}, True, "text"),
+        (("text", "prompt", "completion"), {}, True, None),
+        (("text",), {"formatting_func": print}, True, "text"),
+        (("text",), {"formatting_func": print}, False, None),
+        (("body",), {"formatting_func": print}, True, None),
+        (("text", "messages"), {"assistant_only_loss": True}, True, None),
+        (("text",), {"formatting_func": print, "dataset_text_field": "text"}, False, "text"),
+        (("text",), {"formatting_func": print, "dataset_text_field": "text", "packing": True}, False, None),
+    ],
+)
+def test_which_column_older_versions_read(
+    columns: tuple[str, ...], given: dict[str, Any], unsloth: bool, read: str | None
+) -> None:
+    """Unsloth: `sft_prepare_dataset` of unsloth_zoo/dataset_utils.py. TRL 0.12: `_prepare_non_packed_dataloader` takes
+    formatting_func only without a dataset_text_field, `_prepare_packed_dataloader` before it."""
+    from finetune.drop_in import former
+
+    args = SimpleNamespace(dataset_text_field="text", packing=False, assistant_only_loss=False)
+    vars(args).update({name: value for name, value in given.items() if name != "formatting_func"})
+    model = SimpleNamespace(for_training=None) if unsloth else SimpleNamespace()
+    function = given.get("formatting_func")
+    assert former.reading(args, model, function, given.get("dataset_text_field")).column(list(columns)) == read
+
+
+def test_the_text_field_of_the_trainer_is_the_one_column(
+    make: Callable[..., Any], capsys: pytest.CaptureFixture
+) -> None:
+    from finetune import SFTTrainer
+
+    rows = [row | {"messages": [{"role": "user", "content": "no"}]} for row in TEXTS]
+    trainer = make(rows, trainer=functools.partial(SFTTrainer, dataset_text_field="text"))
+    assert trainer.train_dataset["input_ids"] == make(TEXTS).train_dataset["input_ids"]
+    assert "only the column 'text' is read, as given to the trainer" in capsys.readouterr().out
 
 
 PAIRS_AS_COLUMNS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(12)]
