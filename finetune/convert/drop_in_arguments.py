@@ -44,7 +44,6 @@ class Arguments:
     def __init__(self, program: Program, *, unsloth: bool) -> None:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
-        self.text_fields: dict[ast.Call, ast.expr] = {}  # trainer -> its own dataset_text_field
         self.seed: int | None = None
         self.notes: list[str] = []
         self.keeps_batch = True  # whether every trainer is given the notebook's batch
@@ -155,8 +154,6 @@ class Arguments:
                 continue
             if name not in rows(TRAINER):
                 raise self._refuse(place, f"SFTTrainer has no argument `{name}` in TRL 1.15; remove it")
-            if name == "dataset_text_field" and not (isinstance(item.value, ast.Constant) and not item.value.value):
-                self.text_fields[call] = item.value
             keywords.append(item)
         call.keywords = keywords
 

@@ -178,7 +178,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
         refuse_late_changes(Program(original.statements), trace, rows=True)
         refuse_length_of_model(Program(original.statements), trace)
     try:
-        traces += trace_notebook(_statements(script, _has_text_field(original)))
+        traces += trace_notebook(_statements(script))
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
             _compare(mine, theirs)
     except Refusal as refusal:
@@ -188,18 +188,11 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     return "passed", traces
 
 
-def _has_text_field(original: Notebook) -> bool:
-    """Whether a trainer may have the former argument `dataset_text_field`."""
-    calls = [call for statement in original.statements for call in code.calls(statement.node)]
-    trainers = [call for call in calls if ast.unparse(call.func).endswith("SFTTrainer")]
-    return any(item.arg in ("dataset_text_field", None) for call in trainers for item in call.keywords)
-
-
 class _NotComparable(Exception):
     """A side does not reach the training under the stubs."""
 
 
-def _statements(script: str, selects: bool) -> list[Statement]:
+def _statements(script: str) -> list[Statement]:
     """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
     tree = ast.parse(script)
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
@@ -212,49 +205,20 @@ def _statements(script: str, selects: bool) -> list[Statement]:
     nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
-        node = _Formatted(selects).visit(node)
+        node = _OnMainRank().visit(node)
         source = re.sub(r"^([^\S\n]*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
         source = re.sub(r"^from finetune import", "from trl import", source)
         found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
     return found
 
 
-class _Formatted(ast.NodeTransformer):
-    """The script without the conditions that the notebook does not have. `rows if "text" in rows.column_names
-    else rows.map(...)` in the trainer: the stubs know no columns, and apply the notebook's formatting_func always. `if
-    PartialState().is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the
-    trainer, which stands for its former argument `dataset_text_field`."""
-
-    def __init__(self, selects: bool) -> None:
-        self.selects = selects
+class _OnMainRank(ast.NodeTransformer):
+    """The script as the main rank runs it: without `if PartialState().is_main_process:`."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
             node.test = ast.Constant(True)
         return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        given = node.keywords if ast.unparse(node.func) == "SFTTrainer" else []
-        perhaps = {item: item.value for item in given if _IS_NONE.fullmatch(ast.unparse(item.value))}
-        for item, value in perhaps.items():
-            item.value = value.orelse  # type: ignore[attr-defined]
-        self.generic_visit(node)
-        for item in node.keywords if ast.unparse(node.func) == "SFTTrainer" else ():
-            if item.arg in ("train_dataset", "eval_dataset", "formatting_func"):
-                while isinstance(item.value, ast.IfExp) and _ASKS_FOR_COLUMN.fullmatch(ast.unparse(item.value.test)):
-                    item.value = item.value.orelse
-        for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
-            selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
-            if selects and item.arg in ("train_dataset", "eval_dataset"):
-                item.value = item.value.func.value  # type: ignore[attr-defined]
-        for item, value in perhaps.items():
-            value.orelse = item.value  # type: ignore[attr-defined]
-            item.value = value
-        return node
-
-
-_ASKS_FOR_COLUMN = re.compile(r"'[^']+' in .*\.column_names")
-_IS_NONE = re.compile(r"None if .* is None else .*", re.DOTALL)
 
 
 def _compare(mine: Trace, theirs: Trace) -> None:

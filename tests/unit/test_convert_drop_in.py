@@ -129,7 +129,7 @@ def test_old_spellings_stay(notebook: Callable[..., Path]) -> None:
         "learning_rate": "5e-05", "logging_steps": "500", "gradient_checkpointing": "False", "bf16": "False",
     }  # fmt: skip
     assert call(script, "SFTTrainer") == {
-        "model": "model", "args": "args", "train_dataset": "rows.select_columns(['text'])", "peft_config": "peft_config",
+        "model": "model", "args": "args", "train_dataset": "rows", "peft_config": "peft_config",
         "tokenizer": "tokenizer", "dataset_text_field": "'text'", "max_seq_length": "512", "global_batch_size": "8",
     }  # fmt: skip
 
