@@ -13,7 +13,6 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program
@@ -84,10 +83,6 @@ def has_its_frame(conversion: Conversion) -> None:
         "FINETUNE_BACKEND" in ast.unparse(node) for node in tree.body
     ):
         raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
-    for node in tree.body:
-        part = PARTS.get(getattr(node, "name", ""))
-        if part is not None and ast.unparse(node) != ast.unparse(ast.parse(part)):
-            raise NotVerified("V3", f"line {node.lineno}: {getattr(node, 'name', '')} is not the package's")
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     texts = [ast.unparse(node) for node in main.body]
     guards = sum(text.startswith(f"if {code.LOCAL_MAIN_RANK}:") for text in texts)
@@ -199,10 +194,6 @@ def _statements(script: str) -> list[Statement]:
     seeded = len(main.body) > 1 and re.fullmatch(r"set_seed\(\d+\)", ast.unparse(main.body[0]))
     # Without the seed that the converter adds: under the stubs, whatever is random depends on its seed.
     nodes = [node for node in tree.body[1:-1] if node is not main] + main.body[1 if seeded else 0 :]
-    # `has_its_frame` compares the package's own parts; here they are TRL's again.
-    parts = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name in PARTS]
-    nodes = [node for node in nodes if getattr(node, "name", "") not in parts]
-    nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
         node = _OnMainRank().visit(node)

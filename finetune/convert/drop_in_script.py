@@ -13,7 +13,6 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.drop_in_arguments import Arguments
 from finetune.convert.drop_in_code import Rewriter
 from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion, is_import, origin, requirements, slug
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
@@ -175,8 +174,7 @@ def _script(form: Form, arguments: Arguments, name: str) -> str:
     body = [*_seed(form, arguments), *_main(form), *_exports(form)]
     nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    parts = [*_top(form, used), *(own(part) for key, part in PARTS.items() if key in used)]
-    parts += [BLANK, BLANK, block("def main() -> None:", body)]
+    parts = [*_top(form, used), BLANK, BLANK, block("def main() -> None:", body)]
     parts += [BLANK, BLANK, own('if __name__ == "__main__":\n    main()')]
     title = [
         "Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.",
@@ -205,12 +203,11 @@ def _top(form: Form, used: set[str]) -> list[Part]:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
         imports = [line for line in imports if line != "import os"]
-    ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
+    ours = sorted(code.PROVIDED & used)
     more = ["from accelerate import PartialState"] if "PartialState" in used else []
     own_seed = form.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
-    more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
     first = f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend"

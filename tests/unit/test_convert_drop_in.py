@@ -15,7 +15,6 @@ import pytest
 from finetune.convert import main
 from finetune.convert.command import convert, drop_in_steps
 from finetune.convert.drop_in_checks import has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.read import Refusal, read
 from finetune.convert.verify import NotVerified
 
@@ -421,45 +420,13 @@ def test_a_script_that_trains_otherwise_is_seen(old: str, new: str, notebook: Ca
 # --- what the script brings with it -----------------------------------------------------------------------------------
 
 
-class Words:
-    """A tokenizer of single letters."""
-
-    pad_token_id = 0
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
-@pytest.mark.parametrize(
-    ("templates", "text", "trained"),
-    [
-        (("A:",), "Q:xA:yes", "yes"),
-        (("A:",), "Q:xA:yA:z", "z"),
-        (("A:",), "nothing", ""),
-        (("A:", "Q:"), "Q:xA:yQ:vA:w", "yw"),
-        (("A:", "Q:"), "xA:y", ""),
-        ((([65, 58]),), "Q:xA:yes", "yes"),
-    ],
-)
-def test_the_completion_collator(templates: tuple[Any, ...], text: str, trained: str) -> None:
-    """As TRL's former class: after the last response template, or after each up to the next instruction."""
-    import torch
-
-    names: dict[str, Any] = {"torch": torch}
-    exec(PARTS["DataCollatorForCompletionOnlyLM"], names)
-    collator = names["DataCollatorForCompletionOnlyLM"](*templates, tokenizer=Words())
-    ids = [ord(letter) for letter in text]
-    batch = collator([{"input_ids": ids}, {"input_ids": ids + [7, 7]}])
-    assert "".join(chr(one) for one in batch["labels"][0].tolist() if one != -100) == trained
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(ids) + 2)
-
-
-def test_it_is_in_the_script_only_if_it_is_used(notebook: Callable[..., Path]) -> None:
+def test_what_trl_has_removed_comes_from_the_package(notebook: Callable[..., Path]) -> None:
     cell = 'from trl import DataCollatorForCompletionOnlyLM, setup_chat_format\ncollator = DataCollatorForCompletionOnlyLM("A:", tokenizer=tokenizer)\ntokenizer.chat_template = None\nmodel, tokenizer = setup_chat_format(model, tokenizer)'
     path = notebook(before=cell, trainer=TRAINER.replace("max_seq", "data_collator=collator, max_seq"))
     script = convert(path, form="drop-in").conversion.script
-    assert "class DataCollatorForCompletionOnlyLM:" in script and "def setup_chat_format(" in script
-    assert "class Data" not in dropped_in(notebook()).script
+    names = "DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer, setup_chat_format"
+    assert f"from finetune import {names}" in " ".join(script.replace("(", " ").replace(")", " ").split())
+    assert "CompletionOnly" not in dropped_in(notebook()).script
 
 
 def test_a_statement_that_is_missing_is_seen(notebook: Callable[..., Path]) -> None:

@@ -428,6 +428,55 @@ def test_the_text_field_of_the_trainer_is_the_one_column(
     assert "only the column 'text' is read, as given to the trainer" in capsys.readouterr().out
 
 
+class Words:
+    """A tokenizer of single letters."""
+
+    pad_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("templates", "text", "trained"),
+    [
+        (("A:",), "Q:xA:yes", "yes"),
+        (("A:",), "Q:xA:yA:z", "z"),
+        (("A:",), "nothing", ""),
+        (("A:", "Q:"), "Q:xA:yQ:vA:w", "yw"),
+        (("A:", "Q:"), "xA:y", ""),
+        ((([65, 58]),), "Q:xA:yes", "yes"),
+    ],
+)
+def test_the_completion_collator(templates: tuple[Any, ...], text: str, trained: str) -> None:
+    """As TRL's former class: after the last response template, or after each up to the next instruction."""
+    from finetune import DataCollatorForCompletionOnlyLM
+
+    collator = DataCollatorForCompletionOnlyLM(*templates, tokenizer=Words())
+    ids = [ord(letter) for letter in text]
+    batch = collator([{"input_ids": ids}, {"input_ids": ids + [7, 7]}])
+    assert "".join(chr(one) for one in batch["labels"][0].tolist() if one != -100) == trained
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(ids) + 2)
+
+
+def test_setup_chat_format_gives_chatml_and_its_tokens(model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune import setup_chat_format
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ValueError, match="has a chat template"):
+        tokenizer.chat_template = "x"
+        setup_chat_format(loaded, tokenizer)
+    tokenizer.chat_template = None
+    loaded, tokenizer = setup_chat_format(loaded, tokenizer)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.eos_token == "<|im_end|>" and loaded.config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.get_input_embeddings().weight.shape[0] >= len(tokenizer)
+
+
 PAIRS_AS_COLUMNS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(12)]
 
 
