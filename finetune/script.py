@@ -22,7 +22,7 @@ from typing import Any
 
 from finetune.config import help_text
 from finetune.errors import UserError
-from finetune.runtime.command import run_with_options
+from finetune.runtime.command import load_config, run_with_options
 from finetune.runtime.hooks import Hooks
 
 
@@ -58,14 +58,12 @@ def run(
 
 
 def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:
-    from finetune.config import load
-
     if not any(argument.partition("=")[0] == "--config" for argument in argv):
         default = script.with_suffix(".yaml")
         if not default.is_file():
             raise UserError(f"settings file of {script.name} not found: {default}. Create it or give --config.")
         argv = ["--config", str(default), *argv]
-    config = load(list(argv), script=script.name if hooks.dataset else None)
+    config = load_config(list(argv), script=script.name if hooks.dataset else None)
     if config.demo:
         raise UserError(f"{config.config_file} names no model for {script.name}. Set model.model_name_or_path.")
     from finetune import train

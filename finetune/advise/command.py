@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config, fixed, fixing_arguments, load, resolve_batch
+from finetune.config import Config, fixed, fixing_arguments, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
-from finetune.runtime.command import DONE, FAILED, print_line, run_with_options
+from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, path, price
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
     options, rest = parse(argv)
     if options.model is not None:
         return on_dense_model(options, rest)
-    config = load(rest, command="advise")
+    config = load_config(rest, command="advise")
     if options.rules:
         return by_rules(config, options, strategy.visible_gpus())
     from finetune.advise.candidates import Bench

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Union, get_args, get_origin
 
-from finetune.config import names
+from finetune.config import arguments
 from finetune.config.origins import entry_types
 from finetune.config.schema import (
     ABOVE_0,
@@ -19,7 +19,7 @@ from finetune.config.schema import (
     STEPS_OR_OFF,
     Range,
 )
-from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
+from finetune.config.sft_fields import CHOICES, choices, sft_fields
 from finetune.config.values import members
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -86,20 +86,23 @@ def _sft_fields() -> dict[str, dict[str, Any]]:
     found = {
         name: {"description": "A field of TRL's SFTConfig."} | _type(annotation)
         for name, annotation in sft_fields().items()
-        if name not in MANAGED
+        if name not in arguments.REFUSED
     }
-    for name in sorted(names.TAKEN):
+    for name, now in arguments.former().items():
+        if name not in arguments.REFUSED:
+            found[name] = {"description": f"Former name of {now}." if now else "Has no effect.", "deprecated": True}
+    for name in sorted(arguments.TAKEN):
         found[name] = {
             "description": "A field of TRL's SFTConfig that sets a key of ours, or says what every run does."
         }
-        values = names.values(name)
+        values = arguments.values(name)
         found[name] |= {} if values is None else {"enum": values}
     return found
 
 
 def _own_names() -> set[str]:
     """Names of keys of any section: under `training:` they can be set only if they belong there."""
-    return {name.partition(".")[2] for name in KEYS} - names.TAKEN
+    return {name.partition(".")[2] for name in KEYS} - arguments.TAKEN
 
 
 def _type(annotation: Any) -> dict[str, Any]:

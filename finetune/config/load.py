@@ -9,43 +9,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from finetune.config import names
+from finetune.config import arguments
 from finetune.config.rules import contradictions
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
-from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
+from finetune.config.sft_fields import CHOICES, choices, sft_fields
 from finetune.config.values import NotAllowed, convert, describe, in_words, members, show
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
-# Names from other tools: suggested in error messages, not accepted. Each setting has one name.
-_ALIASES = {
-    "alpha": "lora.lora_alpha",
-    "base_model": "model.model_name_or_path",
-    "batch_size": "training.per_device_train_batch_size",
-    "cutoff_len": "data.max_length",
-    "data_path": "data.train_file",
-    "dataset": "data.dataset_name",
-    "dataset_path": "data.train_file",
-    "epochs": "training.num_train_epochs",
-    "lora_r": "lora.r",
-    "lora_rank": "lora.r",
-    "lora_target_modules": "lora.target_modules",
-    "lr": "training.learning_rate",
-    "lr_scheduler": "training.lr_scheduler_type",
-    "max_seq_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "model_name": "model.model_name_or_path",
-    "num_epochs": "training.num_train_epochs",
-    "optimizer": "training.optim",
-    "rank": "lora.r",
-    "roles_to_train": "data.train_on_roles",
-    "sample_packing": "data.packing",
-    "seq_length": "data.max_length",
-    "sequence_len": "data.max_length",
-    "train_on_inputs": "data.assistant_only_loss",
-    "val_set_size": "data.eval_fraction",
-    "warmup_ratio": "training.warmup_steps",
-}
 _COMMAND_LINE = "command line"
 _NULLS = ("~", "null", "Null", "NULL")
 
@@ -116,6 +86,7 @@ class Setting(NamedTuple):
     key: str
     value: Any
     raw: str | None = None
+    written: str = ""  # the former name that the user gave
 
     @property
     def name(self) -> str:
@@ -124,7 +95,8 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         value = self.value if self.raw is None else self.raw
         text = MASK if is_secret_name(self.key) and value not in ("", None) else show(value)
-        shown = f"{self.name}: {text}" if self.raw is None else f"--{self.name} {text}"
+        name = self.written or self.name
+        shown = f"{name}: {text}" if self.raw is None else f"--{name} {text}"
         return f"{self.where}: `{shown.rstrip()}`"
 
 
@@ -163,9 +135,14 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     values: dict[str, Any] = {}
     origin: dict[str, Setting] = {}
     taken: dict[str, Setting] = {}
+    notes: list[str] = []
     for setting in settings:
-        if setting.section == "training" and setting.key in names.TAKEN:
+        if (setting := _by_todays_name(setting, notes)) is None:
+            continue
+        if setting.section == "training" and setting.key in arguments.TAKEN:
             taken[setting.name] = setting
+            if (now := arguments.row(setting.key).now) is not None:
+                notes.append(f"{setting}: this is training.{now} now.")
         elif (checked := _check(setting, problems)) is not None:
             values[setting.name], origin[setting.name] = checked[0], setting
     _drop_outranked_length(values, origin)
@@ -183,6 +160,7 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
         json=_json_path(plain, problems),
         script=script,
         given=frozenset(origin),
+        notes=tuple(dict.fromkeys(notes)),
     )
     for about, text in contradictions(config, config.given):
         if problems.names.isdisjoint(about):
@@ -191,6 +169,19 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     if problems.texts:
         raise ConfigError(problems.texts)
     return config
+
+
+def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:
+    """A setting by a former name of SFTConfig, under the name that it has now; None if it has no effect today."""
+    now = arguments.former().get(setting.key)
+    if now is None or setting.name in KEYS or setting.section not in SECTIONS or setting.key in arguments.REFUSED:
+        return setting
+    if not now:
+        notes.append(f"{setting}: {arguments.row(setting.key).drop_in}, so it is left out.")
+        return None
+    section = next((name.partition(".")[0] for name in KEYS if name.endswith(f".{now}")), "training")
+    notes.append(f"{setting}: this is {section}.{now} now.")
+    return setting._replace(section=section, key=now, written=setting.name)
 
 
 def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -> None:
@@ -205,10 +196,11 @@ def _drop_outranked_length(values: dict[str, Any], origin: dict[str, Setting]) -
 def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
     """Set our key for a name of SFTConfig that means the same. One on the command line outranks one in the file."""
     value = _value_of(setting)
-    found = names.same_as(setting.key, value)
+    found = arguments.same_as(setting.key, value)
     if found is None:
-        if not names.is_as_it_is(setting.key, value) and names.excluded(setting.key, value) is None:
-            problems.add(f"{setting}: cannot be set here: {MANAGED[setting.key]}.", setting.name)
+        kept = arguments.row(setting.key).is_kept(value) or arguments.excluded(setting.key, value) is not None
+        if not kept:
+            problems.add(f"{setting}: cannot be set here: {arguments.REFUSED[setting.key]}.", setting.name)
         return
     target, ours = found
     section, _, key = target.partition(".")
@@ -230,7 +222,7 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
 
 def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
     """Report a name of SFTConfig whose value excludes what our key is set to."""
-    found = names.excluded(setting.key, _value_of(setting))
+    found = arguments.excluded(setting.key, _value_of(setting))
     if found is None:
         return
     target, excluded = found
@@ -449,7 +441,7 @@ def _parse(raw: str, annotation: Any) -> Any:
 
 def _annotation(section: str, key: str) -> Any:
     """The annotation of a key that can be set, None for any other."""
-    if key in MANAGED:
+    if key in arguments.REFUSED:
         return None
     own = KEYS.get(f"{section}.{key}")
     if own is not None:
@@ -490,8 +482,8 @@ def _is_number(text: str) -> bool:
 
 def _unknown(section: str, key: str, nearest: str | None) -> str:
     """What is wrong with a key that cannot be set, and what to write instead."""
-    if key in MANAGED:
-        return f"cannot be set here: {MANAGED[key]}."
+    if key in arguments.REFUSED:
+        return f"cannot be set here: {arguments.REFUSED[key]}."
     what = f"unknown key of `{section}:`." if section in SECTIONS else "unknown section."
     if nearest is None:
         remedy = f"See --help {section}." if section in SECTIONS else f"The sections are {', '.join(SECTIONS)}."
@@ -504,7 +496,7 @@ def _unknown(section: str, key: str, nearest: str | None) -> str:
 
 def _nearest(key: str) -> str | None:
     """The known name that was most likely meant: that of another tool's name or the most similar key of any section."""
-    names = {name.split(".")[1]: name for name in _known_names()} | _ALIASES
+    names = {name.split(".")[1]: name for name in _known_names()} | arguments.FOREIGN
     nearest = _most_alike(key, list(names))
     return names[nearest] if nearest else None
 

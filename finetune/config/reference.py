@@ -2,7 +2,7 @@
 
 import sys
 
-from finetune.config import names
+from finetune.config import arguments
 from finetune.config.help import COMMON, default_of, type_of
 from finetune.config.rules import MANAGED_ARGUMENTS
 from finetune.config.schema import KEYS, SECTIONS
@@ -72,12 +72,15 @@ def _table(names: tuple[str, ...] | list[str], *, full_names: bool) -> str:
 def _taken_over() -> str:
     """Names of SFTConfig that set one of our keys, and values that change nothing."""
     rows = ["| under `training:` | sets |", "|---|---|"]
-    for name, table in names.SAME_AS.items():
-        for value, (target, ours) in table.items():
-            given, result = ("N", "N") if value is names.ANY else (show(value), show(ours))
+    taken = {name: row for name, row in arguments.rows(arguments.CONFIG).items() if name in arguments.TAKEN}
+    for name, row in taken.items():
+        for value, (target, ours) in row.sets.items():
+            given, result = ("N", "N") if value is arguments.ANY else (show(value), show(ours))
             rows.append(f"| `{name}: {given}` | `{target}: {result}` |")
     rows.append("| `chat_template_path: FILE.jinja` | `model.chat_template: FILE.jinja` |")
-    kept = (f"`{name}: {show(value)}`" for name, values in names.AS_IT_IS.items() for value in values[:1])
+    kept = (f"`{name}: {show(value)}`" for name, row in taken.items() for value in row.kept[:1])
+    former = (f"`{name}` (`{now}`)" for name, now in arguments.former().items() if now and now not in arguments.REFUSED)
+    rows += ["", f"Former names are taken, with a note of today's: {', '.join(former)}."]
     return "\n".join(rows) + "\n\nThese describe what happens in every run and are accepted: " + ", ".join(kept) + ".\n"
 
 

@@ -360,6 +360,7 @@ class Config:
     script: str | None = None  # its function returns the rows if the configuration names no training data
     # Dotted names that the user wrote; the others are defaults.
     given: frozenset[str] = field(default=frozenset(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)  # on former names that were taken
 
     @property
     def demo(self) -> bool:
@@ -373,8 +374,8 @@ class Config:
         return self.script is not None and all(source is None for source in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script` and `given`,
-        which belong to one invocation, not to the configuration."""
+        """The sections and `config_file`, in types of YAML and JSON, without `dry_run`, `json`, `script`, `given` and
+        `notes`, which belong to one invocation, not to the configuration."""
         return {name: asdict(getattr(self, name)) for name in SECTIONS} | {"config_file": self.config_file}
 
     @classmethod

@@ -5,23 +5,23 @@ from __future__ import annotations
 import ast
 import copy
 import math
-import re
 from collections.abc import Sequence
 
+from finetune.config.arguments import CONFIG, DROP_IN, TRAINER, former, rows
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.knowledge import CONFIG, TRAINER, arguments, named, not_in, renamed
-from finetune.convert.names import Program, free_names, root, target_names
+from finetune.convert.knowledge import named, not_in
+from finetune.convert.names import Program, root, target_names
 from finetune.convert.read import Refusal
 from finetune.convert.source import expression
 
 CONFIGS = ("SFTConfig", "TrainingArguments")
-_RENAMED = renamed(TRAINER) | renamed(CONFIG)
-_MOVED = arguments(TRAINER, "moved").keys()
-_TRAINER = arguments(TRAINER).keys() - _MOVED - _RENAMED.keys()
-_LEFT_OUT = {row_name: row.drop_in for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.drop_in}
-_CHANGES_LOSS = {row_name for row_name, row in (arguments(TRAINER) | arguments(CONFIG)).items() if row.changes_loss}
+# What the script's SFTConfig and SFTTrainer refuse, or keep without need. What has no effect today, they leave out.
+_LEFT_OUT = {
+    name: row.drop_in for name, row in (rows(TRAINER) | rows(CONFIG)).items() if row.drop_in and row.now is None
+}
+_CHANGES_LOSS = {name for name, row in (rows(TRAINER) | rows(CONFIG)).items() if DROP_IN in row.refused}
 # For the verification: arguments that may differ from the notebook's, and values that may be new.
-CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to", "warmup_ratio"})
+CHANGED_ARGUMENTS = frozenset({*_LEFT_OUT, *_CHANGES_LOSS, "report_to"})
 _DEFAULTS = [not_in("trl", "transformers"), not_in("trl", "unsloth"), not_in("unsloth", "transformers")]
 WRITTEN_DEFAULTS = {
     name: tuple(defaults[name] for defaults in _DEFAULTS if name in defaults)
@@ -32,7 +32,6 @@ _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _BATCH = f"ARGS.{_ROWS} * ARGS.{_STEPS}"
 _DEFAULT_BATCH = {_ROWS: 8, _STEPS: 1}  # TRL's; where the notebook's library has others, they are written out
 _UNSLOTH_OUTPUT = "unsloth_training_checkpoints"
-_UNSLOTH_LENGTH = 2048  # default of from_pretrained(max_seq_length=...)
 
 
 class Arguments:
@@ -45,11 +44,9 @@ class Arguments:
     def __init__(self, program: Program, *, unsloth: bool) -> None:
         self.program, self.unsloth = program, unsloth
         self.reasons: dict[int, list[str]] = {}  # place -> what changed
-        self.text_fields: dict[ast.Call, ast.expr] = {}  # trainer -> its own dataset_text_field
         self.seed: int | None = None
         self.notes: list[str] = []
         self.keeps_batch = True  # whether every trainer is given the notebook's batch
-        self.length: ast.expr | None = self._loaded_length()
         trainers = [(place, call) for place, call in self._calls("SFTTrainer")]
         if unsloth:
             for place, call in trainers:
@@ -58,16 +55,10 @@ class Arguments:
         for place, call in [*configs, *trainers]:
             call.keywords = self._spread(place, call)
         self.evaluates = any(len(call.args) > 4 or _given(call, "eval_dataset") for _, call in trainers)
-        cut = any(item.arg in ("max_seq_length", "max_length") for _, call in trainers for item in call.keywords)
         for place, call in trainers:
-            self._trainer(place, call, configs)
+            self._trainer(place, call)
         for place, call in configs:
-            self._config(place, call, needs_length=unsloth and not cut)
-            if unsloth:
-                self._shorten(place, call)
-        if unsloth and not configs and not cut:
-            for place, call in trainers:
-                call.keywords.append(self._length_keyword(place, "max_seq_length"))
+            self._config(place, call)
         for place, call in trainers:
             self._keep_batch(place, call, [config for _, config in configs])
 
@@ -87,32 +78,6 @@ class Arguments:
             for node in ast.walk(statement.node)
             if isinstance(node, ast.Call) and self.program.dotted(node.func).rsplit(".", 1)[-1] in names
         ]
-
-    def _loaded_length(self) -> ast.expr | None:
-        """The length that Unsloth's loader is given; None if no loader is there or its arguments are not known."""
-        loaders = [
-            (place, call)
-            for place, call in self._calls("from_pretrained")
-            if re.search(r"\bFast\w*Model\.from_pretrained$", self.program.dotted(call.func))
-        ]
-        for place, call in loaders:
-            for item in call.keywords:
-                if item.arg == "max_seq_length":
-                    return item.value
-                if item.arg is None and (length := self._length_in(place, item.value)) is not None:
-                    return length
-        certain = all(item.arg is not None for _, call in loaders for item in call.keywords)
-        return ast.Constant(_UNSLOTH_LENGTH) if loaders and certain else None
-
-    def _length_in(self, place: int, value: ast.expr) -> ast.expr | None:
-        """The length in `**value`: 2048 if the dict has none; None if it is not known."""
-        try:
-            names = [item.arg for item in self._of_dict(place, value)]
-        except Refusal:
-            return None
-        if "max_seq_length" not in names:
-            return ast.Constant(_UNSLOTH_LENGTH)
-        return ast.Subscript(value=copy.deepcopy(value), slice=ast.Constant("max_seq_length"), ctx=ast.Load())
 
     def _say(self, place: int, text: str) -> None:
         self.reasons.setdefault(place, []).append(text)
@@ -180,35 +145,17 @@ class Arguments:
         own = {item.arg for item in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]}
         return [str(item.arg) for item in sites[0].keywords if item.arg not in own]
 
-    def _trainer(self, place: int, call: ast.Call, configs: Sequence[tuple[int, ast.Call]]) -> None:
-        keywords, moved = [], []
+    def _trainer(self, place: int, call: ast.Call) -> None:
+        """Its arguments by former names stay: the script's trainer takes them."""
+        keywords = []
         for item in call.keywords:
             name = str(item.arg)
-            if self._is_former_default(place, name, item.value) or self._has_adapter(place, name, call):
+            if self._has_adapter(place, name, call) or self._is_left_out(place, name, item.value):
                 continue
-            if name in _MOVED:
-                moved.append(item)
-                if name == "dataset_text_field" and not (isinstance(item.value, ast.Constant) and not item.value.value):
-                    self.text_fields[call] = item.value
-            elif self._is_left_out(place, name, item.value):
-                continue
-            else:
-                item.arg = self._renamed(place, name)
-                if item.arg not in _TRAINER:
-                    raise self._refuse(place, f"SFTTrainer has no argument `{name}` in TRL 1.15; remove it")
-                keywords.append(item)
+            if name not in rows(TRAINER):
+                raise self._refuse(place, f"SFTTrainer has no argument `{name}` in TRL 1.15; remove it")
+            keywords.append(item)
         call.keywords = keywords
-        config = next((one for at, one in configs if at == place and one in ast.walk(call)), None)
-        if config is None and len(configs) == 1 and self._bound_before(moved, configs[0][0], place):
-            config = configs[0][1]
-        if config is None:
-            call.keywords += moved  # the trainer still takes them
-            return
-        given = {self._new_name(str(item.arg)) for item in config.keywords}
-        for item in moved:
-            if self._new_name(str(item.arg)) not in given:
-                config.keywords.append(item)
-                self._say(place, f"`{item.arg}` moved to SFTConfig")
 
     def _keep_batch(self, place: int, call: ast.Call, configs: Sequence[ast.Call]) -> None:
         """Give the trainer the rows per step that the notebook has on its one GPU; TRL multiplies them by the ranks."""
@@ -245,7 +192,7 @@ class Arguments:
         bound = self._only_value(args) if isinstance(args, ast.Name) else args
         config = next((one for one in configs if one is bound), None)
         if config is not None:
-            given = {str(item.arg): item.value for item in config.keywords}
+            given = {former().get(str(item.arg), str(item.arg)): item.value for item in config.keywords}
             factors = [given.get(name, ast.Constant(default)) for name, default in _DEFAULT_BATCH.items()]
             numbers = [self._number(one) for one in factors]
             if None not in numbers:
@@ -345,48 +292,25 @@ class Arguments:
                 return made
         return None
 
-    def _bound_before(self, moved: Sequence[ast.keyword], config: int, trainer: int) -> bool:
-        """Whether the values mean the same at the configuration as at the trainer."""
-        names = {name for item in moved for name in free_names(item.value)}
-        between = self.program.effects[config:trainer]
-        return config < trainer and not any(names & (e.binds | e.may_bind | e.changes) for e in between)
-
-    def _config(self, place: int, call: ast.Call, *, needs_length: bool) -> None:
+    def _config(self, place: int, call: ast.Call) -> None:
+        """Its arguments by former names stay: the script's SFTConfig takes them."""
         of_transformers = self.program.dotted(call.func).endswith("TrainingArguments")
-        ratio = any(item.arg == "warmup_ratio" for item in call.keywords)
-        steps = any(_given_more(item, "warmup_steps") for item in call.keywords)
-        packs = any(item.arg == "packing" and not _is_no(item.value) for item in call.keywords)
         keywords = []
         for item in call.keywords:
             name = str(item.arg)
-            if self._is_left_out(place, name, item.value) or self._is_former_default(place, name, item.value):
+            if self._is_left_out(place, name, item.value):
                 continue
             if not self.evaluates and name in ("eval_strategy", "evaluation_strategy") and not _is_no(item.value):
                 self._say(place, f"`{name}` is left out: the trainer has no eval_dataset")
                 continue
-            if name == "warmup_ratio" and steps:
-                continue
-            if name == "warmup_steps" and not steps and ratio:
-                continue  # 0, so the share counts
-            if name == "group_by_length":
-                if packs:
-                    self._say(place, "`group_by_length` is left out: packs have one length")
-                elif not _is_no(item.value):
-                    grouped: ast.expr = ast.Constant("group_by_length")
-                    if not isinstance(item.value, ast.Constant):
-                        grouped = ast.IfExp(item.value, grouped, ast.Constant("random"))
-                    keywords.append(ast.keyword(arg="train_sampling_strategy", value=grouped))
-                    self._say(place, "`group_by_length` is `train_sampling_strategy` now")
-                continue
-            item.arg = self._renamed(place, name)
-            if item.arg not in sft_fields() and item.arg != "output_dir":
+            if name not in sft_fields() and name not in former() and name not in rows(CONFIG):
                 raise self._refuse(place, f"SFTConfig has no argument `{name}` in TRL 1.15; remove it")
-            if item.arg == "report_to" and self._reports_elsewhere(item.value):
+            if name == "report_to" and self._reports_elsewhere(item.value):
                 item.value = ast.Constant("none")
                 self._say(place, "metrics go to TensorBoard, without an account")
             keywords.append(item)
         call.keywords = keywords
-        given = {item.arg for item in keywords}
+        given = {former().get(str(item.arg), item.arg) for item in keywords}
         defaults = not_in("trl", "unsloth") if self.unsloth else {}
         if of_transformers:  # Unsloth's SFTConfig has other defaults than TRL's
             defaults = not_in("trl", "transformers") | (not_in("unsloth", "transformers") if self.unsloth else {})
@@ -394,48 +318,11 @@ class Arguments:
             if name not in given:
                 call.keywords.append(ast.keyword(arg=name, value=ast.Constant(value)))
                 self._say(place, f"the notebook's default {name}={value!r} is written out")
-        if needs_length and not given & {"max_length"}:
-            call.keywords.append(self._length_keyword(place, "max_length"))
         if of_transformers:
             self._say(place, "TrainingArguments became SFTConfig")
         for item in call.keywords:
             if item.arg == "seed" and isinstance(item.value, ast.Constant) and isinstance(item.value.value, int):
                 self.seed = item.value.value
-
-    def _shorten(self, place: int, call: ast.Call) -> None:
-        """Unsloth takes the loader's length if it is smaller."""
-        for item in call.keywords:
-            none = isinstance(item.value, ast.Constant) and item.value.value is None
-            if item.arg == "max_length" and self.length is not None and not none:
-                loaded = copy.deepcopy(self.length)
-                if ast.unparse(item.value) == ast.unparse(loaded):
-                    continue
-                if isinstance(item.value, ast.Constant) and isinstance(loaded, ast.Constant):
-                    item.value = min(item.value, loaded, key=lambda one: one.value)  # type: ignore[arg-type]
-                else:
-                    item.value = ast.Call(ast.Name("min", ast.Load()), [item.value, loaded], [])
-                self._say(place, "Unsloth takes the loader's length if it is smaller")
-
-    def _length_keyword(self, place: int, name: str) -> ast.keyword:
-        if self.length is None:
-            reason = "Unsloth takes the length of the rows from its loader, whose arguments are not in the notebook;"
-            raise self._refuse(place, f"{reason} give SFTConfig a max_length")
-        self._say(place, "Unsloth takes the length from the loader; it is written out")
-        return ast.keyword(arg=name, value=copy.deepcopy(self.length))
-
-    def _is_former_default(self, place: int, name: str, value: ast.expr) -> bool:
-        """`max_seq_length=None`, which was the default length; `max_length=None` truncates nothing."""
-        if isinstance(value, ast.Name):
-            bound = [
-                one.node for one, e in zip(self.program.statements, self.program.effects, strict=True)
-                if value.id in e.binds | e.may_bind
-            ]  # fmt: skip
-            if len(bound) == 1 and isinstance(bound[0], ast.Assign) and isinstance(bound[0].targets[0], ast.Name):
-                value = bound[0].value
-        if name != "max_seq_length" or not (isinstance(value, ast.Constant) and value.value is None):
-            return False
-        self._say(place, "`max_seq_length=None` was TRL's default length, as leaving it out is now")
-        return True
 
     def _is_left_out(self, place: int, name: str, value: ast.expr) -> bool:
         empty = isinstance(value, ast.Constant) and value.value in (None, False, 0, "", "nll")
@@ -446,15 +333,6 @@ class Arguments:
         if not empty and name in _LEFT_OUT:
             self._say(place, f"`{name}` is left out: {_LEFT_OUT[name]}")
         return True
-
-    def _new_name(self, name: str) -> str:
-        return _RENAMED.get(name, name)
-
-    def _renamed(self, place: int, name: str) -> str:
-        new = self._new_name(name)
-        if new != name:
-            self._say(place, f"`{name}` is `{new}` now")
-        return new
 
     @staticmethod
     def _reports_elsewhere(value: ast.expr) -> bool:
@@ -473,11 +351,6 @@ def _item(name: str, key: str) -> ast.expr:
 def _given(call: ast.Call, name: str) -> bool:
     return any(item.arg == name and not (isinstance(item.value, ast.Constant) and item.value.value is None)
                for item in call.keywords)  # fmt: skip
-
-
-def _given_more(item: ast.keyword, name: str) -> bool:
-    """Whether it gives this argument a value other than 0."""
-    return item.arg == name and not (isinstance(item.value, ast.Constant) and not item.value.value)
 
 
 def _is_no(value: ast.expr) -> bool:

@@ -13,13 +13,12 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
 from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace, trace_notebook
-from finetune.convert.values import described, max_length
+from finetune.convert.values import described
 from finetune.convert.verify import NotVerified, names_are_defined, parses
 
 
@@ -84,10 +83,6 @@ def has_its_frame(conversion: Conversion) -> None:
         "FINETUNE_BACKEND" in ast.unparse(node) for node in tree.body
     ):
         raise NotVerified("V3", "the notebook does not use Unsloth, and the script does not say so")
-    for node in tree.body:
-        part = PARTS.get(getattr(node, "name", ""))
-        if part is not None and ast.unparse(node) != ast.unparse(ast.parse(part)):
-            raise NotVerified("V3", f"line {node.lineno}: {getattr(node, 'name', '')} is not the package's")
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     texts = [ast.unparse(node) for node in main.body]
     guards = sum(text.startswith(f"if {code.LOCAL_MAIN_RANK}:") for text in texts)
@@ -178,7 +173,7 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
         refuse_late_changes(Program(original.statements), trace, rows=True)
         refuse_length_of_model(Program(original.statements), trace)
     try:
-        traces += trace_notebook(_statements(script, _has_text_field(original)))
+        traces += trace_notebook(_statements(script))
         for mine, theirs in zip(traces[:half], traces[half:], strict=True):
             _compare(mine, theirs)
     except Refusal as refusal:
@@ -188,73 +183,33 @@ def trains_the_same(original: Notebook, script: str) -> tuple[str, list[Trace]]:
     return "passed", traces
 
 
-def _has_text_field(original: Notebook) -> bool:
-    """Whether a trainer may have the former argument `dataset_text_field`."""
-    calls = [call for statement in original.statements for call in code.calls(statement.node)]
-    trainers = [call for call in calls if ast.unparse(call.func).endswith("SFTTrainer")]
-    return any(item.arg in ("dataset_text_field", None) for call in trainers for item in call.keywords)
-
-
 class _NotComparable(Exception):
     """A side does not reach the training under the stubs."""
 
 
-def _statements(script: str, selects: bool) -> list[Statement]:
+def _statements(script: str) -> list[Statement]:
     """The script as the cell of a notebook: `main()` in place, with TRL's trainer."""
     tree = ast.parse(script)
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     seeded = len(main.body) > 1 and re.fullmatch(r"set_seed\(\d+\)", ast.unparse(main.body[0]))
     # Without the seed that the converter adds: under the stubs, whatever is random depends on its seed.
     nodes = [node for node in tree.body[1:-1] if node is not main] + main.body[1 if seeded else 0 :]
-    # `has_its_frame` compares the package's own parts; here they are TRL's again.
-    parts = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name in PARTS]
-    nodes = [node for node in nodes if getattr(node, "name", "") not in parts]
-    nodes = [ast.parse(f"from trl import {name}").body[0] for name in parts] + nodes
     found = []
     for number, node in enumerate(nodes):
-        node = _Formatted(selects).visit(node)
+        node = _OnMainRank().visit(node)
         source = re.sub(r"^([^\S\n]*)nonlocal ", r"\1global ", ast.unparse(node), flags=re.MULTILINE)
         source = re.sub(r"^from finetune import", "from trl import", source)
         found.append(Statement(id=number, cell=0, line=1, node=ast.parse(source).body[0], source=source))
     return found
 
 
-class _Formatted(ast.NodeTransformer):
-    """The script without the conditions that the notebook does not have. `rows if "text" in rows.column_names
-    else rows.map(...)` in the trainer: the stubs know no columns, and apply the notebook's formatting_func always. `if
-    PartialState().is_main_process:`: they compare the main rank. With `selects`, `rows.select_columns([field])` in the
-    trainer, which stands for its former argument `dataset_text_field`."""
-
-    def __init__(self, selects: bool) -> None:
-        self.selects = selects
+class _OnMainRank(ast.NodeTransformer):
+    """The script as the main rank runs it: without `if PartialState().is_main_process:`."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if ast.unparse(node.test) in (code.MAIN_RANK, code.LOCAL_MAIN_RANK):
             node.test = ast.Constant(True)
         return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        given = node.keywords if ast.unparse(node.func) == "SFTTrainer" else []
-        perhaps = {item: item.value for item in given if _IS_NONE.fullmatch(ast.unparse(item.value))}
-        for item, value in perhaps.items():
-            item.value = value.orelse  # type: ignore[attr-defined]
-        self.generic_visit(node)
-        for item in node.keywords if ast.unparse(node.func) == "SFTTrainer" else ():
-            if item.arg in ("train_dataset", "eval_dataset", "formatting_func"):
-                while isinstance(item.value, ast.IfExp) and _ASKS_FOR_COLUMN.fullmatch(ast.unparse(item.value.test)):
-                    item.value = item.value.orelse
-        for item in node.keywords if self.selects and ast.unparse(node.func) == "SFTTrainer" else ():
-            selects = isinstance(item.value, ast.Call) and code.method(item.value) == "select_columns"
-            if selects and item.arg in ("train_dataset", "eval_dataset"):
-                item.value = item.value.func.value  # type: ignore[attr-defined]
-        for item, value in perhaps.items():
-            value.orelse = item.value  # type: ignore[attr-defined]
-            item.value = value
-        return node
-
-
-_ASKS_FOR_COLUMN = re.compile(r"'[^']+' in .*\.column_names")
-_IS_NONE = re.compile(r"None if .* is None else .*", re.DOTALL)
 
 
 def _compare(mine: Trace, theirs: Trace) -> None:
@@ -271,8 +226,6 @@ def _compare(mine: Trace, theirs: Trace) -> None:
     old, new = described(mine), described(theirs)
     if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
         old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
-    if old.api == "unsloth" and "max_length" in old.config:
-        old.config["max_length"] = max_length(old)  # the loader's, if it is smaller
     _compare_arguments(old.config, new.config)
     if str(old.adapter) != str(new.adapter):
         raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
@@ -322,19 +275,10 @@ def _without_order(detail: Any) -> Any:
 
 def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Each argument of the notebook's is in the script, unless its change is listed; others are known defaults."""
-    ratio = mine.get("warmup_ratio")
-    if ratio is not None and not mine.get("warmup_steps"):
-        mine = {**mine, "warmup_steps": ratio}
-    grouped = mine.get("group_by_length")
-    mine = {name: value for name, value in mine.items() if name != "group_by_length"}
-    if grouped and not theirs.get("packing"):
-        mine["train_sampling_strategy"] = "group_by_length"
-    elif grouped is not None and theirs.get("train_sampling_strategy") == "random":
-        mine["train_sampling_strategy"] = "random"
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
         if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
             old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
         allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
-        if str(old) != str(new) and not allowed and not (name == "max_length" and old is None):
+        if str(old) != str(new) and not allowed:
             raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

@@ -31,7 +31,7 @@ class Rewritten:
 
 # --- statements -------------------------------------------------------------------------------------------------------
 
-_PROVIDED = frozenset("SFTTrainer SFTConfig DataCollatorForCompletionOnlyLM setup_chat_format".split())
+PROVIDED = frozenset("SFTTrainer SFTConfig DataCollatorForCompletionOnlyLM setup_chat_format".split())
 
 
 class Rewriter(ast.NodeTransformer):
@@ -162,7 +162,7 @@ class Rewriter(ast.NodeTransformer):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if (node.module or "").split(".")[0] == "trl":
-            node.names = [alias for alias in node.names if alias.name not in _PROVIDED]
+            node.names = [alias for alias in node.names if alias.name not in PROVIDED]
         return node if node.names else ast.Pass()
 
     def visit_Global(self, node: ast.Global) -> ast.stmt:
@@ -184,7 +184,7 @@ class Rewriter(ast.NodeTransformer):
             self._without_map(node)
         if last in ("SFTTrainer", *CONFIGS):
             node.func = ast.Name("SFTTrainer" if last == "SFTTrainer" else "SFTConfig", ast.Load())
-        elif last in _PROVIDED and name.split(".")[0] == "trl":
+        elif last in PROVIDED and name.split(".")[0] == "trl":
             node.func = ast.Name(last, ast.Load())
         elif last == "from_pretrained":
             self._loader(node, name)

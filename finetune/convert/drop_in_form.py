@@ -19,7 +19,6 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.changes import gives_own_tokenizer, refuse_patches
 from finetune.convert.classify import Others, is_model_name, most, not_trainers
 from finetune.convert.drop_in_code import Rewritten
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import is_import
 from finetune.convert.files import Mentioned, is_named
 from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
@@ -310,7 +309,7 @@ def _trl_source() -> str:
 
 
 def _refuse_gone(form: Form) -> None:
-    """Refuse names that TRL had once, if a kept statement needs them. `PARTS` has some of them."""
+    """Refuse names that TRL had once, if a kept statement needs them and the script's imports do not have them."""
     kept = [form.program.statements[place].node for place, one in form.decisions.items() if one.outcome == "kept"]
     needed = {name for node in kept for name in code.reads(node)}
     for statement in form.program.statements:
@@ -318,7 +317,7 @@ def _refuse_gone(form: Form) -> None:
             if not isinstance(node, ast.ImportFrom) or (node.module or "") not in ("trl", "trl.trainer"):
                 continue
             for alias in node.names:
-                gone = alias.name not in PARTS and not re.search(rf"\b{re.escape(alias.name)}\b", _trl_source())
+                gone = alias.name not in code.PROVIDED and not re.search(rf"\b{re.escape(alias.name)}\b", _trl_source())
                 if gone and _trl_source() and ((alias.asname or alias.name) in needed or node is not statement.node):
                     instead = "; SFTConfig has packing=True" if alias.name == "ConstantLengthDataset" else ""
                     raise Refusal("R4", f"TRL 1.15 has no `{alias.name}`; remove it{instead}", statement.cell)

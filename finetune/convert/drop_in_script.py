@@ -14,16 +14,14 @@ from finetune.convert import drop_in_code as code
 from finetune.convert.drop_in_arguments import Arguments
 from finetune.convert.drop_in_code import Rewriter
 from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.emit import Conversion, is_import, origin, requirements, slug
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program, target_names
+from finetune.convert.names import Program
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
-from finetune.convert.settings_rows import formatting_is_ignored
-from finetune.convert.source import BLANK, Part, block, expression, own, script
+from finetune.convert.source import BLANK, Part, block, own, script
 
 
 def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str], why: str) -> Conversion:
@@ -39,10 +37,7 @@ def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str
     form = decide(notebook, program)
     arguments = Arguments(program, unsloth=form.unsloth)
     form.notes += [*arguments.notes, *_checkpoints(form)]
-    read_first = _format_rows(form, arguments)
-    _select_text(form, arguments, read_first)
-    _text_before_messages(form, arguments, read_first)
-    _none_stays_none(form)
+    _refuse_list_of_one(form)
     _imports(form)
     _rewrite(form, arguments)
     refuse_outside(form)
@@ -71,160 +66,14 @@ def _name(form: Form) -> str:
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
 
 
-def _format_rows(form: Form, arguments: Arguments) -> dict[ast.Call, str]:
-    """`formatting_func` that takes a batch and returns a list becomes a `map`: the trainer's takes one row. Unsloth's
-    trainer ignores it if the rows have the text field. Returns trainers with the fields that are read first."""
-    read_first: dict[ast.Call, str] = {}
-    for statement in form.program.statements:
+def _refuse_list_of_one(form: Form) -> None:
+    """Refuse (R4) a formatting_func whose result differs between releases, unless the rows may be token ids, which
+    TRL takes as they are."""
+    for statement in form.program.statements if not _tokenizes(form) else ():
         for call in code.calls(statement.node):
-            if not form.program.dotted(call.func).endswith("SFTTrainer"):
-                continue
-            given = {item.arg: item for item in call.keywords}
-            function = given.get("formatting_func")
-            if function is None:
-                continue
-            called, field = ast.unparse(function.value), _read_first(form, arguments, call)
-            if field is not None:
-                read_first[call] = field
-                form.notes.append(formatting_is_ignored(field))
-            if not _returns_list(form, function.value):
-                if field is not None and "train_dataset" in given:
-                    has = _has_column(given["train_dataset"].value, field)
-                    function.value = expression("None if HAS else F", HAS=has, F=function.value)
-                continue
-            if not _tokenizes(form):
-                refuse_list_of_one(form.program, function.value)
-            for name in ("train_dataset", "eval_dataset"):
-                if name in given and not isinstance(given[name].value, ast.Constant):
-                    given[name].value = _mapped(form, given[name].value, function.value, field)
-            call.keywords = [item for item in call.keywords if item.arg != "formatting_func"]
-            form.notes.append(f"cell {statement.cell}: {called} returns the texts of a batch, so it became a map")
-    return read_first
-
-
-def _has_column(rows: ast.expr, *columns: str) -> ast.expr:
-    """A condition that `drop_in_checks` knows."""
-    has = [expression("COLUMN in ROWS.column_names", COLUMN=ast.Constant(one), ROWS=rows) for one in columns]
-    return has[0] if len(has) == 1 else ast.BoolOp(ast.Or(), has)
-
-
-def _read_first(form: Form, arguments: Arguments, trainer: ast.Call) -> str | None:
-    """The column that Unsloth's trainer reads in place of the texts of `formatting_func`, if the rows have it."""
-    if not form.unsloth:
-        return None
-    calls = [call for statement in form.program.statements for call in code.calls(statement.node)]
-    fields = [item.value for call in calls for item in call.keywords if item.arg == "dataset_text_field"]
-    field = arguments.text_fields.get(trainer, fields[-1] if fields else ast.Constant("text"))
-    return field.value if isinstance(field, ast.Constant) and isinstance(field.value, str) else None
-
-
-def _mapped(form: Form, rows: ast.expr, called: ast.expr, field: str | None) -> ast.expr:
-    """The rows with the function's texts. TRL ignores the function if the rows are token ids already, Unsloth if they
-    have the text field."""
-    template = 'ROWS.map(lambda rows: {"text": F(rows)}, batched=True, remove_columns=ROWS.column_names)'
-    made = expression(template, ROWS=rows, F=called)
-    columns = ["input_ids"] * _tokenizes(form) + ([] if field is None else [field])
-    return _if_column(rows, rows, columns, made) if columns else made
-
-
-def _if_column(given: ast.expr, rows: ast.expr, columns: Sequence[str], other: ast.expr) -> ast.expr:
-    """`given` if the rows have one of the columns, else `other`."""
-    return expression("GIVEN if HAS else OTHER", GIVEN=given, HAS=_has_column(rows, *columns), OTHER=other)
-
-
-def _select_text(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
-    """The text field as the trainer's own argument: TRL before 0.13 took this column and no other. Today it comes after
-    messages and prompts. `read_first`: of trainers with a formatting_func, which rows without this field need."""
-    for statement in form.program.statements:
-        for call in code.calls(statement.node):
-            field = arguments.text_fields.get(call)
-            for item in call.keywords if field is not None else ():
-                if item.arg in ("train_dataset", "eval_dataset") and not isinstance(
-                    item.value, ast.Constant | ast.Dict
-                ):
-                    mapped = isinstance(item.value, ast.IfExp) and call in read_first
-                    rows: ast.expr = item.value.body if mapped else item.value  # type: ignore[attr-defined]
-                    made = expression("ROWS.select_columns([FIELD])", ROWS=rows, FIELD=field)  # type: ignore[arg-type]
-                    if call in read_first:
-                        others = item.value.orelse if mapped else rows  # type: ignore[attr-defined]
-                        made = _if_column(made, rows, [read_first[call]], others)
-                    if _tokenizes(form):
-                        made = _if_column(rows, rows, ["input_ids"], made)
-                        form.notes.append(
-                            f"cell {statement.cell}: rows with token ids (input_ids) are trained on as they are, as in"
-                            f" TRL; dataset_text_field={ast.unparse(field)} counts if they have none"  # type: ignore[arg-type]
-                        )
-                    item.value = made
-
-
-def _text_before_messages(form: Form, arguments: Arguments, read_first: dict[ast.Call, str]) -> None:
-    """Unsloth's trainer reads the text field before messages, TRL's messages first."""
-    nodes = [node for statement in form.program.statements for node in ast.walk(statement.node)]
-    asks = any(isinstance(node, ast.keyword) and node.arg == "assistant_only_loss" for node in nodes)
-    if asks or not any(isinstance(node, ast.Constant) and node.value == "messages" for node in nodes):
-        return
-    for call in nodes:
-        if not isinstance(call, ast.Call) or not form.program.dotted(call.func).endswith("SFTTrainer"):
-            continue
-        if call in arguments.text_fields or (field := _read_first(form, arguments, call)) is None:
-            continue
-        for item in call.keywords:
-            if item.arg in ("train_dataset", "eval_dataset") and not isinstance(item.value, ast.Constant | ast.Dict):
-                made = isinstance(item.value, ast.IfExp) and call in read_first
-                rows: ast.expr = item.value.body if made else item.value  # type: ignore[attr-defined]
-                both = [_has_column(rows, field), _has_column(rows, "messages")]
-                template = 'ROWS.remove_columns("messages") if BOTH else ROWS'
-                without = expression(template, ROWS=rows, BOTH=ast.BoolOp(ast.And(), both))
-                if made:
-                    item.value.body = without  # type: ignore[attr-defined]
-                else:
-                    item.value = without
-
-
-def _none_stays_none(form: Form) -> None:
-    """Held-out rows that may be None have no columns."""
-    for statement in form.program.statements:
-        for call in code.calls(statement.node):
-            if not form.program.dotted(call.func).endswith("SFTTrainer"):
-                continue
-            for item in call.keywords:
-                rows = _rows_of(item.value) if item.arg == "eval_dataset" else item.value
-                if rows is not item.value and _may_be_none(form, rows):
-                    item.value = expression("None if ROWS is None else VALUE", ROWS=rows, VALUE=item.value)
-
-
-def _rows_of(value: ast.expr) -> ast.expr:
-    """The notebook's rows in what `_mapped`, `_select_text` and `_text_before_messages` made of them."""
-    if isinstance(value, ast.IfExp) and ".column_names" in ast.unparse(value.test):
-        return _rows_of(value.body)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        removed = f"remove_columns={ast.unparse(value.func.value)}.column_names"
-        mapped = value.func.attr == "map" and removed in ast.unparse(value)
-        if mapped or value.func.attr in ("select_columns", "remove_columns"):
-            return _rows_of(value.func.value)
-    return value
-
-
-def _may_be_none(form: Form, rows: ast.expr) -> bool:
-    """Whether it may be None: it has None in it, or is a name that is given None somewhere."""
-
-    def has_none(value: ast.expr | None) -> bool:
-        return value is not None and any(isinstance(one, ast.Constant) and one.value is None for one in ast.walk(value))
-
-    if has_none(rows):
-        return True
-    name = rows.id if isinstance(rows, ast.Name) else ""
-    for node in (node for statement in form.program.statements for node in ast.walk(statement.node)):
-        if isinstance(node, ast.keyword) and node.arg == name and has_none(node.value):
-            return True
-        if isinstance(node, ast.Assign) and name in target_names(node.targets[0]) and has_none(node.value):
-            return True
-        if isinstance(node, ast.arguments):
-            last = [*node.posonlyargs, *node.args][-len(node.defaults) :] if node.defaults else []
-            pairs = [*zip(last, node.defaults, strict=True), *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
-            if any(one.arg == name and has_none(default) for one, default in pairs):
-                return True
-    return False
+            for item in call.keywords if form.program.dotted(call.func).endswith("SFTTrainer") else ():
+                if item.arg == "formatting_func":
+                    refuse_list_of_one(form.program, item.value)
 
 
 def _tokenizes(form: Form) -> bool:
@@ -232,30 +81,6 @@ def _tokenizes(form: Form) -> bool:
     tokenizers = "|".join(map(re.escape, dict.fromkeys([*form.plan.tokenizers, "tokenizer"])))
     source = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
     return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
-
-
-def _returns_list(form: Form, value: ast.expr) -> bool:
-    definition = form.program.definition(value.id) if isinstance(value, ast.Name) else None
-    if definition is None and isinstance(value, ast.Name):
-        chosen = [
-            node.value
-            for statement in form.program.statements
-            for node in ast.walk(statement.node)
-            if isinstance(node, ast.Assign) and value.id in target_names(node.targets[0])
-        ]
-        return bool(chosen) and all(_returns_list(form, one) for one in chosen if ast.dump(one) != ast.dump(value))
-    if not isinstance(definition, ast.FunctionDef):
-        return isinstance(value, ast.Lambda) and isinstance(value.body, ast.List | ast.ListComp)
-    lists = {
-        name
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.ListComp)
-        for name in target_names(node.targets[0])
-    }
-    results = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)]
-    return any(
-        isinstance(one, ast.List | ast.ListComp) or isinstance(one, ast.Name) and one.id in lists for one in results
-    )
 
 
 def _imports(form: Form) -> None:
@@ -350,8 +175,7 @@ def _script(form: Form, arguments: Arguments, name: str) -> str:
     body = [*_seed(form, arguments), *_main(form), *_exports(form)]
     nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    parts = [*_top(form, used), *(own(part) for key, part in PARTS.items() if key in used)]
-    parts += [BLANK, BLANK, block("def main() -> None:", body)]
+    parts = [*_top(form, used), BLANK, BLANK, block("def main() -> None:", body)]
     parts += [BLANK, BLANK, own('if __name__ == "__main__":\n    main()')]
     title = [
         "Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.",
@@ -380,12 +204,11 @@ def _top(form: Form, used: set[str]) -> list[Part]:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
         imports = [line for line in imports if line != "import os"]
-    ours = [name for name in ("SFTConfig", "SFTTrainer") if name in used]
+    ours = sorted(code.PROVIDED & used)
     more = ["from accelerate import PartialState"] if "PartialState" in used else []
     own_seed = form.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
-    more += ["import torch"] if "DataCollatorForCompletionOnlyLM" in used else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
     lines.sort(key=lambda line: not line.startswith(("from unsloth", "import unsloth")))
     first = f"from finetune import {', '.join(ours)}  # first: it selects the device and the backend"

@@ -14,6 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from finetune.config import arguments as ours
+from finetune.config.arguments import DROP_IN, SETTINGS
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 # How each kind is compared with a call, and what it means. A kind of "method" is compared with the last part of the
@@ -318,15 +321,13 @@ def known_packages() -> frozenset[str]:
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-# What becomes of an argument in the settings form. In the drop-in form it stays, unless its row says otherwise.
+# What becomes of an argument of a loader or an adapter. Those of the trainer: finetune/config/arguments.py.
 OUTCOMES = {
     "setting": "the setting of this name in the YAML file, or the one that the row names",
     "ignored": "left out, with a note if it has an effect in the notebook",
     "refused": "the notebook is refused",
-    "moved": "an argument of SFTConfig now",
-    "renamed": "has another name now",
 }
-LOADER, ADAPTER, TRAINER, CONFIG = "from_pretrained", "get_peft_model, LoraConfig", "SFTTrainer", "SFTConfig"
+LOADER, ADAPTER = "from_pretrained", "get_peft_model, LoraConfig"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,30 +335,19 @@ class Argument:
     """Arguments of one function or class.
 
     Args:
-        owner: LOADER, ADAPTER, TRAINER, or CONFIG, which includes TrainingArguments.
+        owner: LOADER or ADAPTER.
         names: separated by spaces.
-        outcome: one of OUTCOMES, for the settings form.
-        detail: the setting, the reason, or the new name.
-        neutral: values without an effect, which are left out in silence; None if all are.
-        drop_in: why the drop-in form leaves it out; "" if it stays.
-        changes_loss: the drop-in form refuses it, unless its value has no effect.
+        outcome: one of OUTCOMES.
+        detail: the setting or the reason.
     """
 
     owner: str
     names: str
     outcome: str
     detail: str = ""
-    neutral: tuple[Any, ...] | None = ()
-    drop_in: str = ""
-    changes_loss: bool = False
 
 
 _LOADS_WHOLE = "each rank loads the whole model onto its own device"
-_ORDER = "`seed` alone sets the order of the rows"
-_ONE_GPU = "each GPU holds the whole model"
-_NO_EFFECT = "it has no effect on the result"
-_METRICS = "evaluation reports loss, token accuracy and entropy, and builds no logits"
-_TENSORBOARD = "metrics go to TensorBoard"
 _ALWAYS_LORA = "the adapter is always a LoRA for causal language modeling"
 
 ARGUMENTS = (
@@ -390,108 +380,6 @@ ARGUMENTS = (
         "refused",
         "initializing the adapter with LoftQ (loftq_config) is not supported; leave loftq_config and init_lora_weights"
         " out",
-    ),
-    Argument(TRAINER, "tokenizer", "renamed", "processing_class"),
-    Argument(
-        TRAINER,
-        "dataset_text_field max_seq_length max_length packing eval_packing dataset_num_proc dataset_kwargs"
-        " neftune_noise_alpha model_init_kwargs",
-        "moved",
-    ),
-    Argument(TRAINER, "model args train_dataset eval_dataset processing_class peft_config callbacks", "setting"),
-    Argument(TRAINER, "formatting_func", "ignored", "build_dataset calls it"),
-    Argument(TRAINER, "data_collator", "ignored", "the package pads batches; tokens and labels are the same"),
-    Argument(
-        TRAINER,
-        "compute_metrics preprocess_logits_for_metrics",
-        "ignored",
-        "evaluation gives the loss and the perplexity",
-        drop_in=_METRICS,
-    ),
-    Argument(TRAINER, "optimizers", "refused", "a custom optimizer is not supported; use training.optim"),
-    Argument(TRAINER, "optimizer_cls_and_kwargs", "refused", "it is not supported"),
-    Argument(TRAINER, "compute_loss_func", "refused", "it is not supported", changes_loss=True),
-    Argument(TRAINER, "quantization_config", "setting", "model.load_in_4bit or model.load_in_8bit"),
-    Argument(CONFIG, "evaluation_strategy", "renamed", "eval_strategy"),
-    Argument(CONFIG, "max_seq_length", "renamed", "max_length"),
-    Argument(CONFIG, "no_cuda", "renamed", "use_cpu"),
-    Argument(CONFIG, "warmup_ratio", "renamed", "warmup_steps"),
-    Argument(CONFIG, "per_gpu_train_batch_size", "renamed", "per_device_train_batch_size"),
-    Argument(CONFIG, "per_gpu_eval_batch_size", "renamed", "per_device_eval_batch_size"),
-    Argument(
-        CONFIG,
-        "learning_rate lr_scheduler_type warmup_steps weight_decay optim max_grad_norm seed",
-        "setting",
-        "training.*",
-    ),
-    Argument(CONFIG, "dataset_text_field dataset_num_proc max_length packing", "setting", "data.*", neutral=None),
-    Argument(CONFIG, "gradient_checkpointing output_dir", "setting", "training.*", neutral=None),
-    Argument(CONFIG, "overwrite_output_dir", "ignored", neutral=None, drop_in=_NO_EFFECT),
-    Argument(CONFIG, "data_seed", "ignored", neutral=None, drop_in=_ORDER),
-    Argument(CONFIG, "chat_template_path", "setting", "model.chat_template", neutral=None),
-    Argument(CONFIG, "shuffle_dataset", "ignored", neutral=(False,)),
-    Argument(
-        CONFIG,
-        "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push push_to_hub_model_id"
-        " push_to_hub_organization push_to_hub_token",
-        "ignored",
-        neutral=(False,),
-        drop_in=f"nothing is published while training; {_PUBLISH}",
-    ),
-    Argument(CONFIG, "neftune_noise_alpha", "setting", "training.*", neutral=(0,)),
-    Argument(
-        CONFIG,
-        "use_liger_kernel liger_kernel_config",
-        "ignored",
-        "model.layer_kernels uses Liger's kernels where they were compared",
-        neutral=(False, {}),
-        drop_in="it changes the speed only; set it again on a GPU where liger-kernel is installed",
-    ),
-    Argument(CONFIG, "eos_token", "refused", "set tokenizer.eos_token instead"),
-    Argument(CONFIG, "completion_only_loss", "refused", neutral=(True, False)),
-    Argument(CONFIG, "assistant_only_loss", "ignored", neutral=(True, False)),
-    Argument(CONFIG, "loss_type", "refused", neutral=("nll", "chunked_nll"), changes_loss=True),
-    Argument(CONFIG, "label_smoothing_factor", "refused", neutral=(0, 0.0), changes_loss=True),
-    Argument(CONFIG, "run_name", "ignored", _TENSORBOARD),
-    Argument(CONFIG, "report_to", "ignored", f"{_TENSORBOARD}; known trackers also go to logging.report_to"),
-    Argument(CONFIG, "logging_dir", "ignored", _TENSORBOARD, drop_in=_NO_EFFECT),
-    Argument(CONFIG, "gradient_checkpointing_kwargs", "ignored", "set by training.gradient_checkpointing"),
-    Argument(CONFIG, "tf32", "ignored", "the package chooses it for the device"),
-    Argument(CONFIG, "use_cpu", "ignored", "the launcher chooses the device"),
-    Argument(CONFIG, "log_level log_level_replica", "ignored", "logging.log_level sets it"),
-    Argument(CONFIG, "infinite_sampling", "ignored"),
-    Argument(CONFIG, "train_sampling_strategy", "setting", "training.*", neutral=("random",)),
-    Argument(CONFIG, "group_by_length", "setting", "training.train_sampling_strategy", neutral=(False,)),
-    Argument(CONFIG, "length_column_name", "ignored", drop_in="the lengths are those of the tokenized rows"),
-    Argument(
-        CONFIG,
-        "fsdp fsdp_config fsdp_min_num_params deepspeed parallelism_config sharded_ddp",
-        "ignored",
-        drop_in=_ONE_GPU,
-    ),
-    Argument(CONFIG, "include_inputs_for_metrics", "ignored", drop_in=_METRICS),
-    Argument(CONFIG, "dataloader_drop_last", "ignored", drop_in="an epoch trains on every row once"),
-    Argument(
-        CONFIG,
-        "auto_find_batch_size",
-        "ignored",
-        drop_in="the batch would depend on the GPU; per_device_train_batch_size sets it",
-    ),
-    Argument(
-        CONFIG,
-        "average_tokens_across_devices",
-        "ignored",
-        drop_in="the loss is always the mean over the whole global batch",
-    ),
-    Argument(CONFIG, "local_rank", "ignored", drop_in="the launcher sets it"),
-    Argument(
-        CONFIG,
-        "save_safetensors use_mps_device jit_mode_eval use_ipex half_precision_backend fp16_backend fp16_opt_level"
-        " past_index ray_scope torchdynamo include_tokens_per_second dispatch_batches split_batches dataset_batch_size"
-        " num_of_sequences chars_per_token infinite xpu_backend tpu_num_cores tpu_metrics_debug mp_parameters"
-        " report_from_all_ranks disable_tqdm",
-        "ignored",
-        drop_in=_NO_EFFECT,
     ),
 )
 
@@ -543,29 +431,43 @@ def arguments(owner: str, outcome: str = "") -> dict[str, Argument]:
     return {name: row for row in rows for name in row.names.split()}
 
 
-@cache
-def renamed(owner: str) -> dict[str, str]:
-    """Former name -> today's name."""
-    return {name: row.detail for name, row in arguments(owner, "renamed").items()}
-
-
 def tables() -> str:
     """Both tables, in Markdown."""
     lines = ["### Arguments", "", "| of | arguments | settings form | drop-in form |", "|---|---|---|---|"]
     for row in ARGUMENTS:
-        drop_in = "refused: it changes the loss" if row.changes_loss else f"left out: {row.drop_in}" * bool(row.drop_in)
-        given = (
-            row.outcome
-            if not row.detail
-            else row.detail
-            if row.outcome == "setting"
-            else f"{row.outcome}: {row.detail}"
-        )
-        lines.append(f"| {row.owner} | {_code(row.names)} | {given} | {drop_in} |")
+        given = row.detail if row.outcome == "setting" else f"{row.outcome}: {row.detail}".removesuffix(": ")
+        lines.append(f"| {row.owner} | {_code(row.names)} | {given} |  |")
+    alike: dict[tuple[str, str, str], str] = {}
+    for one in ours.ARGUMENTS:
+        cells = (one.of, _in_settings(one), _in_drop_in(one))
+        if one.of != ours.UNSLOTH and any(cells[1:]):
+            alike[cells] = f"{alike.get(cells, '')} {one.names}"
+    lines += [f"| {of} | {_code(names)} | {form} | {drop_in} |" for (of, form, drop_in), names in alike.items()]
     lines += ["", "### Calls", "", "| kind | meaning | names |", "|---|---|---|"]
     for kind, (_, meaning) in KINDS.items():
         lines.append(f"| {kind} | {meaning} | {_code(' '.join(sorted(name for name, _ in _rows(kind))))} |")
     return "\n".join(lines)
+
+
+def _in_settings(one: ours.Argument) -> str:
+    """What the settings form does with an argument of the trainer."""
+    why = one.settings or one.instead or one.drop_in
+    if one.now is not None and not one.sets:
+        return f"renamed: {one.now}" if one.now else f"left out: {why}"
+    if one.moved:
+        return "moved to SFTConfig"
+    if SETTINGS in one.refused:
+        return f"refused: {one.settings or one.instead}".removesuffix(": ")
+    if one.sets and not one.settings:
+        return next(iter(one.sets.values()))[0]
+    return f"left out: {why}" if why and ours.ANY not in one.neutral else ""
+
+
+def _in_drop_in(one: ours.Argument) -> str:
+    """What the drop-in form does with it, if it does not keep it."""
+    if DROP_IN in one.refused:
+        return "refused: it changes the loss"
+    return f"left out: {one.drop_in}" if one.drop_in else ""
 
 
 def _code(words: str) -> str:

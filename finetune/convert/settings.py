@@ -11,10 +11,12 @@ import re
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from finetune.config.arguments import ANY, REFUSED, SETTINGS, TRAINER, rows
+from finetune.config.arguments import row as row_of
 from finetune.config.rules import TRACKERS
-from finetune.config.sft_fields import MANAGED, sft_fields
+from finetune.config.sft_fields import sft_fields
 from finetune.convert.hooks import seeded_generators
-from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, CONFIG, LOADER, TRAINER, arguments, matches
+from finetune.convert.knowledge import ADAPTER, ADAPTER_DEFAULTS, LOADER, arguments, matches
 from finetune.convert.read import Refusal
 from finetune.convert.roles import Plan, event_of, training_events
 from finetune.convert.services import below_working_folder, is_hosted
@@ -452,20 +454,19 @@ def _count(settings: Settings, name: str, steps: Any) -> int | Unknown:
 
 def _other_fields(settings: Settings, given: dict[str, Any], what: Described) -> None:
     """Pass fields of SFTConfig through, note those that the package decides, and refuse another loss."""
-    fields, table = sft_fields(), arguments(CONFIG)
+    fields = sft_fields()
     for key, value in given.items():
-        row = table.get(key)
-        if value is None or (row is not None and (row.neutral is None or value in row.neutral)):
+        row = row_of(key)
+        if value is None or ANY in row.neutral or value in (*row.neutral, *row.kept):
             continue
-        if row is not None and row.outcome == "refused":
-            if row.detail:
-                raise Refusal("R4", f"{key}={value!r} is not supported; {row.detail}")
+        if SETTINGS in row.refused:
+            if row.settings:
+                raise Refusal("R4", f"{key}={value!r} is not supported; {row.settings}")
             raise Refusal("R4", f"unsupported loss: {key}={value!r}; the loss is the mean over the supervised tokens")
         if key in ("report_to", "run_name") and isinstance(value, str | list) and (to := _trackers(given)):
             settings.set(*(("logging.report_to", to) if key == "report_to" else ("training.run_name", value)))
-        elif key in MANAGED or (row is not None and row.outcome == "ignored") or key not in fields:
-            reason = row.detail if row is not None else ""
-            why = reason or MANAGED.get(key) or "the installed TRL has no such field"
+        elif key in REFUSED or row.settings or key not in fields:
+            why = row.settings or row.instead or row.drop_in or "the installed TRL has no such field"
             settings.notes.append(f"{what.config_name}: {key}={short(value)} is left out: {why}")
         elif has_unknown(value):
             raise Refusal("R4", f"training.{key} is only known at run time ({value}); write a constant")
@@ -496,12 +497,10 @@ _COLLATORS = (
 
 def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
     name = value.name.rsplit(".", 1)[-1] if isinstance(value, Unknown) else ""
-    row = arguments(TRAINER).get(key)
-    if row is None or row.outcome == "refused":
-        raise Refusal(
-            "R4", row.detail if row and key == "optimizers" else f"SFTTrainer's argument {key} is not supported"
-        )
-    if row.outcome == "setting" or key == "formatting_func":
+    row = rows(TRAINER).get(key)
+    if row is None or SETTINGS in row.refused:
+        raise Refusal("R4", row and row.settings or f"SFTTrainer's argument {key} is not supported")
+    if not row.settings:
         return
     if key == "data_collator" and name == "DataCollatorForCompletionOnlyLM":
         return  # handled in `set_responses`
@@ -515,7 +514,7 @@ def _trainer_argument(settings: Settings, key: str, value: Any) -> None:
             f"SFTTrainer is given a custom data collator ({short(value)}), which decides what is supervised;"
             " leave it out",
         )
-    settings.notes.append(f"SFTTrainer: {key} is left out: {row.detail}")
+    settings.notes.append(f"SFTTrainer: {key} is left out: {row.settings}")
 
 
 def _output(settings: Settings, what: Described, plan: Plan, trace: Trace) -> None:

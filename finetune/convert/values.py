@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.convert.knowledge import CONFIG, DEFAULTS, TRAINER, arguments, renamed
+from finetune.config.arguments import CONFIG, TRAINER, former, rows
+from finetune.convert.knowledge import DEFAULTS
 from finetune.convert.read import Refusal
 from finetune.convert.roles import event_of
 from finetune.convert.trace import Trace
@@ -126,7 +127,7 @@ def described(trace: Trace) -> Described:
         loader["model_name"] = loader.pop("pretrained_model_name_or_path")
     trainer = _with_todays_names(TRAINER, known(trainer_event["detail"]))
     config, config_name = _arguments(trainer.get("args"), api)
-    moved = {key: trainer.pop(key) for key in arguments(TRAINER, "moved").keys() & trainer.keys()}
+    moved = {key: trainer.pop(key) for key, row in rows(TRAINER).items() if row.moved and key in trainer}
     moved = _with_todays_names(CONFIG, moved)
     given_to_trainer = {key: value for key, value in moved.items() if value is not None and config.get(key) is None}
     config |= given_to_trainer
@@ -182,10 +183,10 @@ def _arguments(given: Any, api: str) -> tuple[dict[str, Any], str]:
 def _with_todays_names(owner: str, given: dict[Any, Any]) -> dict[str, Any]:
     """The arguments under the names they have now. If the notebook gives both names, today's wins, unless it is unset:
     `warmup_steps=0` beside a `warmup_ratio`."""
-    new = renamed(owner)
-    former = {new[str(key)]: value for key, value in given.items() if str(key) in new}
+    new = {name: now for name, now in former(owner).items() if now}
+    old = {new[str(key)]: value for key, value in given.items() if str(key) in new}
     today = {str(key): value for key, value in given.items() if str(key) not in new}
-    return former | {key: value for key, value in today.items() if key not in former or value not in (None, 0)}
+    return old | {key: value for key, value in today.items() if key not in old or value not in (None, 0)}
 
 
 def _adapter(trace: Trace, trainer: dict[str, Any], api: str) -> tuple[dict[str, Any] | None, str]:

@@ -87,17 +87,18 @@ def _with_template(model: Any, tokenizer: Any, source: str, peft_config: Any) ->
 
 def stack_of(model: Any, stack: Stack) -> Stack:
     """The backend of this model: one that Unsloth has not loaded is a transformers model, even beside Unsloth."""
-    if stack.backend != "unsloth" or _of_unsloth(model):
+    if stack.backend != "unsloth" or of_unsloth(model):
         return stack
     reason = "Unsloth is imported, but the model was not loaded with FastLanguageModel or FastModel"
     return dataclasses.replace(stack, backend="transformers", reason=reason)
 
 
-def _of_unsloth(model: Any) -> bool:
+def of_unsloth(model: Any) -> bool:
+    """Whether Unsloth has loaded the model."""
     return hasattr(model, "for_training") or hasattr(model, "save_pretrained_merged")
 
 
 def loaded_length(model: Any) -> int | None:
     """The `max_seq_length` that Unsloth loaded a model with; None for a model that it has not loaded."""
-    length = getattr(model, "max_seq_length", None) if _of_unsloth(model) else None
+    length = getattr(model, "max_seq_length", None) if of_unsloth(model) else None
     return length if isinstance(length, int) and length > 0 else None

@@ -13,6 +13,7 @@ from finetune.data.mixture import Source
 from finetune.data.prepare import Data, prepare_splits
 from finetune.data.store import Rows
 from finetune.drop_in import refusals, rows, settings
+from finetune.drop_in.former import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +22,13 @@ class Preparation:
 
     args:            the user's SFTConfig
     tokenizer:       with its final chat template and special tokens
-    formatting_func: turns a row into text; None reads the columns
+    reading:         which text of a row is read
     collator:        computes the labels of each tokenized row; None takes those of TRL's rules
     """
 
     args: Any
     tokenizer: Any
-    formatting_func: Callable[[Any], str] | None
+    reading: Reading
     collator: Any
 
     @property
@@ -41,7 +42,7 @@ class Preparation:
             Refused: rows that this trainer cannot use.
             UserError: the ranks were given different rows, or no row has a supervised token.
         """
-        return self.tokenized(rows.sources(datasets, self.args, self.formatting_func))
+        return self.tokenized(rows.sources(datasets, self.args, self.reading))
 
     def tokenized(self, sources: Mapping[str, Source]) -> Data:
         """The documents of each split's source, with the labels of the user's collator if there is one."""

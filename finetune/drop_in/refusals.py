@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+from finetune.config import arguments
 from finetune.config.rules import why_no_optimizer
 from finetune.errors import UserError
 
-_EXACT = "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's own code"
-_ORDER = "`seed` alone sets the order of the data, so that any number of GPUs takes the same steps"
-_LAUNCHED = (
-    "in a script each GPU holds the whole model (DDP). Launch with a profile from accelerate_configs/; to split a "
-    "model, train it by a configuration with training.strategy: shard"
+_EXACT = (
+    "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's code keeps"
 )
-
-# Field of SFTConfig -> (the values that are kept; why others are not, and what to do). A field not listed is kept.
-_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "loss_type": (("nll",), f"{_EXACT} keeps. Remove it"),
-    "label_smoothing_factor": ((0, 0.0), f"{_EXACT} keeps. Remove it"),
-    "average_tokens_across_devices": ((True,), f"{_EXACT} keeps. Remove it"),
-    "liger_kernel_config": ((None, {}), "all of Liger's layer kernels are used, and its loss is not. Remove it"),
-    "data_seed": ((None,), f"{_ORDER}. Set `seed`"),
-    "train_sampling_strategy": (("random", "group_by_length"), f"{_ORDER}. Remove it"),
-    "dataloader_drop_last": ((False,), "an epoch trains on every row once. Remove it"),
-    "auto_find_batch_size": ((False,), "the batch would depend on the GPU. Set per_device_train_batch_size"),
-    "fsdp": ((None, "", [], False), _LAUNCHED),
-    "deepspeed": ((None, ""), _LAUNCHED),
-    "parallelism_config": ((None,), _LAUNCHED),
-    "push_to_hub": ((False,), "checkpoints are not pushed while training. Call trainer.push_to_hub() afterwards"),
-}
-
-# Attributes of Unsloth's own classes of arguments, which its UnslothTrainer reads: as in _FIELDS.
-_OF_UNSLOTH: dict[str, tuple[tuple[Any, ...], str]] = {
-    "embedding_learning_rate": ((None,), "all weights are trained with one learning rate. Remove it"),
-    "loraplus_lr_ratio": ((None, 1, 1.0), "all weights are trained with one learning rate. Remove it"),
-    "q_galore_config": ((None,), "this optimizer needs UnslothTrainer. Choose one by `optim`"),
-    "context_parallel_size": ((None, 1), "each GPU computes whole rows. Remove it"),
-}
-
-# Constructor's arguments that must be None.
-_ARGUMENTS = {
-    "compute_loss_func": f"{_EXACT} keeps. Remove it, or train with trl.SFTTrainer",
-    "compute_metrics": "evaluation does not build the logits it would get; it reports loss, token accuracy and entropy "
-    "over all ranks. Remove it, and compute other metrics from the saved model",
-    "preprocess_logits_for_metrics": "evaluation does not build logits. Remove it",
-}
+_ORDER = "`seed` alone sets the order of the data, so that any number of GPUs takes the same steps"
 
 # Methods that a subclass must not override.
 _METHODS = {
-    "compute_loss": f"{_EXACT} keeps",
-    "training_step": f"{_EXACT} keeps",
+    "compute_loss": _EXACT,
+    "training_step": _EXACT,
     "get_train_dataloader": _ORDER,
     "_get_train_sampler": _ORDER,
     "get_batch_samples": _ORDER,
@@ -77,9 +45,9 @@ def check(trainer: type, base: type, args: Any, given: Mapping[str, Any]) -> Non
         raise Refused("`train_dataset` is required")
     problems = [
         *_methods(trainer, base),
-        *_arguments(given),
-        *_fields(args),
-        *_arguments_of_unsloth(given["args"]),
+        *_arguments(SimpleNamespace(**given), arguments.TRAINER, dict.fromkeys(given)),
+        *_arguments(args, arguments.CONFIG, {one.name: one.default for one in dataclasses.fields(args)}),
+        *_arguments(given["args"], arguments.UNSLOTH, dict.fromkeys(arguments.rows(arguments.UNSLOTH))),
         *_combinations(args, given),
     ]
     if len(problems) == 1:
@@ -95,26 +63,19 @@ def _methods(trainer: type, base: type) -> Iterator[str]:
             yield f"{trainer.__name__} overrides `{name}`: {why}. Remove the method, or train with trl.SFTTrainer."
 
 
-def _arguments(given: Mapping[str, Any]) -> Iterator[str]:
-    for name, why in _ARGUMENTS.items():
-        if given.get(name) is not None:
-            yield f"`{name}`: {why}."
+def _arguments(args: Any, of: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments of a class whose values a script cannot keep.
 
-
-def _fields(args: Any) -> Iterator[str]:
-    defaults = {one.name: one.default for one in dataclasses.fields(args)}
-    for name, (kept, why) in _FIELDS.items():
+    Args:
+        args: has them as attributes.
+        defaults: of those that it has.
+    """
+    for name, row in arguments.rows(of).items():
         value = getattr(args, name, None)
         value = getattr(value, "value", value)  # of an enum
-        if name in defaults and value not in kept and value != defaults[name]:
-            yield f"`{name}={value!r}`: {why}."
-
-
-def _arguments_of_unsloth(args: Any) -> Iterator[str]:
-    for name, (kept, why) in _OF_UNSLOTH.items():
-        value = getattr(args, name, None)
-        if value not in kept:
-            yield f"`{name}={value!r}`: {why}."
+        if row.script and name in defaults and value not in row.kept and value != defaults[name]:
+            given = "" if of == arguments.TRAINER else f"={value!r}"
+            yield f"`{name}{given}`: {'. '.join(text for text in (row.reason, row.script) if text)}."
 
 
 def _combinations(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
@@ -244,13 +205,13 @@ def model(model: Any, peft_config: Any) -> None:
             )
 
 
-def values(*arguments: Any) -> list[tuple[Any, dict[str, Any]]]:
+def values(*given: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Each object of training arguments, with the values of its fields now."""
-    return [(one, _fields_of(one)) for one in arguments if dataclasses.is_dataclass(one)]
+    return [(one, _fields_of(one)) for one in given if dataclasses.is_dataclass(one)]
 
 
-def _fields_of(arguments: Any) -> dict[str, Any]:
-    return {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(arguments)}
+def _fields_of(args: Any) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
 
 
 def unchanged(trainer: Any, created_with: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -14,16 +14,19 @@ from finetune.data.layout import Layout
 from finetune.data.mixture import Item, Source
 from finetune.data.store import Rows
 from finetune.drop_in import refusals
+from finetune.drop_in.former import Reading
 from finetune.drop_in.refusals import Refused
 from finetune.errors import UserError, describe
 from finetune.runtime import distributed
+from finetune.runtime.command import print_line
 
 Labels = Callable[[Sequence[Mapping[str, Any]]], Any]  # a data collator
+_BATCH_ROWS = 1000  # of TRL's preparation
 _DIGEST_ROWS = 1000
 _PROBED_ROWS = 16
 
 
-def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[Any], str] | None) -> dict[str, Source]:
+def sources(datasets: Mapping[str, Any], args: Any, reading: Reading) -> dict[str, Source]:
     """The rows of every split, before anything is loaded. Every rank calls it.
 
     Args:
@@ -35,10 +38,7 @@ def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[A
         UserError: on every rank: the ranks were given different rows.
     """
     refusals.datasets(datasets, args)
-    found = {
-        split: source(given, refusals.argument(split), formatting_func, args.dataset_text_field)
-        for split, given in datasets.items()
-    }
+    found = {split: source(given, refusals.argument(split), reading) for split, given in datasets.items()}
     own = {one.name: one.identity for one in found.values()}
     for rank, theirs in enumerate(everyone := distributed.gather_objects(own)):
         for name in own:
@@ -51,21 +51,60 @@ def sources(datasets: Mapping[str, Any], args: Any, formatting_func: Callable[[A
     return found
 
 
-def source(rows: Any, name: str, formatting_func: Callable[[Any], str] | None, text_field: str) -> Source:
+def source(rows: Any, name: str, reading: Reading) -> Source:
     """The rows of a dataset. With `formatting_func`, its result is the text of a row that is not tokenized yet."""
-    formats = formatting_func if "input_ids" not in rows.column_names else None
+    custom = rows.format["type"] == "custom"
+    plain = rows if custom else rows.with_format(None)
+    tokenized = "input_ids" in rows.column_names
+    column = None if tokenized else reading.column(rows.column_names)
+    formats = reading.formatting_func if not tokenized and column is None else None
+    batched = formats is not None and reading.takes_batches(plain)
+    if column is not None:
+        print_line(f"{name}: only the column {column!r} is read, {reading.why}.")
 
     def read() -> Iterator[Item]:
-        custom = rows.format["type"] == "custom"
-        each = rows if custom else dataset_rows(rows.with_format(None), rows.features)
-        for number, row in enumerate(each, 1):
+        if formats is not None and batched:
+            yield from texts(formats, plain, name)
+            return
+        for number, row in enumerate(rows if custom else dataset_rows(plain, rows.features), 1):
             where = f"{name}:row {number}"
-            yield (dict(row) if formats is None else {**row, "text": formatted(formats, row, where)}), where
+            if column is not None:
+                yield {"text": row[column]}, where
+            else:
+                yield (dict(row) if formats is None else {**row, "text": formatted(formats, row, where)}), where
 
-    transform = rows.format["format_kwargs"].get("transform") if rows.format["type"] == "custom" else None
+    transform = rows.format["format_kwargs"].get("transform") if custom else None
     identity = [content_digest(rows), code_digest(formats, transform)]
-    text_field = text_field if formats is None else "text"
+    identity += [column, batched] if batched or column is not None else []
+    text_field = "text" if formats is not None or column is not None else reading.text_field
     return Source(name=name, open=read, identity=identity, text_field=text_field, as_trl=True)
+
+
+def texts(formatting_func: Callable[[Any], list[str]], rows: Any, name: str) -> Iterator[Item]:
+    """The texts of a formatting_func that takes batches: of 1,000 rows, as by TRL, and as many as it returns.
+
+    Raises:
+        Refused: it failed, or returns something else, or one text of several rows.
+    """
+    number, first = 0, 1
+    for batch in rows.iter(_BATCH_ROWS):
+        size = len(next(iter(batch.values())))
+        where = f"{name}:rows {first} to {first + size - 1}"
+        try:
+            found = formatting_func(batch)
+        except Exception as error:
+            raise Refused(f"`formatting_func` failed on {where}: {describe(error)}.") from error
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            raise Refused(f"`formatting_func` returned other than a list of texts for {where}.")
+        if len(found) == 1 < size:
+            raise Refused(
+                f"`formatting_func` returned a list with one text for {where}: of one row in some releases of TRL, of "
+                "1,000 in others. Return the text of one row, without the list."
+            )
+        for text in found:
+            number += 1
+            yield {"text": text}, f"{name}:text {number}"
+        first += size
 
 
 def formatted(formatting_func: Callable[[Any], str], row: Any, where: str) -> str:

@@ -6,9 +6,8 @@ import copy
 import dataclasses
 from typing import Any
 
-import trl
-
 from finetune.config import Batch, Config, resolve_batch
+from finetune.config.arguments import FIXED, REFUSED, TAKEN
 from finetune.config.schema import (
     SECTIONS,
     DataConfig,
@@ -17,80 +16,13 @@ from finetune.config.schema import (
     ModelConfig,
     TrainingConfig,
 )
-from finetune.drop_in import backbone
 from finetune.engine import trackers
 from finetune.engine.master_weights import FLOAT32, NONE, Choice, rounded
-from finetune.engine.trainer import MANAGED
 from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
-from finetune.runtime.command import print_line
 
-# What older scripts, and Unsloth's examples, give to the constructor instead of SFTConfig.
-_FORMER_ARGUMENTS = {
-    "dataset_text_field": "dataset_text_field",
-    "dataset_num_proc": "dataset_num_proc",
-    "dataset_kwargs": "dataset_kwargs",
-    "packing": "packing",
-    "neftune_noise_alpha": "neftune_noise_alpha",
-}
+_OF_THIS_LAUNCH = ("run_name", "use_cpu")
 TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seconds
-# Fields that say nothing about the result, or that hold what another key of the configuration already says.
-_NOT_RECORDED = frozenset(
-    "hub_token hub_model_id push_to_hub report_to run_name logging_dir disable_tqdm do_train do_eval do_predict"
-    " model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_num_proc"
-    " eos_token pad_token truncation_mode completion_only_loss packing_strategy eval_packing shuffle_dataset"
-    " save_strategy eval_strategy logging_strategy bf16 fp16 use_cpu ddp_timeout remove_unused_columns"
-    " local_rank distributed_state deepspeed_plugin loss_type".split()
-)
-
-
-def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
-    """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
-
-    Args:
-        args: an SFTConfig, plain TrainingArguments, or None.
-        former: constructor's arguments of older versions of TRL, which Unsloth still accepts; emptied.
-
-    Raises:
-        TypeError: `former` has names that never were arguments.
-    """
-    if args is None:
-        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-        args = trl.SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
-    elif not isinstance(args, trl.SFTConfig):
-        args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
-    args = copy.copy(args)
-    # Unsloth's SFTConfig has a field for the length of rows, beside TRL's.
-    length = former.pop("max_seq_length", None) or getattr(args, "max_seq_length", None)
-    for name, field in _FORMER_ARGUMENTS.items():
-        if (value := former.pop(name, None)) is not None:
-            setattr(args, field, value)
-    if former:
-        raise TypeError(f"SFTTrainer() got an unexpected keyword argument {min(former)!r}")
-    _set_row_length(args, length, backbone.loaded_length(model))
-    return args
-
-
-def _set_row_length(args: Any, given: int | None, loaded: int | None) -> None:
-    """Set `max_length` as Unsloth's trainer does: to the length the model was loaded with, unless the script gives a
-    shorter one. TRL's default counts as none given.
-
-    Args:
-        given: `max_seq_length` of the trainer or of SFTConfig.
-        loaded: `max_seq_length` of Unsloth's loader.
-    """
-    if given is not None:
-        args.max_length = given
-    if loaded is None:
-        return
-    asked = args.max_length
-    default = next(one.default for one in dataclasses.fields(trl.SFTConfig) if one.name == "max_length")
-    own = bool(asked) and (given is not None or asked != default)
-    args.max_length = min(asked, loaded) if own else loaded
-    if args.max_length == asked:
-        return
-    why = f"not {asked:,}" if own else "as with Unsloth's own trainer; another max_length makes them shorter"
-    print_line(f"Rows have up to {loaded:,} tokens, the max_seq_length that the model was loaded with ({why}).")
 
 
 def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
@@ -124,7 +56,7 @@ def batch(args: Any, global_batch_size: int | None) -> Batch:
 def for_training(args: Any, batch: Batch) -> Any:
     """A copy of SFTConfig as the engine needs it: what it handles itself is off."""
     args = copy.copy(args)
-    for name, value in MANAGED.items():
+    for name, value in FIXED.items():
         setattr(args, name, value)
     args.per_device_train_batch_size = batch.per_device
     args.gradient_accumulation_steps = batch.accumulation
@@ -264,13 +196,13 @@ def _adapter(adapter: Any) -> LoraConfig:
 
 
 def _further(args: Any) -> dict[str, Any]:
-    """The other fields of SFTConfig that the user has changed and that the configuration has no key for."""
+    """The other fields of SFTConfig that the user has changed: those that a configuration accepts by their names."""
     ours = {one.name for kind in SECTIONS.values() for one in dataclasses.fields(kind)}
     found = {}
     for one in dataclasses.fields(args):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
         value = getattr(args, one.name)
-        skipped = one.name in ours or one.name in _NOT_RECORDED or one.name in MANAGED
+        skipped = one.name in ours or one.name in REFUSED or one.name in TAKEN or one.name in _OF_THIS_LAUNCH
         if not skipped and value != default and isinstance(value, bool | int | float | str | list | dict | None):
             found[one.name] = value
     return files.plain(found)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
-from finetune.drop_in import backbone, refusals, rows, settings
+from finetune.drop_in import backbone, former, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
@@ -63,7 +63,7 @@ class SFTTrainer(engine.SFTTrainer):
         formatting_func: Callable[[Any], str] | None = None,
         *,
         global_batch_size: int | None = None,
-        **former: Any,
+        **older: Any,
     ) -> None:
         """
         Args:
@@ -71,7 +71,7 @@ class SFTTrainer(engine.SFTTrainer):
                 the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if that is
                 left at its default: the fastest that fits. Without it, a step has `per_device_train_batch_size x
                 gradient_accumulation_steps x number of processes` rows, as in TRL.
-            former: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
+            older: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
 
         Raises:
             Refused: arguments that cannot be kept exactly; also a ValueError.
@@ -79,8 +79,10 @@ class SFTTrainer(engine.SFTTrainer):
         """
         self._ready = False
         self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
-        processing_class = former.pop("tokenizer", None) or processing_class
-        given = settings.arguments(args, model, former)
+        processing_class = older.pop("tokenizer", None) or processing_class
+        field = older.get("dataset_text_field")
+        given = former.arguments(args, model, older)
+        reading = former.reading(given, model, formatting_func, field)
         refusals.check(
             type(self),
             SFTTrainer,
@@ -96,7 +98,7 @@ class SFTTrainer(engine.SFTTrainer):
             ),
         )
         splits = {"train": train_dataset, **_by_split(eval_dataset)}
-        sources = rows.sources(splits, given, formatting_func)
+        sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
@@ -108,7 +110,7 @@ class SFTTrainer(engine.SFTTrainer):
         self.preparation = Preparation(
             args=given,
             tokenizer=tokenizer,
-            formatting_func=formatting_func,
+            reading=reading,
             collator=None if rows.only_pads(data_collator) else data_collator,
         )
         data = self.preparation.tokenized(sources)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch, Config, scaled_learning_rate
+from finetune.config.arguments import FIXED
 from finetune.data import IGNORE_INDEX, ORDER
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
@@ -91,7 +92,7 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name
     settings |= training.extra
-    settings |= MANAGED | {"report_to": "none"}
+    settings |= FIXED | {"report_to": "none"}
     args = trl.SFTConfig(**_with_current_field_names(settings))
     if tracks_best:
         best.set_arguments(args, training)
@@ -184,24 +185,6 @@ def refused_schedule(name: Any, arguments: Any) -> Iterator[None]:
             f"{given}training.lr_scheduler_type {getattr(name, 'value', name)} cannot be used so: {message[:300]}. "
             "Give the arguments that transformers' schedule of this name has, or choose another."
         ) from error
-
-
-# Fields of SFTConfig that this project handles, with what TRL and transformers must see in them.
-MANAGED: dict[str, Any] = dict(
-    average_tokens_across_devices=True,
-    logging_nan_inf_filter=False,  # it hides non-finite losses and syncs with the GPU every step
-    dataset_kwargs={"skip_prepare_dataset": True},
-    remove_unused_columns=False,
-    assistant_only_loss=False,  # the labels say which tokens count
-    completion_only_loss=False,
-    packing=False,
-    padding_free=False,
-    max_length=None,
-    ignore_data_skip=True,  # the plan starts at the right step: nothing to skip
-    disable_tqdm=True,
-    use_liger_kernel=False,  # `layer_kernels` has installed them
-    liger_kernel_config=None,
-)
 
 
 def _with_current_field_names(settings: dict[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from finetune.config import Config, ConfigError, fixed, fixing_arguments, load, resolve_batch
+from finetune.config import Config, ConfigError, fixed, fixing_arguments, resolve_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
 from finetune.plural import counted
 from finetune.runtime import launch_lines, subprocesses
-from finetune.runtime.command import DONE, FAILED, console, print_line, run_with_options
+from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
 
 PURPOSE = (
@@ -98,7 +98,7 @@ def run(argv: list[str]) -> int:
         RunError: one of the runs failed.
     """
     options, rest = own_options().split(argv)
-    config = load(rest, command="parity")
+    config = load_config(rest, command="parity")
     most = max(options.world_sizes)  # whose global batch the others have too
     rest = [*rest, *fixing_arguments(config.training, most, config.data)]
     config = replace(config, training=fixed(config.training, most, config.data))

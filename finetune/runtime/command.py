@@ -29,18 +29,28 @@ def run_command(command: str, argv: list[str] | None, run: Callable[[Config], in
     Args:
         purpose: first line of the command's help; unused for `train`, whose help lists all keys.
     """
-    from finetune.config import help_text, load
+    from finetune.config import help_text
     from finetune.runtime.files import check_writable
     from finetune.runtime.options import Options
 
     def load_and_run(arguments: list[str]) -> int:
-        config = load(arguments, command=command)
+        config = load_config(arguments, command=command)
         if config.json:
             check_writable(config.json, "--json")
         return run(config)
 
     text = help_text() if command == "train" else Options(command, purpose, usage="[--json PATH]").format_help()
     return run_with_options(text, argv, load_and_run)
+
+
+def load_config(arguments: list[str], **about: Any) -> Config:
+    """`config.load`, with the notes on former names printed."""
+    from finetune.config import load
+
+    config = load(arguments, **about)
+    for note in config.notes:
+        print_line(note)
+    return config
 
 
 def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:

@@ -19,19 +19,18 @@ from finetune.config import (
     DataConfig,
     ModelConfig,
     TrainingConfig,
+    arguments,
     dump_yaml,
     fixed,
     fixing_arguments,
     help_text,
     load,
-    names,
     reference,
     resolve_batch,
 )
 from finetune.config.help import COMMON, default_of
-from finetune.config.load import _ALIASES
 from finetune.config.schema import KEYS, SECTIONS
-from finetune.config.sft_fields import CHOICES, MANAGED, choices, sft_fields
+from finetune.config.sft_fields import CHOICES, choices, sft_fields
 from finetune.config.values import describe
 from finetune.errors import UserError
 from finetune.train import main as train_main
@@ -307,9 +306,8 @@ def test_a_number_in_quotes(write):
         ("training.lr", "training.learning_rate"),
         ("training.micro_batch_size", "training.per_device_train_batch_size"),
         ("training.epochs", "training.num_train_epochs"),
-        ("training.warmup_ratio", "training.warmup_steps"),
         ("data.sequence_len", "data.max_length"),
-        ("model.max_seq_length", "data.max_length"),
+        ("model.max_seq_len", "data.max_length"),
         ("model.lora_r", "lora.r"),
         ("lora.rnk", "lora.r"),
         ("data.sample_packing", "data.packing"),
@@ -365,7 +363,7 @@ def test_a_key_like_no_other():
         ("hub_model_id", "me/model", "--repo USER/NAME --upload"),
         ("deepspeed", "ds.json", "training.strategy: shard"),
         ("fsdp", "full_shard", "training.strategy: shard"),
-        ("length_column_name", "x", "training.seed"),
+        ("length_column_name", "x", "`seed` alone"),
         ("logging_dir", "x", "TensorBoard"),
         ("average_tokens_across_devices", "false", "supervised tokens"),
         ("dataset_kwargs", "{skip_prepare_dataset: true}", "`data:`"),
@@ -435,6 +433,39 @@ def test_names_of_sft_config_set_our_keys(write, given, expected):
             assert name in config.given or value in ("auto", {})
         foreign = set(given) - {"eval_steps", "save_steps"}
         assert not config.training.extra and not foreign & set(resolved["training"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "now"),
+    [
+        ("training.warmup_ratio: 0.1", ("training", "warmup_steps", 0.1), "training.warmup_steps"),
+        ("training.per_gpu_train_batch_size: 2", ("training", "per_device_train_batch_size", 2), "per_device_train_"),
+        ("training.max_seq_length: 64", ("data", "max_length", 64), "data.max_length"),
+        ("data.max_seq_length: 64", ("data", "max_length", 64), "data.max_length"),
+        ("model.max_seq_length: 64", ("data", "max_length", 64), "data.max_length"),
+        ("training.evaluation_strategy: steps", ("training", "eval_steps", 5), "training.eval_strategy"),
+        ("training.no_cuda: true", ("training", "extra", {"use_cpu": True}), "training.use_cpu"),
+        ("training.save_safetensors: true", ("training", "extra", {}), "no effect on the result"),
+    ],
+)
+def test_former_names_are_taken_with_a_note(write, given, expected, now):
+    name, _, value = given.partition(": ")
+    section, key = name.split(".")
+    own = ["--model.model_name_or_path", "m", "--data.train_file", "t.jsonl", "--data.eval_file", "e.jsonl"]
+    own += ["--training.eval_steps", "5"]
+    path = str(write(f"{section}: {{{key}: {value}}}\n"))
+    for config in (load([*own, f"--{name}", value]), load([*own, "--config", path])):
+        assert getattr(getattr(config, expected[0]), expected[1]) == expected[2]
+        (note,) = config.notes
+        assert key in note and now in note
+        assert key not in dump_yaml(config)
+
+
+def test_a_former_name_is_checked_like_todays():
+    assert "`--training.warmup_ratio x`: expected a number" in problem("--training.warmup_ratio", "x")
+    text = problem("--training.evaluation_strategy", "epoch")
+    assert "--training.evaluation_strategy epoch" in text and "training.eval_steps" in text
+    assert "overwrite_output_dir" not in str(load(["--training.overwrite_output_dir"]).notes)  # a key of ours
 
 
 @pytest.mark.parametrize(
@@ -707,20 +738,26 @@ print(json.dumps([fields, [item.value for item in OptimizerNames], [item.value f
     assert sft_fields()["bf16"] == bool | None  # overridden in TRL
     assert set(choices("optim")) == set(optimizers) and set(choices("lr_scheduler_type")) == set(schedulers)
     assert TrainingConfig().optim in optimizers and TrainingConfig().lr_scheduler_type in schedulers
-    # What is refused by name exists or existed; what is ours is not refused.
-    former = {"extra", "group_by_length", "logging_dir", "skip_prepare_dataset"}
+    # Every field has its row or is one of our keys; every row is of a field that exists, existed or will exist.
+    table = arguments.rows(arguments.CONFIG)
+    ours = {name.partition(".")[2] for name in KEYS}
+    assert set(real) <= set(table) | ours
+    gone = {name for name, row in table.items() if row.now is not None}
+    others = {"extra", "skip_prepare_dataset"}  # keys of ours, and of dataset_kwargs
     newer = {"activation_checkpointing"}  # from transformers 5.18 on
-    assert former <= set(MANAGED) - set(real) <= former | newer
+    assert not gone & set(real) and set(table) - set(real) - gone <= others | newer
+    assert {row.now for row in table.values()} - {None, ""} <= set(real)
+    assert {name for name, row in table.items() if row.passed} <= set(real) - set(arguments.REFUSED) - ours
 
 
 def test_tables_name_what_exists():
     own = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in fields(section)}
     keys = {name.split(".")[1] for name in own} - {"extra"}
-    assert set(_ALIASES.values()) <= own
-    assert not set(_ALIASES) & keys and not set(MANAGED) & keys
-    tables = [values for table in (names.SAME_AS, names.EXCLUDES) for values in table.values()]
-    targets = {target for values in tables for target, _ in values.values()}
-    assert names.TAKEN <= set(MANAGED) | keys and targets <= own
+    table = arguments.rows(arguments.CONFIG)
+    assert set(arguments.FOREIGN.values()) <= own
+    assert not set(arguments.FOREIGN) & {*keys, *table}
+    targets = {target for row in table.values() for target, _ in (*row.sets.values(), *row.excludes.values())}
+    assert arguments.TAKEN <= set(arguments.REFUSED) | keys and targets <= own
     assert set(CHOICES) <= keys
 
 

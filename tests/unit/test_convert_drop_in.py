@@ -15,7 +15,6 @@ import pytest
 from finetune.convert import main
 from finetune.convert.command import convert, drop_in_steps
 from finetune.convert.drop_in_checks import has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
-from finetune.convert.drop_in_parts import PARTS
 from finetune.convert.read import Refusal, read
 from finetune.convert.verify import NotVerified
 
@@ -119,19 +118,18 @@ def call(script: str, name: str) -> dict[str, str]:
     return {str(item.arg): ast.unparse(item.value) for item in found.keywords}
 
 
-def test_old_spellings_are_todays(notebook: Callable[..., Path]) -> None:
-    """The result is what TRL's and transformers' own classes accept, with the defaults of the notebook's class."""
+def test_old_spellings_stay(notebook: Callable[..., Path]) -> None:
+    """The script's SFTConfig and SFTTrainer take them; the defaults of the notebook's class are written out."""
     script = dropped_in(notebook()).script
     config = call(script, "SFTConfig")
     assert config == {
-        "output_dir": "'out'", "eval_strategy": "'no'", "warmup_steps": "0.1", "report_to": "'none'",
-        "train_sampling_strategy": "'group_by_length'",
-        "dataset_text_field": "'text'", "max_length": "512",
+        "output_dir": "'out'", "evaluation_strategy": "'no'", "warmup_ratio": "0.1", "report_to": "'none'",
+        "group_by_length": "True",
         "learning_rate": "5e-05", "logging_steps": "500", "gradient_checkpointing": "False", "bf16": "False",
     }  # fmt: skip
     assert call(script, "SFTTrainer") == {
-        "model": "model", "args": "args", "train_dataset": "rows.select_columns(['text'])", "peft_config": "peft_config",
-        "processing_class": "tokenizer", "global_batch_size": "8",
+        "model": "model", "args": "args", "train_dataset": "rows", "peft_config": "peft_config",
+        "tokenizer": "tokenizer", "dataset_text_field": "'text'", "max_seq_length": "512", "global_batch_size": "8",
     }  # fmt: skip
 
 
@@ -202,7 +200,8 @@ def test_what_unsloth_fills_in_is_written_out(notebook: Callable[..., Path]) -> 
     trainer = "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows, args=SFTConfig(max_steps=5))"
     script = dropped_in(notebook(load=UNSLOTH, config="", trainer=trainer)).script
     config = call(script, "SFTConfig")
-    assert config["max_length"] == "length" and config["seed"] == "3407" and config["optim"] == "'adamw_8bit'"
+    assert config["seed"] == "3407" and config["optim"] == "'adamw_8bit'"
+    assert "max_length" not in config  # the trainer takes the loader's
     assert config["per_device_train_batch_size"] == "4" and config["gradient_accumulation_steps"] == "2"
     assert call(script, "SFTTrainer")["global_batch_size"] == "8"
     assert "device_map" not in script and "CUDA_VISIBLE_DEVICES" not in script and "FINETUNE_BACKEND" not in script
@@ -219,10 +218,7 @@ def test_unsloths_trainer_without_arguments_has_its_defaults(notebook: Callable[
     trainer = "trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows)"
     script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
     config = call(script, "SFTConfig")
-    assert config["max_length"] == "length" and config["seed"] == "3407" and "args" in call(script, "SFTTrainer")
-    trainer = "def make(args):\n    return SFTTrainer(model=model, args=args, train_dataset=rows)\ntrainer = make(None)"
-    script = drop_in_steps(notebook(load=UNSLOTH, config="", trainer=trainer), "test")[1].script
-    assert call(script, "SFTTrainer")["max_seq_length"] == "length"
+    assert config["seed"] == "3407" and "args" in call(script, "SFTTrainer")
 
 
 GONE = {
@@ -327,7 +323,7 @@ def test_training_in_a_function_stays_there(notebook: Callable[..., Path]) -> No
     assert "    if PartialState().is_local_main_process:\n        with open('x.json', 'w') as file:" in text
     assert "    PartialState().wait_for_everyone()\n    trainer = SFTTrainer(" in text
     assert "    if PartialState().is_main_process:\n        trainer.model.save_pretrained('out')" in text
-    assert "processing_class=tokenizer" in text
+    assert "tokenizer=tokenizer" in text
 
 
 def test_the_form_is_chosen_and_said(
@@ -406,7 +402,7 @@ def test_unsafe_scripts_are_seen(notebook: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("max_length=512", "max_length=511"),
+        ("max_seq_length=512", "max_seq_length=511"),
         ("rows.map(to_text)", "rows"),
         ("learning_rate=5e-05", "learning_rate=2e-05"),
         ("r=8", "r=4"),
@@ -424,45 +420,13 @@ def test_a_script_that_trains_otherwise_is_seen(old: str, new: str, notebook: Ca
 # --- what the script brings with it -----------------------------------------------------------------------------------
 
 
-class Words:
-    """A tokenizer of single letters."""
-
-    pad_token_id = 0
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
-@pytest.mark.parametrize(
-    ("templates", "text", "trained"),
-    [
-        (("A:",), "Q:xA:yes", "yes"),
-        (("A:",), "Q:xA:yA:z", "z"),
-        (("A:",), "nothing", ""),
-        (("A:", "Q:"), "Q:xA:yQ:vA:w", "yw"),
-        (("A:", "Q:"), "xA:y", ""),
-        ((([65, 58]),), "Q:xA:yes", "yes"),
-    ],
-)
-def test_the_completion_collator(templates: tuple[Any, ...], text: str, trained: str) -> None:
-    """As TRL's former class: after the last response template, or after each up to the next instruction."""
-    import torch
-
-    names: dict[str, Any] = {"torch": torch}
-    exec(PARTS["DataCollatorForCompletionOnlyLM"], names)
-    collator = names["DataCollatorForCompletionOnlyLM"](*templates, tokenizer=Words())
-    ids = [ord(letter) for letter in text]
-    batch = collator([{"input_ids": ids}, {"input_ids": ids + [7, 7]}])
-    assert "".join(chr(one) for one in batch["labels"][0].tolist() if one != -100) == trained
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(ids) + 2)
-
-
-def test_it_is_in_the_script_only_if_it_is_used(notebook: Callable[..., Path]) -> None:
+def test_what_trl_has_removed_comes_from_the_package(notebook: Callable[..., Path]) -> None:
     cell = 'from trl import DataCollatorForCompletionOnlyLM, setup_chat_format\ncollator = DataCollatorForCompletionOnlyLM("A:", tokenizer=tokenizer)\ntokenizer.chat_template = None\nmodel, tokenizer = setup_chat_format(model, tokenizer)'
     path = notebook(before=cell, trainer=TRAINER.replace("max_seq", "data_collator=collator, max_seq"))
     script = convert(path, form="drop-in").conversion.script
-    assert "class DataCollatorForCompletionOnlyLM:" in script and "def setup_chat_format(" in script
-    assert "class Data" not in dropped_in(notebook()).script
+    names = "DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer, setup_chat_format"
+    assert f"from finetune import {names}" in " ".join(script.replace("(", " ").replace(")", " ").split())
+    assert "CompletionOnly" not in dropped_in(notebook()).script
 
 
 def test_a_statement_that_is_missing_is_seen(notebook: Callable[..., Path]) -> None:

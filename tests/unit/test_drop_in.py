@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import inspect
 import json
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,7 +94,7 @@ def test_the_constructor_is_that_of_the_installed_trl(make: Callable[..., Any]) 
         theirs = inspect.signature(original.__mro__[1].__init__).parameters
     ours = dict(inspect.signature(SFTTrainer.__init__).parameters)
     assert ours.pop("global_batch_size").kind is inspect.Parameter.KEYWORD_ONLY
-    assert ours.pop("former").kind is inspect.Parameter.VAR_KEYWORD
+    assert ours.pop("older").kind is inspect.Parameter.VAR_KEYWORD
     assert [(one.name, one.default, one.kind) for one in ours.values()] == [
         (one.name, one.default, one.kind) for one in theirs.values()
     ]
@@ -120,6 +122,53 @@ def test_arguments_of_older_versions_and_unknown_ones(make: Callable[..., Any], 
     assert trainer.processing_class is tokenizer
     with pytest.raises(TypeError, match="unexpected keyword argument 'datset'"):
         make(datset=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"evaluation_strategy": "steps", "eval_steps": 3}, "eval_strategy", "steps"),
+        ({"per_gpu_train_batch_size": 3}, "per_device_train_batch_size", 3),
+        ({"warmup_ratio": 0.25}, "warmup_steps", 0.25),
+        ({"warmup_ratio": 0.25, "warmup_steps": 0}, "warmup_steps", 0.25),
+        ({"warmup_ratio": 0.25, "warmup_steps": 7}, "warmup_steps", 7),
+        ({"max_seq_length": 8}, "max_length", 8),
+        ({"max_seq_length": None}, "max_length", 1024),
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"group_by_length": True, "packing": True}, "train_sampling_strategy", "random"),
+        ({"overwrite_output_dir": True, "save_safetensors": True}, "seed", 42),
+    ],
+)
+def test_former_names_of_the_configuration_are_taken(
+    given: dict[str, Any], name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """transformers 4 and TRL before 0.16 take these; the installed ones do not."""
+    import trl
+
+    from finetune import SFTConfig
+
+    with pytest.raises(TypeError):
+        trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    found = getattr(args, name)
+    assert getattr(found, "value", found) == value and isinstance(args, trl.SFTConfig)
+    printed = capsys.readouterr().out
+    old = set(given) - {one.name for one in dataclasses.fields(trl.SFTConfig)}
+    assert all(f"SFTConfig: `{one}` is " in printed for one in old) and printed.count("SFTConfig:") == len(old)
+    assert dataclasses.replace(args, seed=5).seed == 5
+
+
+def test_unknown_names_of_the_configuration_are_refused_as_by_trl(tmp_path: Path) -> None:
+    from finetune import SFTConfig
+
+    with pytest.raises(TypeError, match="learnig_rate"):
+        SFTConfig(str(tmp_path), learnig_rate=1e-4)
+
+
+def test_the_saved_arguments_need_no_package_of_ours(make: Callable[..., Any]) -> None:
+    import trl
+
+    assert type(make().args) is trl.SFTConfig
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -216,7 +265,7 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
 
 
 @pytest.mark.parametrize(
-    ("given", "former", "length", "printed"),
+    ("given", "older", "length", "printed"),
     [
         ({}, {}, 2048, True),  # TRL's default of 1,024 is nobody's choice
         ({"max_length": None}, {}, 2048, True),
@@ -224,11 +273,13 @@ def test_what_is_changed_after_the_trainer_is_created_is_refused(make: Callable[
         ({"max_length": 4096}, {}, 2048, True),
         ({}, {"max_seq_length": 1024}, 1024, False),
         ({}, {"max_seq_length": 4096}, 2048, True),
+        ({"max_seq_length": 1024}, {}, 1024, False),
+        ({"max_seq_length": None}, {}, 2048, True),
     ],
 )
 def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     given: dict[str, Any],
-    former: dict[str, Any],
+    older: dict[str, Any],
     length: int,
     printed: bool,
     tmp_path: Path,
@@ -236,17 +287,17 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
 ) -> None:
     """As in the constructor of Unsloth's rewritten trainer (unsloth/models/rl.py, `max_length_check`)."""
     from finetune import SFTConfig
-    from finetune.drop_in import settings
+    from finetune.drop_in import former, settings
 
     loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    found = settings.arguments(args, loaded, dict(former))
+    found = former.arguments(args, loaded, dict(older))
     assert settings.data(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
     args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
-    assert settings.arguments(args, loaded, {}).max_length == 2048
+    assert former.arguments(args, loaded, {}).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
-    assert settings.arguments(args, of_another_loader, {}).max_length == 4096
+    assert former.arguments(args, of_another_loader, {}).max_length == 4096
 
 
 def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
@@ -277,8 +328,6 @@ def test_rows_that_are_streamed_or_pictures_are_refused(make: Callable[..., Any]
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
-    from types import SimpleNamespace
-
     from finetune.drop_in import refusals
 
     with pytest.raises(refusals.Refused, match="spread over 0, 1"):
@@ -303,8 +352,6 @@ def test_a_fixed_batch_fits_every_number_of_ranks_that_divides_it(
     ranks: int, per_device: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank holds at most `per_device_train_batch_size` rows at once."""
-    from types import SimpleNamespace
-
     from finetune.drop_in import settings
 
     monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=ranks))
@@ -319,8 +366,117 @@ def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any])
     trainer = make(PAIRS_AS_COLUMNS, formatting_func=lambda row: f"{row['question']} {row['answer']}")
     plain = make([{"text": f"{row['question']} {row['answer']}"} for row in PAIRS_AS_COLUMNS])
     assert trainer.train_dataset["input_ids"] == plain.train_dataset["input_ids"]
-    assert "returned a list" in refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda row: ["one", "two"])
+    assert "returned a list" in refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda row: [row["question"], 1])
     assert "failed on train_dataset:row 1: KeyError" in refusal(make, formatting_func=lambda row: row["no"])
+
+
+def test_a_formatting_function_of_batches_gives_as_many_texts_as_it_returns(make: Callable[..., Any]) -> None:
+    """As in TRL before 0.20: it gets columns of lists. Text of one row is what the others do not change."""
+
+    def texts(batch: dict[str, list[str]]) -> list[str]:
+        pairs = zip(batch["question"], batch["answer"], strict=True)
+        return [text for question, answer in pairs for text in (question, f"{question} {answer}")]
+
+    wanted = [
+        {"text": text} for row in PAIRS_AS_COLUMNS for text in (row["question"], "{question} {answer}".format(**row))
+    ]
+    found = make(PAIRS_AS_COLUMNS, formatting_func=texts)
+    assert found.train_dataset["input_ids"] == make(wanted).train_dataset["input_ids"]
+    # A row's other columns do not count, though TRL would read messages first.
+    beside = [row | {"messages": [{"role": "user", "content": "no"}]} for row in PAIRS_AS_COLUMNS]
+    assert make(beside, formatting_func=texts).train_dataset["input_ids"] == found.train_dataset["input_ids"]
+    text = refusal(make, PAIRS_AS_COLUMNS, formatting_func=lambda batch: [f"Q: {batch['question']}"])
+    assert "returned a list with one text for train_dataset:rows 1 to 12" in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "unsloth", "read"),
+    [
+        (("text", "messages"), {}, False, None),
+        (("text", "messages"), {"dataset_text_field": "text"}, False, "text"),
+        (("text", "prompt", "completion"), {"dataset_text_field": "text"}, False, "text"),
+        (("text", "messages"), {}, True, "text"),
+        (("text", "prompt", "completion"), {}, True, None),
+        (("text",), {"formatting_func": print}, True, "text"),
+        (("text",), {"formatting_func": print}, False, None),
+        (("body",), {"formatting_func": print}, True, None),
+        (("text", "messages"), {"assistant_only_loss": True}, True, None),
+        (("text",), {"formatting_func": print, "dataset_text_field": "text"}, False, "text"),
+        (("text",), {"formatting_func": print, "dataset_text_field": "text", "packing": True}, False, None),
+    ],
+)
+def test_which_column_older_versions_read(
+    columns: tuple[str, ...], given: dict[str, Any], unsloth: bool, read: str | None
+) -> None:
+    """Unsloth: `sft_prepare_dataset` of unsloth_zoo/dataset_utils.py. TRL 0.12: `_prepare_non_packed_dataloader` takes
+    formatting_func only without a dataset_text_field, `_prepare_packed_dataloader` before it."""
+    from finetune.drop_in import former
+
+    args = SimpleNamespace(dataset_text_field="text", packing=False, assistant_only_loss=False)
+    vars(args).update({name: value for name, value in given.items() if name != "formatting_func"})
+    model = SimpleNamespace(for_training=None) if unsloth else SimpleNamespace()
+    function = given.get("formatting_func")
+    assert former.reading(args, model, function, given.get("dataset_text_field")).column(list(columns)) == read
+
+
+def test_the_text_field_of_the_trainer_is_the_one_column(
+    make: Callable[..., Any], capsys: pytest.CaptureFixture
+) -> None:
+    from finetune import SFTTrainer
+
+    rows = [row | {"messages": [{"role": "user", "content": "no"}]} for row in TEXTS]
+    trainer = make(rows, trainer=functools.partial(SFTTrainer, dataset_text_field="text"))
+    assert trainer.train_dataset["input_ids"] == make(TEXTS).train_dataset["input_ids"]
+    assert "only the column 'text' is read, as given to the trainer" in capsys.readouterr().out
+
+
+class Words:
+    """A tokenizer of single letters."""
+
+    pad_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("templates", "text", "trained"),
+    [
+        (("A:",), "Q:xA:yes", "yes"),
+        (("A:",), "Q:xA:yA:z", "z"),
+        (("A:",), "nothing", ""),
+        (("A:", "Q:"), "Q:xA:yQ:vA:w", "yw"),
+        (("A:", "Q:"), "xA:y", ""),
+        ((([65, 58]),), "Q:xA:yes", "yes"),
+    ],
+)
+def test_the_completion_collator(templates: tuple[Any, ...], text: str, trained: str) -> None:
+    """As TRL's former class: after the last response template, or after each up to the next instruction."""
+    from finetune import DataCollatorForCompletionOnlyLM
+
+    collator = DataCollatorForCompletionOnlyLM(*templates, tokenizer=Words())
+    ids = [ord(letter) for letter in text]
+    batch = collator([{"input_ids": ids}, {"input_ids": ids + [7, 7]}])
+    assert "".join(chr(one) for one in batch["labels"][0].tolist() if one != -100) == trained
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(ids) + 2)
+
+
+def test_setup_chat_format_gives_chatml_and_its_tokens(model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune import setup_chat_format
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ValueError, match="has a chat template"):
+        tokenizer.chat_template = "x"
+        setup_chat_format(loaded, tokenizer)
+    tokenizer.chat_template = None
+    loaded, tokenizer = setup_chat_format(loaded, tokenizer)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.eos_token == "<|im_end|>" and loaded.config.eos_token_id == tokenizer.eos_token_id
+    assert loaded.get_input_embeddings().weight.shape[0] >= len(tokenizer)
 
 
 PAIRS_AS_COLUMNS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(12)]

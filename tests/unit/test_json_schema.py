@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from finetune.config import ConfigError, load
+from finetune.config.arguments import REFUSED
 from finetune.config.json_schema import json_schema
 from finetune.config.load import dump_setting
 from finetune.config.schema import KEYS, SECTIONS
-from finetune.config.sft_fields import MANAGED, sft_fields
+from finetune.config.sft_fields import sft_fields
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMA = json_schema()
@@ -46,12 +47,13 @@ def test_every_key_is_described() -> None:
     assert {name: item.metadata["help"] for name, item in KEYS.items()}.items() <= described.items()
     assert list(SCHEMA["properties"]) == list(SECTIONS)
     keys = {name.partition(".")[2] for name in KEYS}
-    further = {f"training.{name}" for name in sft_fields() if name not in MANAGED and name not in keys}
+    further = {f"training.{name}" for name in sft_fields() if name not in REFUSED and name not in keys}
     assert further and further <= set(described)
 
 
 # section, key, value
 RIGHT = [
+    ("training", "warmup_ratio", 0.1),
     ("training", "adam_beta2", 0.95),
     ("training", "neftune_noise_alpha", 5),
     ("training", "eval_strategy", "no"),

@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from finetune.config import arguments
 from finetune.convert import knowledge
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +21,9 @@ SOURCES = "\n".join(
 def test_a_name_stands_in_one_row():
     compared = {row: knowledge.KINDS[row.kinds.split(", ")[0]][0] for row in knowledge.CALLS}
     calls = Counter((name, compared[row]) for row in knowledge.CALLS for name in row.names.split())
-    arguments = Counter((row.owner, name) for row in knowledge.ARGUMENTS for name in row.names.split())
-    assert [name for name, count in (calls + arguments).items() if count > 1] == []
+    loaders = Counter((row.owner, name) for row in knowledge.ARGUMENTS for name in row.names.split())
+    trainers = Counter((row.of, name) for row in arguments.ARGUMENTS for name in row.names.split())
+    assert [name for name, count in (calls + loaders + trainers).items() if count > 1] == []
 
 
 def test_the_kinds_of_a_row_are_compared_alike():
@@ -66,15 +68,14 @@ def test_full_names(kind, yes, no):
 
 
 def test_arguments_are_those_of_the_installed_libraries():
-    """Independent of the table: the signatures. What is renamed or moved has its new name there."""
+    """Independent of the table: the signatures. What is renamed or moved has its new name there. The fields of
+    SFTConfig: test_config.py."""
     config, trainer = set(SFTConfig.__dataclass_fields__), set(inspect.signature(SFTTrainer).parameters)
-    for name, new in knowledge.renamed(knowledge.CONFIG).items():
-        assert name not in config or name == "warmup_ratio", name
-        assert new in config, new
-    assert set(knowledge.renamed(knowledge.TRAINER).values()) <= trainer
-    former = set(knowledge.renamed(knowledge.CONFIG)) | {"eval_packing", "max_seq_length"}
-    assert set(knowledge.arguments(knowledge.TRAINER, "moved")) <= config | former
-    assert trainer - {"self"} <= set(knowledge.arguments(knowledge.TRAINER))
+    table = arguments.rows(arguments.TRAINER)
+    gone = {name for name, row in table.items() if row.moved or row.now is not None}
+    assert not gone & trainer and set(table) - gone == trainer - {"self"}
+    assert {row.now for row in table.values()} - {None, ""} <= trainer
+    assert {name for name, row in table.items() if row.moved} <= config | set(arguments.former())
 
 
 def test_defaults_are_those_of_the_installed_libraries():

@@ -1,7 +1,7 @@
 # expect: converted
-# cause: a larger length in the drop-in form
+# cause: a larger length in the drop-in form: the trainer takes the smaller one
 # form: drop-in
-# has: max_length=min(4096, max_seq_length)
+# has: max_seq_length=4096
 # %%
 from unsloth import FastLanguageModel, is_bfloat16_supported
 import torch

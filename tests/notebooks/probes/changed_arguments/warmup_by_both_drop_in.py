@@ -1,7 +1,7 @@
 # expect: converted
 # cause: warmup_steps=0 beside a warmup_ratio, which then counts
 # form: drop-in
-# has: warmup_steps=0.1
+# has: warmup_ratio=0.1
 # %%
 from datasets import load_dataset
 from peft import LoraConfig

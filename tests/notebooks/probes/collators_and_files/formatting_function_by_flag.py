@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: "text": to_text(rows)
+# has: formatting_func=to_text
 # cause: the formatting function is chosen under a constant; each choice takes a batch
 # %%
 from datasets import load_dataset

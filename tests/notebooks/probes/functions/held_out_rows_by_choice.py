@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: if held_out is None
+# has: eval_dataset=held_out
 # cause: held-out rows that a condition chooses, with a tokenizer that is called elsewhere
 # %%
 from datasets import load_dataset

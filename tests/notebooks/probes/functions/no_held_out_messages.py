@@ -1,7 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: remove_columns
-# has: if held_out is None
+# has: eval_dataset=held_out
 # cause: held-out rows that may be None, where the rows may have both the text field and messages
 # %%
 from unsloth import FastLanguageModel

@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: None if held_out is None else held_out.select_columns
+# has: eval_dataset=held_out
 # cause: held-out rows that are a parameter, None in the only call, beside the trainer's former text field
 # %%
 from datasets import load_dataset

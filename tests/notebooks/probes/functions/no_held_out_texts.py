@@ -1,7 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: None
-# has: if held_out is None
+# has: eval_dataset=held_out
 # cause: held-out rows that may be None, beside a formatting_func that returns the texts of a batch
 # %%
 from datasets import load_dataset

@@ -1,6 +1,7 @@
-# expect: refused
-# says: max_length
-# cause: the loader is in a package that is not there, so the length of the rows is unknown
+# expect: converted
+# form: drop-in
+# says: imports mylab
+# cause: the loader is in a package that is not there: the trainer takes the length of the rows from the model
 # %%
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer

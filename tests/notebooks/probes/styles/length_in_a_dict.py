@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# drop-in has: max_length=LOADER["max_seq_length"]
+# hasnot: max_length=
 # cause: Unsloth's loader gets its length from a dict, and the trainer takes it from the loader
 # %%
 from datasets import load_dataset

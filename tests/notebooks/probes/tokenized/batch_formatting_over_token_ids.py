@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: "input_ids" in rows["train"].column_names
+# has: train_dataset=rows["train"]
 # cause: a formatting function for batches beside rows that are tokenized: TRL trains on the token ids
 # %%
 from datasets import load_dataset

@@ -1,7 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: "input_ids" in rows.column_names
-# says: rows with token ids (input_ids) are trained on as they are
+# has: dataset_text_field="instruction"
 # cause: token ids beside a text column that the trainer names, in a notebook that the settings form refuses
 # %%
 from datasets import load_dataset

@@ -1,6 +1,6 @@
 # expect: converted
 # form: drop-in
-# has: formatting_func=None if "text" in ds.column_names else as_text
+# has: formatting_func=as_text
 # cause: Unsloth ignores formatting_func if the rows have the text field
 # %%
 import torch

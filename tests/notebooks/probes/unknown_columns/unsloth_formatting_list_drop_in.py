@@ -1,7 +1,7 @@
 # expect: converted
 # form: drop-in
-# has: if "text" in ds.column_names
-# hasnot: formatting_func=
+# has: train_dataset=ds
+# has: formatting_func=as_texts
 # cause: Unsloth ignores formatting_func if the rows have the text field
 # %%
 import torch

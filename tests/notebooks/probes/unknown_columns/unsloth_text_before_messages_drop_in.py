@@ -1,7 +1,7 @@
 # expect: converted
 # form: drop-in
-# has: remove_columns("messages")
-# cause: Unsloth reads the text before messages, TRL messages first; silently wrong today without the witness
+# has: train_dataset=ds
+# cause: Unsloth reads the text before messages, TRL messages first: the script's trainer does as Unsloth
 # %%
 import torch
 from datasets import load_dataset
