@@ -180,7 +180,7 @@ def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_pa
     conversion = convert(path, form="drop-in").conversion
     name = f"{conversion.name}.py"
     assert witness.check(path, {name: conversion.script}, "drop-in").status == "passed"
-    wrong = planted(conversion.script, '.select_columns(["text"])', "")
+    wrong = planted(conversion.script, 'dataset_text_field="text"', 'dataset_text_field=None')
     found = witness.check(path, {name: wrong}, "drop-in")
     assert found.status == "differs" and "token ids differ" in found.reason
 
