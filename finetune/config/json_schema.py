@@ -57,6 +57,7 @@ def json_schema() -> dict[str, Any]:
 
 def _section(section: str) -> dict[str, Any]:
     keys = {name.partition(".")[2]: _key(name) for name in KEYS if name.startswith(f"{section}.")}
+    keys |= {name: _former(now) for name, now in arguments.former().items() if f"{section}.{now}" in KEYS}
     return {
         "description": (SECTIONS[section].__doc__ or "").splitlines()[0],
         "type": ["object", "null"],  # a section with all its keys commented out
@@ -88,9 +89,7 @@ def _sft_fields() -> dict[str, dict[str, Any]]:
         for name, annotation in sft_fields().items()
         if name not in arguments.REFUSED
     }
-    for name, now in arguments.former().items():
-        if name not in arguments.REFUSED:
-            found[name] = {"description": f"Former name of {now}." if now else "Has no effect.", "deprecated": True}
+    found |= {name: _former(now) for name, now in arguments.former().items() if name not in arguments.REFUSED}
     for name in sorted(arguments.TAKEN):
         found[name] = {
             "description": "A field of TRL's SFTConfig that sets a key of ours, or says what every run does."
@@ -98,6 +97,10 @@ def _sft_fields() -> dict[str, dict[str, Any]]:
         values = arguments.values(name)
         found[name] |= {} if values is None else {"enum": values}
     return found
+
+
+def _former(now: str) -> dict[str, Any]:
+    return {"description": f"Former name of {now}." if now else "Has no effect.", "deprecated": True}
 
 
 def _own_names() -> set[str]:

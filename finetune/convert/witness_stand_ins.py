@@ -452,6 +452,7 @@ def _unsloth_methods(loads: dict[str, Any], adapts: dict[str, Any]) -> dict[str,
         values = loads | dict(zip(loads, given, strict=False)) | named
         model = tiny_model(loading(values["model_name"], values))
         model.max_seq_length = values["max_seq_length"]
+        model.for_training = lambda *_, **__: model  # by which a trainer knows a model of Unsloth's
         return model, transformers.AutoTokenizer.from_pretrained(values["model_name"])
 
     def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:

@@ -54,6 +54,7 @@ def test_every_key_is_described() -> None:
 # section, key, value
 RIGHT = [
     ("training", "warmup_ratio", 0.1),
+    ("data", "max_seq_length", 64),
     ("training", "adam_beta2", 0.95),
     ("training", "neftune_noise_alpha", 5),
     ("training", "eval_strategy", "no"),

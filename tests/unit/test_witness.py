@@ -12,6 +12,7 @@ from finetune.convert import witness
 from finetune.convert.command import convert, steps
 from finetune.convert.services import in_working_folder
 from finetune.convert.witness_stand_ins import ROWS
+from tests.notebooks.probe import probes
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
 
@@ -183,9 +184,28 @@ def test_a_drop_in_script_trains_on_the_former_text_field_beside_messages(tmp_pa
     conversion = convert(path, form="drop-in").conversion
     name = f"{conversion.name}.py"
     assert witness.check(path, {name: conversion.script}, "drop-in").status == "passed"
-    wrong = planted(conversion.script, '.select_columns(["text"])', "")
+    wrong = planted(conversion.script, 'dataset_text_field="text"', "dataset_text_field=None")
     found = witness.check(path, {name: wrong}, "drop-in")
     assert found.status == "differs" and "token ids differ" in found.reason
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "name",
+    [
+        "changed_arguments/longer_than_the_loader_drop_in",
+        "styles/length_in_a_dict",
+        "unknown_columns/unsloth_formatting_list_drop_in",
+        "unknown_columns/unsloth_text_before_messages_drop_in",
+    ],
+)
+def test_a_drop_in_script_reads_what_unsloths_trainer_reads(name: str, tmp_path: Path) -> None:
+    """The script has the notebook's arguments as they are: its trainer decides what they mean."""
+    (probe,) = (one for one in probes() if one.name == name)
+    path = write(tmp_path / "mine.ipynb", *(text for _, text in probe.cells))
+    outcome = convert(path, form="drop-in", witness=True)
+    assert outcome.result == "converted", outcome.reason
+    assert outcome.conversion.report["verification"]["witness"] == "passed"
 
 
 FILTERED = """from datasets import load_dataset
