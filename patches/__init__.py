@@ -30,6 +30,6 @@ LATE = (
     unsloth_packed_probe_in_checkpoint,
     unsloth_rope_gradient_layout,
 )
-OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
 MASKED = (torch_cudnn_attention_nan,)
-ALL = (*EARLY, *LATE, *MASKED, *(patch for each in OPTIMIZERS.values() for patch in each))
+OPTIMIZERS = {"adamw_torch_8bit": (torchao_state_dtype,)}
+ALL = (*EARLY, *LATE, *(patch for each in OPTIMIZERS.values() for patch in each), *MASKED)

@@ -125,7 +125,7 @@ def start_stack(backend: str) -> dict[str, Any]:
     from finetune.engine import layer_kernels
     from finetune.runtime import bootstrap, flash, hardware
 
-    stack = bootstrap.start(backend, optimizers=patches.OPTIMIZERS)
+    stack = bootstrap.start(backend, optimizers=patches.OPTIMIZERS).with_masks()
     return {
         "backend": stack.backend,
         "reason": stack.reason,

@@ -120,6 +120,7 @@ class RunLogger(TrainerCallback):
         self.first_step_at: float | None = None
         self.start_up: dict[str, float] | None = None  # seconds by phase, if this is the first run of its process
         self.last: StepRecord | None = None
+        self._supervised = 0  # tokens since the last record, of the first step too
         self.token_means: dict[str, float] = {}  # of the last record, by TRL's names, if its loss yields them
         self.diverged: str | None = None  # why the run was ended early, if it was
         self._start_step = start_step
@@ -212,6 +213,7 @@ class RunLogger(TrainerCallback):
         state.epoch = state.global_step / self.plan.steps_per_epoch  # transformers counts a resumed epoch from zero
         step = self._totals_of(state.global_step - 1, args)
         self._window.add(step)
+        self._supervised += step.supervised
         self.tokens_seen += step.tokens
         if state.global_step == self._first_step:
             # Compilation and allocation happen here; the rates start after it.
@@ -277,13 +279,11 @@ class RunLogger(TrainerCallback):
         clipped = self._count_clipped(record.gradient_norms, args)
         fullest = self._fullest_gpu(record)
         retries = sum(rank.allocator_retries for rank in record.ranks)
+        counted, self._supervised = self._supervised, 0
         supervised = window.supervised or None
         self.token_means = {}
-        if supervised and record.top1 is not None and record.entropy is not None:
-            self.token_means = {
-                "mean_token_accuracy": record.top1 / supervised,
-                "entropy": record.entropy / supervised,
-            }
+        if counted and record.top1 is not None and record.entropy is not None:
+            self.token_means = {"mean_token_accuracy": record.top1 / counted, "entropy": record.entropy / counted}
         if record.load_balancing is not None and record.losses:
             self.token_means["aux_loss"] = record.load_balancing / len(record.losses)
         self._retries += retries

@@ -47,8 +47,6 @@ class Stack:
     def with_masks(self) -> Stack:
         """This stack for rows that attend through a mask, with the patches for that. Their probe loads cuDNN, which
         takes seconds on a new machine, so other runs do without."""
-        if self.device == "cpu":
-            return self
         return replace(self, patches=(*self.patches, *core.run(patches.MASKED, self.without)))
 
     @property

@@ -426,6 +426,24 @@ def test_evaluation_while_training(trainer_of: Callable[..., Any]) -> None:
     assert math.isfinite(two.state.log_history[-2]["eval_second_loss"])
 
 
+@pytest.mark.skipif(WHOSE == "trl", reason="replaces a method of this project")
+def test_accuracy_and_entropy_count_every_step(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a fused head for which every supervised token is right and has an entropy of 2."""
+    trainer = trainer_of(texts(), logging_steps=2, max_steps=4)
+    note = trainer._note_tokens
+
+    def note_as_fused(outputs: Any, inputs: dict[str, Any]) -> None:
+        supervised = inputs["labels"][:, 1:] != -100
+        outputs.is_top1, outputs.entropy = supervised, 2.0 * supervised
+        note(outputs, inputs)
+
+    monkeypatch.setattr(trainer, "_note_tokens", note_as_fused)
+    trainer.train()
+    logged = [one for one in trainer.state.log_history if "loss" in one]
+    assert [one["mean_token_accuracy"] for one in logged] == [1.0, 1.0]
+    assert [one["entropy"] for one in logged] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("kind", ["dataset", "dict", "dataset dict"])
 def test_evaluate_prepares_what_it_is_given(kind: str, trainer_of: Callable[..., Any]) -> None:
     from datasets import DatasetDict
