@@ -34,6 +34,8 @@ def main() -> int:
         from tests.conformance.trl_on_cpu import give_kernel
 
         give_kernel()
+    # With cuDNN's attention, Qwen's weights become NaN (patches/torch_cudnn_attention_nan.py).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     mode, adapters = request["mode"], None
     set_seed(request["seed"])
     if request["stack"] == "unsloth":
