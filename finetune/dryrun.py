@@ -1,4 +1,5 @@
-"""`--dry-run`: checks whether the real run would work and how fast, by running the same code on one device.
+"""`finetune dryrun`, also `train --dry-run`: checks whether the real run would work and how fast, by running the same
+code on one device.
 
 The longest rows come first. After trial.LIMIT_SECONDS of measuring it reports what it has; if a single step takes
 longer, it ends with a sentence after END_SECONDS. Only the measurement is saved, as a small JSON file in the cache: no
@@ -8,6 +9,7 @@ model, no checkpoint and no output folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -16,27 +18,28 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from finetune.config import Batch, Config, fixing_arguments, resolve_batch
-from finetune.engine import checkpoints, preflight, report, resume, session
+from finetune.engine import checkpoints, preflight, read_ahead, report, resume, session
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, sharding, slices, strategy
 from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, cpu_threads, distributed, launch_lines, subprocesses
-from finetune.runtime.command import DONE, FAILED, console, print_line
+from finetune.runtime import bootstrap, cpu_threads, distributed, launch_lines, scripts, subprocesses
+from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES, probe
 from finetune.runtime.hooks import NO_HOOKS, Hooks
-from finetune.runtime.options import without_json
+from finetune.runtime.options import Options, without_json
 
 if TYPE_CHECKING:
+    from finetune.engine.job import Job
     from finetune.measure.measurements import Measurement
     from finetune.measure.micro_batch import Attempt
     from finetune.measure.trial import Trial
@@ -56,17 +59,39 @@ class Outcome:
     measured: dict[str, Any]
 
 
+PURPOSE = (
+    "Measure the job on one device: memory, speed and duration of the real run, within 10 minutes. Saves nothing else."
+    " The same as `finetune train --dry-run`."
+)
+NOTES = "Exit code 0: go, 1: no-go, 2: bad input."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dry run of a configuration or a script. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, _run, takes_script=True)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    return Options("dryrun", PURPOSE, notes=NOTES, usage="[--json PATH]", script=True)
+
+
+def _run(argv: list[str]) -> int:
+    options, rest, script = own_options().split_script(argv)
+    if script:
+        return of_script(script, options.json)
+    return run(replace(load_config(rest, command="dryrun"), json=options.json))
+
+
 def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
     """Run, measure and report. Returns 0 for go, 1 for no-go.
 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    if distributed.ranks().world_size > 1:
-        raise UserError(
-            f"--dry-run runs on one device, but was launched with {distributed.ranks().world_size} processes. Start it "
-            "with `python -m finetune.train --dry-run ...`; it prints the command for the real run."
-        )
+    session.check_present(config)
+    read_ahead.start(config)
+    check_one_process()
     config, demo = session.with_demo(config)
     world, real = intended_batch(config)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
@@ -74,18 +99,84 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         layers = slices.layers_of(folder) if folder is not None else None
         if folder is not None and layers is not None and slices.counts(layers) is not None:
             return in_slices(config, folder, layers, world)
+    collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
+    return measure(config, world, collectives, lambda: session.open_session(config, real, demo=demo, hooks=hooks))
+
+
+def of_script(words: list[str], json: Path | None) -> int:
+    """Dry run of a training script. Returns 0 for go, 1 for no-go.
+
+    Args:
+        words: the script and its arguments.
+        json: where the report goes.
+
+    Raises:
+        UserError: the script, its arguments or its data are invalid (exit code 2).
+    """
+    check_one_process()
+    scripts.check(words[0])
+    gpus = strategy.visible_gpus()  # the script's own process will see one
+    collectives = check_collectives(gpus)
+
+    def of_trainer(trainer: Any) -> int:
+        from finetune.measure import trial
+
+        world, job = trainer.take_batch_of(gpus), trainer.job
+        # A run moves the files of an earlier one aside.
+        config = replace(job.config, json=json, training=replace(job.config.training, overwrite_output_dir=True))
+        build = functools.partial(trial.prepare, build=trainer.build_trial)
+        return measure(config, world, collectives, lambda: job, build)
+
+    def of_configuration(config: Config, hooks: Hooks) -> int:
+        return run(replace(config, json=json), hooks)
+
+    try:
+        return scripts.run(words, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+    except Exception as error:
+        if not _full(error):
+            raise
+        reason = f"the script ran out of GPU memory before training: {error}"
+        facts = {"out_of_memory": True, "state_fits": False, "config": None}
+        print_line(f"NO-GO: {reason}", style="red")
+        if json:
+            write_json(json, redact_tree({"go": False, "reason": reason, "launch": None, **facts}))
+        return FAILED
+
+
+def check_one_process() -> None:
+    """Raise a UserError if a launcher has started several."""
+    if distributed.ranks().world_size > 1:
+        raise UserError(
+            f"a dry run uses one device, but was launched with {distributed.ranks().world_size} processes. Start it "
+            "with `python -m finetune.dryrun ...`; it prints the command for the real run."
+        )
+
+
+def measure(
+    config: Config,
+    world: int,
+    collectives: dict[str, Any] | None,
+    open_job: Callable[[], Job],
+    prepare: Callable[[Job, Path], Trial] | None = None,
+) -> int:
+    """Open the job, measure it as one of `world` ranks would run it, and report. Returns 0 for go, 1 for no-go.
+
+    Args:
+        prepare: as `trial.prepare`.
+    """
     output_dir = Path(config.training.output_dir)
     checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
-    collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
+    resolved = config
     try:
         if collectives is not None and not collectives["ok"]:
             raise RunError(
                 f"the {collectives['world_size']} GPUs cannot communicate: {collectives['message']}. To test one "
                 "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
-        job = session.open_session(config, real, demo=demo, hooks=hooks)
+        job = open_job()
         from finetune.measure import micro_batch, trial
 
+        resolved = job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
         report.print_introduction(job, resume.Start())
@@ -95,11 +186,12 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
             with ended_after(END_SECONDS, config, Path(folder)):
-                outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
+                trying = (prepare or trial.prepare)(job, Path(folder))
+                outcome = try_out(trying, Path(folder), world)
     except RunError as error:
         full = is_out_of_memory(error)  # while the model was loading
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
-    outcome.measured["collectives"] = collectives
+    outcome.measured.update(collectives=collectives, config=resolved.to_dict())
     print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
@@ -125,7 +217,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
                 raise RunError(_too_slow(trial))
             measured, results = trial.measure(process_start()), logger.results()
             with session.out_of_memory(trial.job):
-                if trial.job.data.eval and not trial.budget.over:
+                if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
     except RunError as error:
         if not is_out_of_memory(error):
@@ -480,6 +572,14 @@ def is_out_of_memory(error: RunError) -> bool:
     return isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
+def _full(error: Exception) -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 def _too_large(message: str, sizes: dict[str, Any]) -> str:
     if sizes.get("flag"):
         return (
@@ -628,7 +728,8 @@ def launch_line(world: int) -> str:
     import torch
 
     target, given = strategy.given_command()
-    given = [argument for argument in without_json(given) if argument not in ("--dry-run", "--dry_run")]
+    if scripts.command() is None:  # a script's arguments are its own
+        given = [argument for argument in without_json(given) if argument not in ("--dry-run", "--dry_run")]
     launcher = launch_lines.shown(world, on_cpu=not torch.cuda.is_available())
     return shlex.join([*launcher, *target, *redact_arguments(given)])
 
@@ -637,3 +738,7 @@ def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
