@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finetune import dryrun
+from finetune import dryrun, prepare
 from finetune.errors import UserError
 from finetune.measure import trial
 from finetune.runtime import scripts
@@ -222,7 +222,7 @@ def test_a_script_and_a_configuration_exclude_each_other() -> None:
             split(*words)
 
 
-@pytest.mark.parametrize("command", [dryrun])
+@pytest.mark.parametrize("command", [dryrun, prepare])
 def test_the_help_of_a_command_is_asked_before_the_script(
     command: Any, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,3 +340,43 @@ if __name__ == "__main__":
     assert found["go"] and found["measurement"]["steps"] == 4
     assert found["launch"] == "python mine.py --training.max_steps 4"
     assert not (folder / "marker").exists() and not (folder / "out").exists()
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def prepared(*words: str) -> dict[str, Any]:
+    assert prepare.main([*words, "--json", "rows.json"]) == 0
+    found = json.loads(Path("rows.json").read_text())
+    assert not Path("marker").exists() and not Path("out").exists()
+    return found
+
+
+def test_the_rows_of_a_script_are_those_of_its_trainer(
+    folder: Path, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = "eval_dataset={'a': rows.select(range(5)), 'b': rows.select(range(5, 8))},"
+    script = write(mine("per_device_train_batch_size=4, packing=True,", held_out))
+    found = prepared(script, "--rows", "rows.jsonl")
+    assert {name: one["rows_read"] for name, one in found["ledger"].items()} == {"train": 40, "eval_a": 5, "eval_b": 3}
+    assert not found["cached"] and found["ledger"]["train"]["layout"]["pack_length"] == 64
+    assert "r⟦ow 0 word <|im_end|>⟧" in capsys.readouterr().out
+    again = prepared(script, "--rows", "rows.jsonl")
+    assert again["cached"] and again["fingerprint"] == found["fingerprint"]
+    yaml = prepared("--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl", "--data.max_length", "64")
+    for name in ("rows_read", "rows_kept", "tokens", "supervised_tokens"):
+        assert found["ledger"]["train"][name] == yaml["ledger"]["train"][name], name
+
+
+def test_the_rows_of_a_script_whose_settings_are_in_a_file(folder: Path, write: Callable[..., str]) -> None:
+    source = """
+from finetune import script
+
+def build_dataset(tokenizer):
+    return [{"text": f"row {number}"} for number in range(40)]
+
+if __name__ == "__main__":
+    raise SystemExit(script.run(__file__, dataset=build_dataset))
+"""
+    (folder / "mine.yaml").write_text("model: {model_name_or_path: m}\ntraining: {output_dir: out}\n")
+    assert prepared(write(source))["ledger"]["train"]["rows_read"] == 40
