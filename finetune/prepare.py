@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from finetune.data.prepare import Data
 
 PURPOSE = (
-    "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary of the rows. Needs no GPU,"
-    " except for what a script does with one."
+    "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary of the rows. Needs no GPU."
 )
 NOTES = "Exit code 0: done, 1: failed, 2: bad input."
 

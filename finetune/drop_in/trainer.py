@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
 from finetune.config import Batch, Config
@@ -26,7 +27,7 @@ from finetune.drop_in.start import STACK
 from finetune.engine import adapted, layer_kernels, positions, run, session
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
-from finetune.engine.callbacks import FirstGradients, StopOnRequest
+from finetune.engine.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.record import RunRecord
 from finetune.engine.session import Build
@@ -337,10 +338,13 @@ class SFTTrainer(engine.SFTTrainer):
             except UserError:
                 continue
             break
+        self._take_batch(batch)
+        return world
+
+    def _take_batch(self, batch: Batch) -> None:
         self.job.batch = batch
         self.job.config = self._configuration(self.model, self.job.stack, batch)
         self.plan = self.job.plan()
-        return world
 
     def build_trial(self, job: Job, folder: Path) -> Build:
         """As `session.build_trainer`: this trainer on the rows of `job`, without the script's callbacks. It is of no
@@ -356,9 +360,37 @@ class SFTTrainer(engine.SFTTrainer):
         logger.attach(self)
         return Build(trainer=self, logger=logger, stop=stop)
 
+    def train_for_parity(self, folder: Path, steps: int, most: int) -> None:
+        """A short run, for `finetune parity`: without gradient clipping, a learning-rate schedule, and callbacks that
+        report or need evaluations. Writes into `folder` what is compared.
+
+        Args:
+            most: the number of ranks whose launch has the global batch.
+
+        Raises:
+            UserError: the global batch does not divide over this number of ranks.
+        """
+        size = settings.batch(self.given, self._global_batch_size, most).global_batch_size
+        self._take_batch(settings.batch(self.given, size, distributed.ranks().world_size))
+        self.set_steps(folder, steps, logging_steps=1)
+        constant = dict(max_grad_norm=0.0, warmup_steps=0, lr_scheduler_type="constant")
+        training = replace(self.job.config.training, output_dir=str(folder), max_steps=steps, save_steps=0, **constant)
+        self.job.config = replace(self.job.config, training=training)
+        self._set_arguments(**constant, lr_scheduler_kwargs={})
+        watchers = (transformers.EarlyStoppingCallback, *INTEGRATION_TO_CALLBACK.values())
+        for callback in [one for one in self.callback_handler.callbacks if isinstance(one, watchers)]:
+            self.remove_callback(callback)
+        self.add_callback(ParityDump(folder))
+        self.train()
+        if self.eval_layout is not None:
+            found = self.evaluate()
+            losses = [value for name, value in found.items() if name.startswith("eval_") and name.endswith("_loss")]
+            assert self._record is not None
+            self._record.update(eval_loss_after=sum(losses) / len(losses))
+
     def set_steps(self, folder: Path, steps: int, *, logging_steps: int) -> None:
         """Train `steps` optimizer steps, and save and evaluate nothing meanwhile."""
-        changed = dict(
+        self._set_arguments(
             output_dir=str(folder),
             max_steps=steps,
             logging_strategy=IntervalStrategy.STEPS,
@@ -369,6 +401,8 @@ class SFTTrainer(engine.SFTTrainer):
             eval_on_start=False,
             load_best_model_at_end=False,
         )
+
+    def _set_arguments(self, **changed: Any) -> None:
         for name, value in changed.items():
             setattr(self.args, name, value)
         self._accept_arguments()

@@ -33,10 +33,12 @@ class Answer:
 
     trainer:       takes the `finetune.SFTTrainer` whose `train()` was called
     configuration: takes what `script.run` was called with
+    without:       patches that the trainer's backend skips
     """
 
     trainer: Callable[[Any], int]
     configuration: Callable[[Config, Hooks], int]
+    without: tuple[str, ...] = ()
 
 
 class Answered(SystemExit):
@@ -109,6 +111,11 @@ def _end(running: _Running, answer: Callable[[Answer], int], *, by_trainer: bool
         running.by_trainer, running.answers = by_trainer, True
         running.code = answer(running.answer)
     raise Answered(running.code)
+
+
+def without() -> tuple[str, ...]:
+    """Names of patches to skip, to measure their effect."""
+    return () if _running is None else _running.answer.without
 
 
 def command() -> list[str] | None:
