@@ -1,4 +1,4 @@
-"""What rounding a merged adapter, or a fully trained model, to bfloat16 loses: SmolLM2 on short rows of GSM8K.
+"""What rounding a merged adapter, or a fully trained model, to bfloat16 loses, on short rows of GSM8K.
 
     python -m benchmarks.quality.rounding --model MODELS/smollm2 --data GSM8K --out rounding.jsonl
 
@@ -26,6 +26,7 @@ from benchmarks.quality import judge, rows
 from finetune.engine import rounding
 
 LENGTH, BATCH = 130, 4  # tokens of a row at most, rows of a step
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Rounding = Callable[[torch.Tensor, str], torch.Tensor]
 
 
@@ -68,14 +69,15 @@ def train(model: Any, encoded: list[dict[str, list[int]]], rate: float, steps: i
     for step in range(steps):
         batch = encoded[step * BATCH : (step + 1) * BATCH]
         longest = max(len(row["input_ids"]) for row in batch)
-        ids, labels = torch.zeros(BATCH, longest, dtype=torch.long), torch.full((BATCH, longest), rows.IGNORED)
+        ids = torch.zeros(BATCH, longest, dtype=torch.long)
+        labels = torch.full((BATCH, longest), rows.IGNORED)
         for place, row in enumerate(batch):
             ids[place, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
             labels[place, : len(row["labels"])] = torch.tensor(row["labels"])
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, 10 * (step + 1) / steps)
-        with torch.autocast("cpu", torch.bfloat16):  # padding is on the right, where no supervised token attends
-            loss = model(input_ids=ids, labels=labels).loss
+        with torch.autocast(DEVICE, torch.bfloat16):  # padding is on the right, where no supervised token attends
+            loss = model(input_ids=ids.to(DEVICE), labels=labels.to(DEVICE)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -133,13 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
         return found
 
+    hardware = f"CPU, {torch.get_num_threads()} threads" if DEVICE == "cpu" else torch.cuda.get_device_name()
     held_out = short("test.jsonl", given.held_out)
     encoded = [rows.encode(tokenizer, row, as_text=False) for row in short("train.jsonl", 2 * given.steps * BATCH)]
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, device_map={"": DEVICE})
     base = {name: one.detach().clone() for name, one in model.named_parameters()}
     shared = {
         "model": given.model.name, "rows": f"GSM8K, at most {LENGTH} tokens", "held_out": given.held_out,
-        "batch": BATCH, "date": str(datetime.date.today()), "hardware": f"CPU, {torch.get_num_threads()} threads",
+        "batch": BATCH, "date": str(datetime.date.today()), "hardware": hardware,
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
     }  # fmt: skip
 

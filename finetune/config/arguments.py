@@ -388,6 +388,47 @@ TAKEN = frozenset(
 )
 
 
+# What a script can be given on its command line: our key -> the argument of SFTConfig that it sets; "" if the run or
+# the adapter has it. What is not here the script decides in code.
+OF_SCRIPT = {
+    **{
+        f"training.{name}": name
+        for name in (
+            "output_dir per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size"
+            " num_train_epochs max_steps learning_rate lr_scheduler_type warmup_steps weight_decay optim max_grad_norm"
+            " seed train_sampling_strategy gradient_checkpointing save_steps save_total_limit eval_steps"
+            " load_best_model_at_end metric_for_best_model greater_is_better ddp_timeout"
+        ).split()
+    },
+    **{
+        f"data.{name}": name
+        for name in "max_length packing dataset_text_field assistant_only_loss completion_only_loss".split()
+    },
+    "data.num_proc": "dataset_num_proc",
+    "logging.logging_steps": "logging_steps",
+    "logging.report_to": "report_to",
+    **dict.fromkeys(
+        "model.backend model.dtype lora.r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora"
+        " training.global_batch_size training.resume_from_checkpoint training.resume_with_changes"
+        " logging.profile_steps logging.include_rows".split(),
+        "",
+    ),
+}
+_BY_SCRIPT = {
+    "model": "the script loads the model. Change it there",
+    "lora": "the script makes the adapter. Change it there",
+    "data": "the script reads its rows. Change it there",
+}
+
+
+def not_of_script(key: str) -> str | None:
+    """Why a script cannot be given this key of ours on its command line; None if it can."""
+    section = key.partition(".")[0]
+    if key in OF_SCRIPT or section == "training" and key not in KEYS:  # an argument of SFTConfig by its own name
+        return None
+    return _BY_SCRIPT.get(section, "only a run from a configuration has it")
+
+
 def todays(given: Mapping[str, Any], of: str = CONFIG, note: Callable[[str], None] = lambda text: None) -> dict:
     """Arguments under the names that they have now. If both names are given, today's wins, unless it is unset, such as
     `warmup_steps=0` beside a `warmup_ratio`.

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from finetune.config.arguments import OF_SCRIPT
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS
 from finetune.config.values import describe, show
 
@@ -122,3 +123,16 @@ def _listed(name: str) -> str:
     """Key, type and default on one line."""
     key = name.partition(".")[2]
     return f"  {key:28} {describe(KEYS[name].type)} ({default_of(name)})"
+
+
+def script_help() -> str:
+    """What `--finetune section.key=value` can change of a script that trains with `finetune.SFTTrainer`."""
+    lines = [
+        "usage: accelerate launch script.py [ITS ARGUMENTS] [--finetune section.key=value ...]",
+        "",
+        "Changes what the script gives to SFTConfig, SFTTrainer or its adapter. `from finetune import SFTTrainer`",
+        "takes it out of sys.argv. Any other argument of SFTConfig is training.NAME.",
+        "",
+    ]
+    lines += [line for name in OF_SCRIPT for line in _described(name, name, width=42)]
+    return "\n".join(lines) + "\n"

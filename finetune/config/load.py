@@ -17,6 +17,7 @@ from finetune.config.values import NotAllowed, convert, describe, in_words, memb
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
 _COMMAND_LINE = "command line"
+FINETUNE = "--finetune"
 _NULLS = ("~", "null", "Null", "NULL")
 
 
@@ -97,6 +98,8 @@ class Setting(NamedTuple):
         text = MASK if is_secret_name(self.key) and value not in ("", None) else show(value)
         name = self.written or self.name
         shown = f"{name}: {text}" if self.raw is None else f"--{name} {text}"
+        if self.where == FINETUNE:
+            return f"{FINETUNE} {name}={text}"
         return f"{self.where}: `{shown.rstrip()}`"
 
 
@@ -169,6 +172,32 @@ def load(argv: list[str], *, command: str = "train", script: str | None = None) 
     if problems.texts:
         raise ConfigError(problems.texts)
     return config
+
+
+def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of `section.key=value`, as a script is given them with --finetune, and notes on former names.
+
+    Raises:
+        ConfigError: with all that a script cannot be given.
+    """
+    problems, notes, values = _Problems(), [], {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        section, _, key = name.replace("-", "_").partition(".")
+        setting = _by_todays_name(Setting(FINETUNE, section, key, text, raw=text), notes)
+        if setting is None:
+            continue
+        if section and not key:
+            problems.add(f"{FINETUNE} `{pair}`: {_unknown('', section, _nearest(section))}")
+        elif not text:
+            problems.add(f"{FINETUNE} `{pair}`: expected section.key=value, such as training.learning_rate=1e-4.")
+        elif _annotation(setting.section, setting.key) is not None and (why := arguments.not_of_script(setting.name)):
+            problems.add(f"{FINETUNE} {setting.name}: {why}.")
+        elif (checked := _check(setting, problems)) is not None:
+            values[setting.name] = checked[0]
+    if problems.texts:
+        raise ConfigError(problems.texts)
+    return values, notes
 
 
 def _by_todays_name(setting: Setting, notes: list[str]) -> Setting | None:

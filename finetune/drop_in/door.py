@@ -14,7 +14,7 @@ from transformers import TrainerState
 from finetune import review
 from finetune.config import Config
 from finetune.engine import best, checkpoints, resume, run, session, trackers
-from finetune.engine.callbacks import FirstGradients, StopOnRequest
+from finetune.engine.callbacks import FirstGradients, Profile, StopOnRequest
 from finetune.engine.job import Job
 from finetune.engine.record import RunRecord
 from finetune.engine.run_logger import Dashboard, RunLogger
@@ -80,7 +80,9 @@ class OfScript(run.Door):
         trainer.set_batch(job.batch)
         logger = session.run_logger(job, output_dir, start_step=start.found.step, dashboard=pages)
         stop = StopOnRequest()
-        own = [logger, TrlMetrics(logger), stop, FirstGradients()]
+        steps = job.config.logging.profile_steps
+        profile = [Profile(output_dir / "runs", steps)] if steps else []
+        own = [logger, TrlMetrics(logger), stop, FirstGradients(), *profile]
         # Before the script's, which then see TRL's metrics too.
         trainer.callback_handler.callbacks[:0] = own
         logger.attach(trainer)

@@ -13,6 +13,7 @@ import trl
 
 from finetune.config.arguments import TRAINER, row, todays
 from finetune.drop_in import backbone
+from finetune.drop_in.overrides import Overrides
 from finetune.runtime.command import print_line
 
 
@@ -27,12 +28,13 @@ class SFTConfig(trl.SFTConfig):
         self.length_given = given.get("max_seq_length") is not None
 
 
-def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
+def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Overrides) -> Any:
     """A copy of the user's SFTConfig, in TRL's way of filling in what is missing.
 
     Args:
         args: an SFTConfig, plain TrainingArguments, or None.
         former: constructor's arguments of older versions of TRL, which Unsloth still accepts; emptied.
+        overrides: of the command line, which change the user's SFTConfig itself.
 
     Raises:
         TypeError: `former` has names that never were arguments.
@@ -42,6 +44,7 @@ def arguments(args: Any, model: Any, former: dict[str, Any]) -> Any:
         args = trl.SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+    overrides.set_arguments(args)
     args = copy.copy(args)
     if type(args) is SFTConfig:
         args.__class__ = trl.SFTConfig  # type: ignore[assignment]  # training_args.bin needs no package of ours

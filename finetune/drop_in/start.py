@@ -9,6 +9,7 @@ import traceback
 from types import TracebackType
 
 from finetune.config.schema import TrainingConfig
+from finetune.drop_in import overrides
 from finetune.errors import UserError
 from finetune.runtime import bootstrap, bytecode, command, distributed, process_group, scripts
 from finetune.runtime.bootstrap import Stack
@@ -18,17 +19,19 @@ VARIABLE = "FINETUNE_BACKEND"
 _BACKENDS = ("auto", "unsloth", "transformers")
 
 
-def start() -> Stack:
-    """Select this rank's device and the backend that FINETUNE_BACKEND names (auto, the default, unsloth or
-    transformers), and join the other ranks.
+def start() -> tuple[Stack, overrides.Overrides]:
+    """Read what the command line overrides, select this rank's device and the backend that FINETUNE_BACKEND or
+    `--finetune model.backend` names (auto, the default, unsloth or transformers), and join the other ranks.
 
     Raises:
-        UserError: the variable has another value, the backend cannot run here, or there are more ranks than GPUs.
+        UserError: the variable has another value, an override is wrong, the backend cannot run here, or there are more
+            ranks than GPUs.
     """
     command.keep_printing()
     bytecode.keep(cache_folder())
     sys.excepthook = _report_errors
-    backend = os.environ.get(VARIABLE, "auto")
+    given = overrides.take()
+    backend = given.get("model.backend", os.environ.get(VARIABLE, "auto"))
     if backend not in _BACKENDS:
         raise UserError(f"{VARIABLE} is unknown: {backend!r}. Set it to {', '.join(_BACKENDS)}, or unset it.")
     trl_came_first = "trl" in sys.modules and "unsloth" not in sys.modules
@@ -56,7 +59,7 @@ def start() -> Stack:
                 f"Unsloth was imported before finetune, too late for the patch {verdict.name} (see docs/defects.md). "
                 "Training proceeds without it; put `from finetune import SFTTrainer` above the import of unsloth."
             )
-    return stack
+    return stack, given
 
 
 def _warn(text: str) -> None:
@@ -76,4 +79,4 @@ def _report_errors(kind: type[BaseException], error: BaseException, trace: Trace
     command.report(error, place)
 
 
-STACK = start()
+STACK, OVERRIDES = start()

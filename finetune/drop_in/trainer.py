@@ -23,7 +23,7 @@ from finetune.data.prepare import Data
 from finetune.drop_in import backbone, former, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
-from finetune.drop_in.start import STACK
+from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine import adapted, layer_kernels, positions, run, session
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
@@ -84,7 +84,7 @@ class SFTTrainer(engine.SFTTrainer):
         self._record: RunRecord | None = None  # of the last call of `train`, once it has ended
         processing_class = older.pop("tokenizer", None) or processing_class
         field = older.get("dataset_text_field")
-        given = former.arguments(args, model, older)
+        given = former.arguments(args, model, older, OVERRIDES)
         reading = former.reading(given, model, formatting_func, field)
         refusals.check(
             type(self),
@@ -104,11 +104,12 @@ class SFTTrainer(engine.SFTTrainer):
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
         loaded = backbone.load(model, given, STACK, quantization_config)
+        peft_config = OVERRIDES.adapter(peft_config)
         refusals.model(loaded, peft_config)
         layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
 
-        self._global_batch_size = global_batch_size
+        self._global_batch_size = OVERRIDES.get("training.global_batch_size", global_batch_size)
         self.given = given  # the user's arguments, as TRL would have completed them
         self.preparation = Preparation(
             args=given,
@@ -180,7 +181,8 @@ class SFTTrainer(engine.SFTTrainer):
 
     def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
         is_open = settings.leaves_size_open(self.given, self._global_batch_size)
-        return settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
+        config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
+        return replace(config, logging=replace(config.logging, **OVERRIDES.of("logging")))
 
     def _check_rows(self, model: Any, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.
@@ -292,11 +294,11 @@ class SFTTrainer(engine.SFTTrainer):
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
         scripts.answered(self)
-        asked = resume_from_checkpoint or False
+        asked = OVERRIDES.get("training.resume_from_checkpoint", resume_from_checkpoint) or False
         training = replace(
             self.job.config.training,
             resume_from_checkpoint=asked if isinstance(asked, bool) else str(asked),
-            resume_with_changes=resume_with_changes,
+            resume_with_changes=OVERRIDES.get("training.resume_with_changes", resume_with_changes),
         )
         config, self._record = replace(self.job.config, training=training), None
         record = RunRecord(Path(training.output_dir))
@@ -375,7 +377,8 @@ class SFTTrainer(engine.SFTTrainer):
         self.set_steps(folder, steps, logging_steps=1)
         constant = dict(max_grad_norm=0.0, warmup_steps=0, lr_scheduler_type="constant")
         training = replace(self.job.config.training, output_dir=str(folder), max_steps=steps, save_steps=0, **constant)
-        self.job.config = replace(self.job.config, training=training)
+        logging = replace(self.job.config.logging, logging_steps=1, profile_steps=0)
+        self.job.config = replace(self.job.config, training=training, logging=logging)
         self._set_arguments(**constant, lr_scheduler_kwargs={})
         watchers = (transformers.EarlyStoppingCallback, *INTEGRATION_TO_CALLBACK.values())
         for callback in [one for one in self.callback_handler.callbacks if isinstance(one, watchers)]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from finetune.config import help as config_help
+from finetune.config.load import FINETUNE
 from finetune.config.schema import SECTIONS
 from finetune.errors import UserError
 from finetune.runtime.files import check_writable
-from finetune.runtime.scripts import OVERRIDE, is_script
+from finetune.runtime.scripts import is_script
 
 _CONFIGURATION = """
 common to all commands:
@@ -136,7 +137,7 @@ class Options(argparse.ArgumentParser):
         if rest:
             self.error(
                 f"a script and a configuration were given: {theirs[0]} and {rest[0]}. Remove one of them; settings of "
-                f"a script follow it, as {OVERRIDE} section.key=value"
+                f"a script follow it, as {FINETUNE} section.key=value"
             )
         return options, [], theirs
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from finetune.config.load import FINETUNE
 from finetune.errors import UserError
 from finetune.runtime import files
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.runtime.hooks import Hooks
 
-OVERRIDE = "--finetune"  # changes a setting of a script: `--finetune section.key=value`
 _TRAINS = {"SFTTrainer", "script", "*"}  # what a script imports from finetune to train
 
 
@@ -136,7 +136,7 @@ def no_folder_left(path: Path) -> Iterator[None]:
 def setting(key: str, value: object) -> list[str]:
     """A setting as an argument of what runs: of a script that builds its trainer, or of a configuration."""
     if _running is not None and _running.by_trainer:
-        return [OVERRIDE, f"{key}={value}"]
+        return [FINETUNE, f"{key}={value}"]
     return [f"--{key}", str(value)]
 
 

@@ -288,10 +288,11 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     """As in the constructor of Unsloth's rewritten trainer (unsloth/models/rl.py, `max_length_check`)."""
     from finetune import SFTConfig
     from finetune.drop_in import former, settings
+    from finetune.drop_in.overrides import Overrides
 
     loaded = type("Loaded", (), {"max_seq_length": 2048, "for_training": None})()
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    found = former.arguments(args, loaded, dict(older))
+    found = former.arguments(args, loaded, dict(older), Overrides())
     assert settings.data(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
     args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
