@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.runtime.hooks import Hooks
 
+TRAINER, CONFIGURATION = "SFTTrainer", "script.run"  # what a script trains by
 _TRAINS = {"SFTTrainer", "script", "*"}  # what a script imports from finetune to train
 
 
@@ -133,9 +134,14 @@ def no_folder_left(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
+def kind() -> str | None:
+    """What the script that runs trains by: TRAINER or CONFIGURATION; None if none runs."""
+    return None if _running is None else TRAINER if _running.by_trainer else CONFIGURATION
+
+
 def setting(key: str, value: object) -> list[str]:
     """A setting as an argument of what runs: of a script that builds its trainer, or of a configuration."""
-    if _running is not None and _running.by_trainer:
+    if kind() == TRAINER:
         return [FINETUNE, f"{key}={value}"]
     return [f"--{key}", str(value)]
 
