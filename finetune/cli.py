@@ -12,6 +12,7 @@ from finetune.runtime.command import BAD_INPUT, DONE, printable
 COMMANDS = {
     "init": "write a commented configuration for your model and data",
     "train": "fine-tune a model; with --dry-run, measure the job on one device",
+    "dryrun": "measure the job on one device: memory, speed, duration; the same as `train --dry-run`",
     "chat": "talk to the result of a run, or have it answer a file of prompts",
     "prepare": "tokenize, mask and pack the data ahead of time, without a GPU",
     "parity": "check that your configuration gives the same result on any number of GPUs",

@@ -27,7 +27,7 @@ PURPOSE = "Print the completion script of a shell: commands, options and configu
 NOTES = f"Install it, then start a new shell: {'; '.join(SHELLS.values())}. Exit code 0: done, 2: bad input."
 FILES = ("--config", "--json", "--out", "--html", "--schema", "--data.train_file", "--data.eval_file")
 FOLDERS = ("--output-dir", "--training.output_dir", "--data.cache_dir")
-CONFIGURED = {"train": ("--dry-run",), "prepare": (), "doctor": ()}  # commands with these options of their own only
+CONFIGURED = {"train": ("--dry-run",), "doctor": ()}  # commands with these options of their own only
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""`--dry-run`: checks whether the real run would work and how fast, by running the same code on one device.
+"""`finetune dryrun`, also `train --dry-run`: checks whether the real run would work and how fast, by running the same
+code on one device.
 
 The longest rows come first. After trial.LIMIT_SECONDS of measuring it reports what it has; if a single step takes
 longer, it ends with a sentence after END_SECONDS. Only the measurement is saved, as a small JSON file in the cache: no
@@ -8,6 +9,7 @@ model, no checkpoint and no output folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -16,27 +18,28 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from finetune.config import Batch, Config, fixing_arguments, resolve_batch
-from finetune.engine import checkpoints, preflight, report, resume, session
+from finetune.engine import checkpoints, preflight, read_ahead, report, resume, session
 from finetune.errors import RunError, UserError
-from finetune.measure import rules, sharding, slices, strategy
+from finetune.measure import rules, sharding, slices, strategy, subprocess_dry_run
 from finetune.plural import counted
 from finetune.redact import redact_arguments, redact_tree
-from finetune.runtime import bootstrap, cpu_threads, distributed, launch_lines, subprocesses
-from finetune.runtime.command import DONE, FAILED, console, print_line
+from finetune.runtime import bootstrap, distributed, launch_lines, scripts, subprocesses
+from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.files import write_json
 from finetune.runtime.hardware import NOTABLE_OUTSIDE_BYTES, probe
 from finetune.runtime.hooks import NO_HOOKS, Hooks
-from finetune.runtime.options import without_json
+from finetune.runtime.options import Options, count, without_json
 
 if TYPE_CHECKING:
+    from finetune.engine.job import Job
     from finetune.measure.measurements import Measurement
     from finetune.measure.micro_batch import Attempt
     from finetune.measure.trial import Trial
@@ -56,36 +59,132 @@ class Outcome:
     measured: dict[str, Any]
 
 
-def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
+PURPOSE = (
+    "Measure the job on one device: memory, speed and duration of the real run, within 10 minutes. Saves nothing else."
+    " The same as `finetune train --dry-run`."
+)
+NOTES = "Exit code 0: go, 1: no-go, 2: bad input."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dry run of a configuration or a script. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, _run, takes_script=True)
+
+
+def own_options() -> Options:
+    """The options of this command."""
+    found = Options("dryrun", PURPOSE, notes=NOTES, script=True)
+    found.add("--devices", count, "N", "devices of the real run (default: all GPUs of this machine)")
+    return found
+
+
+def _run(argv: list[str]) -> int:
+    options, rest, script = own_options().split_script(argv)
+    if script:
+        return of_script(script, options.json, options.devices)
+    return run(replace(load_config(rest, command="dryrun"), json=options.json), devices=options.devices)
+
+
+def run(config: Config, hooks: Hooks = NO_HOOKS, devices: int | None = None) -> int:
     """Run, measure and report. Returns 0 for go, 1 for no-go.
+
+    Args:
+        devices: of the real run; None for all GPUs, which are then tested.
 
     Raises:
         UserError: the configuration or the data is invalid (exit code 2).
     """
-    if distributed.ranks().world_size > 1:
-        raise UserError(
-            f"--dry-run runs on one device, but was launched with {distributed.ranks().world_size} processes. Start it "
-            "with `python -m finetune.train --dry-run ...`; it prints the command for the real run."
-        )
+    session.check_present(config)
+    read_ahead.start(config)
+    check_one_process()
     config, demo = session.with_demo(config)
-    world, real = intended_batch(config)
+    world, real = intended_batch(config, strategy.visible_gpus() if devices is None else devices)
     if config.training.strategy == "shard" and demo is None and not slices.is_slice():
         folder = preflight.base_folder(config)
         layers = slices.layers_of(folder) if folder is not None else None
         if folder is not None and layers is not None and slices.counts(layers) is not None:
             return in_slices(config, folder, layers, world)
+    collectives = None
+    if devices is None:
+        collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
+    return measure(config, world, collectives, lambda: session.open_session(config, real, demo=demo, hooks=hooks))
+
+
+def of_script(words: list[str], json: Path | None, devices: int | None = None) -> int:
+    """Dry run of a training script. Returns 0 for go, 1 for no-go.
+
+    Args:
+        words: the script and its arguments.
+        json: where the report goes.
+        devices: as for `run`.
+
+    Raises:
+        UserError: the script, its arguments or its data are invalid (exit code 2).
+    """
+    check_one_process()
+    scripts.check(words[0])
+    gpus = strategy.visible_gpus() if devices is None else devices  # before the script's trainer hides all but one
+    collectives = check_collectives(gpus) if devices is None else None
+
+    def of_trainer(trainer: Any) -> int:
+        from finetune.measure import trial
+
+        world, job = trainer.take_batch_of(gpus), trainer.job
+        # A run moves the files of an earlier one aside.
+        config = replace(job.config, json=json, training=replace(job.config.training, overwrite_output_dir=True))
+        build = functools.partial(trial.prepare, build=trainer.build_trial)
+        return measure(config, world, collectives, lambda: job, build)
+
+    def of_configuration(config: Config, hooks: Hooks) -> int:
+        return run(replace(config, json=json), hooks, devices)
+
+    try:
+        return scripts.run(words, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+    except Exception as error:
+        if not _full(error):
+            raise
+        reason = f"the script ran out of GPU memory before training: {error}"
+        facts = {"out_of_memory": True, "state_fits": False, "config": None, "script": scripts.TRAINER}
+        print_line(f"NO-GO: {reason}", style="red")
+        if json:
+            write_json(json, redact_tree({"go": False, "reason": reason, "launch": None, **facts}))
+        return FAILED
+
+
+def check_one_process() -> None:
+    """Raise a UserError if a launcher has started several."""
+    if distributed.ranks().world_size > 1:
+        raise UserError(
+            f"a dry run uses one device, but was launched with {distributed.ranks().world_size} processes. Start it "
+            "with `python -m finetune.dryrun ...`; it prints the command for the real run."
+        )
+
+
+def measure(
+    config: Config,
+    world: int,
+    collectives: dict[str, Any] | None,
+    open_job: Callable[[], Job],
+    prepare: Callable[[Job, Path], Trial] | None = None,
+) -> int:
+    """Open the job, measure it as one of `world` ranks would run it, and report. Returns 0 for go, 1 for no-go.
+
+    Args:
+        prepare: as `trial.prepare`.
+    """
     output_dir = Path(config.training.output_dir)
     checkpoints.check_output(output_dir, resuming=False, overwrite=True)  # nothing is kept there
-    collectives = check_collectives(strategy.visible_gpus())  # while all GPUs are still visible and empty
+    resolved = config
     try:
         if collectives is not None and not collectives["ok"]:
             raise RunError(
                 f"the {collectives['world_size']} GPUs cannot communicate: {collectives['message']}. To test one "
                 "GPU, set CUDA_VISIBLE_DEVICES=0."
             )
-        job = session.open_session(config, real, demo=demo, hooks=hooks)
+        job = open_job()
         from finetune.measure import micro_batch, trial
 
+        resolved = job.config
         size = micro_batch.choose(job, None, world)  # as the run will, if an earlier search has found one
         job.batch = job.batch.divided(size.per_device)
         report.print_introduction(job, resume.Start())
@@ -95,11 +194,12 @@ def run(config: Config, hooks: Hooks = NO_HOOKS) -> int:
         # Next to the real output folder, to use the same disk.
         with tempfile.TemporaryDirectory(prefix=".dry-run-", dir=_existing(output_dir)) as folder:
             with ended_after(END_SECONDS, config, Path(folder)):
-                outcome = try_out(trial.prepare(job, Path(folder)), Path(folder), world)
+                trying = (prepare or trial.prepare)(job, Path(folder))
+                outcome = try_out(trying, Path(folder), world)
     except RunError as error:
         full = is_out_of_memory(error)  # while the model was loading
         outcome = Outcome(go=False, reason=str(error), measured={"out_of_memory": full, "state_fits": not full})
-    outcome.measured["collectives"] = collectives
+    outcome.measured.update(collectives=collectives, config=resolved.to_dict(), script=scripts.kind())
     print_report(config, outcome, launch_line(world))
     return DONE if outcome.go else FAILED
 
@@ -125,7 +225,7 @@ def try_out(trial: Trial, folder: Path, world: int) -> Outcome:
                 raise RunError(_too_slow(trial))
             measured, results = trial.measure(process_start()), logger.results()
             with session.out_of_memory(trial.job):
-                if trial.job.data.eval and not trial.budget.over:
+                if trial.job.eval_layout is not None and not trial.budget.over:
                     trainer.evaluate()
     except RunError as error:
         if not is_out_of_memory(error):
@@ -230,14 +330,28 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     world = max(world, SHARDED_WORLDS[0])  # on one GPU there is nothing to share
     batch = resolve_batch(config.training, world, config.data)
     fixing = fixing_arguments(config.training, world, config.data)
+    target, given = strategy.given_command()
+    given = _for_training(given)
     reports = []
     with tempfile.TemporaryDirectory(prefix="slices-") as place:
         for count in cut:
             model = slices.write(folder, count, Path(place) / f"{count}-layers")
             with console().status(f"dry run of {counted(count, 'layer')} of {layers}"):
-                report = Path(place) / f"{count}.json"
-                weights = config.training.master_weights
-                reports.append(_dry_run_of(model, batch.per_device, weights, world, report, fixing))
+                changed = {
+                    "model.model_name_or_path": model,
+                    "training.per_device_train_batch_size": batch.per_device,
+                    "training.master_weights": config.training.master_weights,
+                }
+                settings = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
+                reports.append(
+                    subprocess_dry_run.report_of(
+                        target,
+                        [*given, *settings, *fixing, "--dry-run"],
+                        on_gpu=bool(strategy.visible_gpus()),
+                        ranks=world,
+                        environment={slices.VARIABLE: "1"},
+                    )
+                )
     refused = next((one for one in reports if not one["go"]), None)
     line = launch_line(world)
     if refused is not None:
@@ -255,32 +369,6 @@ def in_slices(config: Config, folder: Path, layers: int, world: int) -> int:
     result["measurement_file"] = str(slices.keep(found))
     print_shards(config, found, result, cut, line)
     return DONE if result["go"] else FAILED
-
-
-def _dry_run_of(
-    model: Path, per_device: int, weights: str, world: int, report: Path, fixing: list[str]
-) -> dict[str, Any]:
-    """The report of a dry run of this command with another model, in micro-batches of `per_device` rows and with
-    `master_weights` as decided for the whole model, as one of `world` ranks would run it.
-
-    Args:
-        fixing: arguments that fix the global batch of `world` ranks.
-    """
-    target, given = strategy.given_command()
-    arguments = [word for word in without_json(given) if word not in ("--dry-run", "--dry_run")]
-    changed = ["--model.model_name_or_path", str(model), "--training.per_device_train_batch_size", str(per_device)]
-    changed += ["--training.master_weights", weights, *fixing]
-    command = [sys.executable, *target, *arguments, "--dry-run", *changed]
-    env = os.environ | {slices.VARIABLE: "1"}
-    if strategy.visible_gpus():
-        env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    elif cpu_threads.VARIABLE not in env:  # the ranks of a CPU run share its cores
-        env[cpu_threads.VARIABLE] = str(cpu_threads.by_rule(cpu_threads.cores(), world))
-    done = subprocesses.run([*command, "--json", str(report)], env=env)
-    if not report.is_file():
-        text = subprocesses.first_error(done.stderr) or (done.stdout + done.stderr)[-3000:]
-        raise (UserError if done.returncode == 2 else RunError)(f"The dry run of a slice failed: {text}")
-    return json.loads(report.read_text())
 
 
 def sharded_result(found: slices.Sharded, tokens: int, world: int) -> dict[str, Any]:
@@ -480,6 +568,14 @@ def is_out_of_memory(error: RunError) -> bool:
     return isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
+def _full(error: Exception) -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 def _too_large(message: str, sizes: dict[str, Any]) -> str:
     if sizes.get("flag"):
         return (
@@ -617,9 +713,9 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
 
 
-def intended_batch(config: Config) -> tuple[int, Batch]:
-    """The real run's number of ranks on this machine and its batch: all GPUs, or as many as the global batch allows."""
-    world = strategy.largest_world(config, strategy.visible_gpus())
+def intended_batch(config: Config, gpus: int) -> tuple[int, Batch]:
+    """The real run's number of ranks and its batch: all GPUs, or as many as the global batch allows."""
+    world = strategy.largest_world(config, gpus)
     return world, resolve_batch(config.training, world, config.data)
 
 
@@ -628,12 +724,22 @@ def launch_line(world: int) -> str:
     import torch
 
     target, given = strategy.given_command()
-    given = [argument for argument in without_json(given) if argument not in ("--dry-run", "--dry_run")]
+    if scripts.command() is None:  # a script's arguments are its own
+        given = _for_training(given)
     launcher = launch_lines.shown(world, on_cpu=not torch.cuda.is_available())
     return shlex.join([*launcher, *target, *redact_arguments(given)])
+
+
+def _for_training(arguments: list[str]) -> list[str]:
+    """The arguments of a dry run without those that make it one."""
+    return [word for word in without_json(arguments) if word not in ("--dry-run", "--dry_run")]
 
 
 def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,38 +3,77 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, resolve_batch
-from finetune.runtime.command import DONE, console, print_line, run_command
+from finetune.runtime import scripts
+from finetune.runtime.command import DONE, console, load_config, print_line, run_with_options
+from finetune.runtime.hooks import NO_HOOKS, Hooks
+from finetune.runtime.options import Options
+
+if TYPE_CHECKING:
+    from finetune.data.layout import Layout
+    from finetune.data.plan import Plan
+    from finetune.data.prepare import Data
 
 PURPOSE = (
     "Tokenize, mask and pack the data of a configuration ahead of time, and print a summary of the rows. Needs no GPU."
-    " Exit code 0: done, 1: failed, 2: bad input."
 )
+NOTES = "Exit code 0: done, 1: failed, 2: bad input."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fill the data cache of a configuration. Returns the exit code."""
-    return run_command("prepare", argv, run, PURPOSE)
+    """Fill the data cache of a configuration or a script. Returns the exit code."""
+    return run_with_options(own_options().format_help(), argv, _run, takes_script=True)
 
 
-def run(config: Config) -> int:
+def own_options() -> Options:
+    """The options of this command."""
+    return Options("prepare", PURPOSE, notes=NOTES, usage="[--json PATH]", script=True)
+
+
+def _run(argv: list[str]) -> int:
+    options, rest, script = own_options().split_script(argv)
+    if not script:
+        return run(load_config(rest, command="prepare"), options.json)
+    from finetune.measure import strategy
+
+    began, gpus = time.perf_counter(), strategy.visible_gpus()  # the script's own process will see one
+
+    def of_trainer(trainer: Any) -> int:
+        trainer.take_batch_of(gpus)
+        job = trainer.job
+        held_out = job.eval_layout or {}
+        named = held_out if isinstance(held_out, Mapping) else {"": held_out}
+        layouts = {f"eval_{name}" if name else "eval": layout for name, layout in named.items()}
+        show(job.data, {"train": job.layout, **layouts}, job.plan(), job.tokenizer, began, options.json)
+        return DONE
+
+    def of_configuration(config: Config, hooks: Hooks) -> int:
+        return run(config, options.json, hooks)
+
+    return scripts.run(script, scripts.Answer(trainer=of_trainer, configuration=of_configuration))
+
+
+def run(config: Config, json: Path | None = None, hooks: Hooks = NO_HOOKS) -> int:
     """Prepare the data and print a summary.
+
+    Args:
+        json: where the result goes.
+        hooks: functions of the user's script.
 
     Raises:
         UserError: the configuration names no data, or the data is unusable.
     """
-    from finetune.data import ledger
-    from finetune.data.layout import batch_mix, lay_out
+    from finetune.data.layout import lay_out
     from finetune.data.plan import Plan
     from finetune.data.prepare import prepare
-    from finetune.data.template import Encoded, preview
     from finetune.engine import model, session
     from finetune.errors import UserError
     from finetune.measure import strategy
     from finetune.runtime import bootstrap
-    from finetune.runtime.files import write_json
 
     if config.demo:
         raise UserError(
@@ -45,14 +84,13 @@ def run(config: Config) -> int:
     else:
         session.check_present(config)
     bootstrap.quiet_libraries(config.logging.log_level)
-    started = time.perf_counter()
-    tokenizer = model.load_tokenizer(config)
-    data = prepare(config, tokenizer)
+    began = time.perf_counter()
+    tokenizer = model.with_padding(hooks.replace("tokenizer", model.load_tokenizer(config)))
+    data = prepare(config, tokenizer, hooks)
     pack_length = config.data.row_length if config.data.packing else None
     splits = {"train": data.train} | ({"eval": data.eval} if data.eval else {})
     keyed = {"seed": config.training.seed, "fingerprint": data.fingerprint}
     layouts = {name: lay_out(rows, pack_length, **keyed) for name, rows in splits.items()}
-    shapes = {name: layout.to_dict() for name, layout in layouts.items()}
     packed = layouts["train"]
     world = strategy.largest_world(config, strategy.visible_gpus())
     plan = Plan(
@@ -63,8 +101,25 @@ def run(config: Config) -> int:
         lengths=packed.padded_lengths,
         group_by_length=config.training.train_sampling_strategy == "group_by_length",
     )
-    mix = batch_mix(packed, plan)
+    show(data, layouts, plan, tokenizer, began, json)
+    return DONE
 
+
+def show(
+    data: Data, layouts: Mapping[str, Layout], plan: Plan, tokenizer: Any, began: float, json: Path | None
+) -> None:
+    """Print a summary of prepared rows, and write it to `json`.
+
+    Args:
+        layouts: by split.
+        began: when their preparation began, as `time.perf_counter`.
+    """
+    from finetune.data import ledger
+    from finetune.data.layout import batch_mix
+    from finetune.data.template import Encoded, preview
+    from finetune.runtime.files import write_json
+
+    shapes = {name: layout.to_dict() for name, layout in layouts.items()}
     print_line(f"Rows: {data.format}")
     print_line(ledger.table(data.ledgers, shapes))
     if (table := ledger.sources_table(data.ledgers)) is not None:
@@ -74,16 +129,15 @@ def run(config: Config) -> int:
     print_line("The first row; supervised tokens are marked:")
     ids, labels = data.train[0]
     print_line(preview(Encoded(input_ids=ids, labels=labels), tokenizer, color=console().is_terminal))
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     print_line(f"{'Found in' if data.cached else 'Written to'} the cache: {data.folder} ({seconds:.1f} s)")
-    if config.json:
-        ledgers = {name: data.ledgers[name] | {"layout": shapes[name]} for name in splits}
+    if json:
+        ledgers = {name: data.ledgers[name] | {"layout": shapes[name]} for name in layouts}
         write_json(
-            config.json,
+            json,
             {"fingerprint": data.fingerprint, "cached": data.cached, "folder": data.folder, "format": data.format}
-            | {"ledger": ledgers, "batch_mix": mix, "seconds": seconds},
+            | {"ledger": ledgers, "batch_mix": batch_mix(layouts["train"], plan), "seconds": seconds},
         )
-    return DONE
 
 
 if __name__ == "__main__":

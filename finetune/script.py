@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune.config import help_text
 from finetune.errors import UserError
+from finetune.runtime import scripts
 from finetune.runtime.command import load_config, run_with_options
 from finetune.runtime.hooks import Hooks
 
@@ -66,6 +67,7 @@ def _run(argv: Sequence[str], hooks: Hooks, script: Path) -> int:
     config = load_config(list(argv), script=script.name if hooks.dataset else None)
     if config.demo:
         raise UserError(f"{config.config_file} names no model for {script.name}. Set model.model_name_or_path.")
+    scripts.answered_by_configuration(config, hooks)
     from finetune import train
 
     return train.run(config, hooks=hooks)

@@ -37,12 +37,12 @@ def run(config: Config, parity_dump: Path | None = None, without: Collection[str
         without: names of patches to skip, even if their defects are present.
         hooks: functions of the user's script.
     """
-    session.check_present(config)
-    read_ahead.start(config)
     if config.dry_run:
         from finetune import dryrun
 
         return dryrun.run(config, hooks)
+    session.check_present(config)
+    read_ahead.start(config)
     strategy.apply(config)
     config, demo = session.with_demo(config)
     door = ByConfiguration(demo, parity_dump, without, hooks)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.advise.verdict import LEAST_GAIN
 from finetune.bench import comm
 from finetune.config import Config, resolve_batch
+from finetune.config.arguments import not_of_script
+from finetune.config.load import FINETUNE
 from finetune.errors import RunError, UserError
-from finetune.measure import measurements
+from finetune.measure import measurements, subprocess_dry_run
 from finetune.measure.measurements import Measurement
 from finetune.measure.predict import Curve, all_reduce_curve, predict
 from finetune.plural import counted
-from finetune.runtime import cpu_threads, nccl, subprocesses
+from finetune.runtime import cpu_threads, nccl
 from finetune.runtime.command import console
 from finetune.runtime.hardware import Hardware
 
@@ -40,17 +38,26 @@ class Tried:
     state_fits: bool = True  # False if weights, gradients and optimizer state alone do not fit
     sharded: list[dict[str, Any]] | None = None  # of a sharded job: the figures by number of ranks
     master_weights: dict[str, str] | None = None  # how trained weights are kept, and why
+    config: dict[str, Any] | None = None  # the resolved configuration, if it is known
+    script: str | None = None  # what a script trains by, as `scripts.kind`
 
 
 @dataclass(kw_only=True)
 class Bench:
     """Measures settings, each once: dry runs in separate processes on the first device.
 
+    arguments: settings as `--section.key value`
     cpu_cores: of a CPU run, whose ranks share the cores; None on GPUs
+    script:    and its arguments; empty for a configuration
+    trainer:   whether the script builds its trainer, so that its settings are overrides
+    devices:   of the launch whose global batch the script takes
     """
 
     arguments: list[str]
     cpu_cores: int | None = None
+    script: list[str] = field(default_factory=list)
+    trainer: bool = False
+    devices: int = 1
     _done: dict[tuple[tuple[str, ...], int], Tried] = field(default_factory=dict)
 
     def try_out(self, extra: Sequence[str], ranks: int = 1) -> Tried:
@@ -61,7 +68,7 @@ class Bench:
             RunError: the dry run failed for another reason than memory.
         """
         shared = ranks if self.cpu_cores is not None and cpu_threads.VARIABLE not in os.environ else 1
-        key = tuple(extra), shared
+        key = (*self.arguments, *extra), shared
         if key not in self._done:
             try:
                 self._done[key] = self._dry_run(extra, shared)
@@ -72,33 +79,48 @@ class Bench:
         return self._done[key]
 
     def _dry_run(self, extra: Sequence[str], sharing: int) -> Tried:
-        env = dict(os.environ)
-        if sharing > 1:
-            env[cpu_threads.VARIABLE] = str(cpu_threads.by_rule(cpu_threads.cores(), sharing))
-        if self.cpu_cores is None:  # the first GPU only
-            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        with tempfile.TemporaryDirectory(prefix="advise-") as folder:
-            report = Path(folder) / "dry.json"
-            command = [sys.executable, "-m", "finetune.train", "--dry-run", *self.arguments, *extra]
-            with console().status(f"dry run {' '.join(extra)}"):
-                done = subprocesses.run([*command, "--json", str(report)], env=env)
-            if not report.is_file():
-                text = subprocesses.first_error(done.stderr) or (done.stdout + done.stderr)[-3000:]
-                raise (UserError if done.returncode == 2 else RunError)(f"A dry run failed: {text}")
-            return tried(json.loads(report.read_text()))
+        arguments = [*self.arguments, *extra]
+        target, words = ["-m", "finetune.train"], ["--dry-run", *arguments]
+        if self.script:
+            target = ["-m", "finetune.dryrun"]
+            words = ["--devices", str(self.devices), self.script[0], "--", *self.script[1:], *self.flags(arguments)]
+        with console().status(f"dry run {' '.join(self.flags(extra))}"):
+            return tried(subprocess_dry_run.report_of(target, words, on_gpu=self.cpu_cores is None, ranks=sharing))
+
+    def flags(self, arguments: Sequence[str]) -> list[str]:
+        """Settings as the user gives them to what is measured."""
+        if not self.trainer:
+            return list(arguments)
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        return [word for flag, value in pairs for word in (FINETUNE, f"{flag.removeprefix('--')}={value}")]
+
+    def possible(self, changes: Sequence[Change]) -> list[Change]:
+        """The changes that can be given to what is measured: a script decides the others in code."""
+        if not self.trainer:
+            return list(changes)
+        found = []
+        for one in changes:
+            pairs = zip(one.arguments[::2], one.arguments[1::2], strict=True)
+            # Packs are as long as rows; Unsloth's own checkpointing is the loader's.
+            kept = [(flag, value) for flag, value in pairs if not_of_script(flag.removeprefix("--")) is None]
+            words = tuple(word for flag, value in kept for word in (flag, value.replace("unsloth", "true")))
+            if kept and kept[0][0] == one.arguments[0]:
+                found.append(replace(one, arguments=words))
+        return found
 
 
 def tried(report: Mapping[str, Any]) -> Tried:
     """The result of a dry run, from its report."""
+    about = {"config": report.get("config"), "script": report.get("script")}
     if not report["go"]:
         full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
         rows = report.get("sharded", {}).get("rows")
-        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits, sharded=rows)
+        return Tried(measured=None, reason=report["reason"], full=full, state_fits=state_fits, sharded=rows, **about)
     measured = Measurement.from_dict(report["measurement"])
     if "sharded" in report:
-        return Tried(measured=measured, sharded=report["sharded"]["rows"])
+        return Tried(measured=measured, sharded=report["sharded"]["rows"], **about)
     recommended = report["micro_batch_search"].get("recommended")
-    return Tried(measured=measured, recommended=recommended, master_weights=report.get("master_weights"))
+    return Tried(measured=measured, recommended=recommended, master_weights=report.get("master_weights"), **about)
 
 
 def measure_curves(
@@ -194,7 +216,7 @@ def improvements(config: Config, bench: Bench, base: Tried) -> list[Improvement]
     """The changes that make one device at least 3 % faster, the best first."""
     found = []
     before = speed(base.measured)
-    for change in changes(config, base, bench.cpu_cores is not None):
+    for change in bench.possible(changes(config, base, bench.cpu_cores is not None)):
         measured = bench.try_out(change.arguments).measured
         if measured is None or (change.name == "packing" and measured.facts["tokens per pack"] is None):
             continue
@@ -262,7 +284,7 @@ def make_fit(config: Config, bench: Bench, on_cpu: bool, base: Tried) -> tuple[l
     Returns:
         The remedies, and the dry run that succeeded; None if none did.
     """
-    left, taken, last = remedies(config, on_cpu), list[Change](), base
+    left, taken, last = bench.possible(remedies(config, on_cpu)), list[Change](), base
     while useful := [change for change in left if last.state_fits or not change.of_rows]:
         change = useful[0]
         left.remove(change)
@@ -297,6 +319,8 @@ def measured_for(
         faster: the settings that `applied` chose.
     """
     chosen, others = split_size(faster)
+    if bench.trainer:  # its own size is the most that a rank holds at once
+        chosen = chosen or base.per_device
     found: dict[int, Measurement | str] = {}
     for world in world_sizes:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config, fixed, fixing_arguments, resolve_batch
 from finetune.errors import RunError, UserError
 from finetune.measure import rules, strategy
+from finetune.runtime import scripts
 from finetune.runtime.command import DONE, FAILED, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, path, price
 
@@ -32,12 +33,12 @@ NOTES = (
 
 def main(argv: list[str] | None = None) -> int:
     """Advise on a configuration. Returns the exit code."""
-    return run_with_options(own_options().format_help(), argv, run)
+    return run_with_options(own_options().format_help(), argv, run, takes_script=True)
 
 
 def own_options() -> Options:
     """The options of this command."""
-    found = Options("advise", PURPOSE, notes=NOTES)
+    found = Options("advise", PURPOSE, notes=NOTES, script=True)
     default = "default: 1, 2, 4 and 8, up to the number of GPUs; 1,2 on a CPU"
     found.add("--world-sizes", counts, "1,2,4,8", f"numbers of GPUs to predict ({default})")
     found.add("--price-per-gpu-hour", price, "X", "also print the cost of each run")
@@ -52,13 +53,13 @@ def own_options() -> Options:
     return found
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and the arguments of the configuration.
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """The options of this command, the arguments of the configuration, and the script with its arguments.
 
     Raises:
         UserError: invalid values or conflicting options.
     """
-    options, rest = own_options().split(argv)
+    options, rest, script = own_options().split_script(argv, without=("--model", "--batch"))
     if options.batch is not None and options.model is None:
         raise UserError("--batch is for --model only. A configuration has training.global_batch_size.")
     measuring = [options.world_sizes, options.price_per_gpu_hour, options.comm, options.out]
@@ -66,19 +67,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("--rules measures nothing, so it excludes the other options. Remove them, or --rules.")
     if options.world_sizes is not None:
         options.world_sizes = sorted({1, *options.world_sizes})  # all are compared with one device
-    return options, rest
+    return options, rest, script
 
 
 def run(argv: list[str]) -> int:
     """Measure, predict, decide, print, write.
 
     Raises:
-        UserError: invalid options, configuration or data.
+        UserError: invalid options, configuration, script or data.
         RunError: a measurement failed for another reason than memory.
     """
-    options, rest = parse(argv)
+    options, rest, script = parse(argv)
     if options.model is not None:
-        return on_dense_model(options, rest)
+        return on_dense_model(options, [*rest, *script])
+    if script:
+        return on_script(script, options)
     config = load_config(rest, command="advise")
     if options.rules:
         return by_rules(config, options, strategy.visible_gpus())
@@ -97,6 +100,60 @@ def run(argv: list[str]) -> int:
     advice, plan = on_configuration(config, options, machine, bench, base, given)
     write(given_config, options, machine, advice, plan)
     return DONE
+
+
+def on_script(script: list[str], options: argparse.Namespace) -> int:
+    """The same for a script: its first dry run reports the configuration.
+
+    Args:
+        script: and its arguments.
+    """
+    scripts.check(script[0])
+    if options.rules:
+        return rules_of_script(script, options)
+    from finetune.advise.candidates import Bench
+    from finetune.advise.machine import devices_here
+
+    machine, given = inspect_machine(options)
+    here, cores = devices_here(machine), machine.cpu_cores if machine.device == "cpu" else None
+    bench = Bench(arguments=[], cpu_cores=cores, script=script, devices=here)
+    base = bench.try_out(())
+    if base.config is None:  # of a script that has filled the GPU before its training
+        print_line(f"NO: {base.reason}", style="red")
+        if options.json:
+            from finetune.runtime.files import write_json
+
+            write_json(options.json, {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None})
+        return FAILED
+    config = Config.from_dict(base.config)
+    bench.devices, bench.trainer = 1, base.script == scripts.TRAINER
+    # As for a configuration, all numbers of GPUs are compared at the global batch of a launch on all that are here.
+    launched, training = strategy.largest_world(config, here), config.training
+    if bench.trainer:
+        bench.arguments = ["--training.global_batch_size", str(training.global_batch_size)]
+        training = replace(training, per_device_train_batch_size=None, gradient_accumulation_steps=None)
+    else:
+        bench.arguments = fixing_arguments(training, launched, config.data)
+        training = fixed(training, launched, config.data)
+    config = replace(config, training=training)
+    if base.measured is None:
+        return does_not_fit(config, options, bench, base, machine)
+    advice, plan = on_configuration(config, options, machine, bench, base, given)
+    write(None if bench.trainer else config, options, machine, advice, plan)
+    return DONE
+
+
+def rules_of_script(script: list[str], options: argparse.Namespace) -> int:
+    """Apply the rule set to a script, which runs up to its training."""
+    gpus = strategy.visible_gpus()
+
+    def of_trainer(trainer: Any) -> int:
+        trainer.take_batch_of(gpus)
+        return by_rules(trainer.job.config, options, gpus)
+
+    return scripts.run(
+        script, scripts.Answer(trainer=of_trainer, configuration=lambda config, hooks: by_rules(config, options, gpus))
+    )
 
 
 def inspect_machine(options: argparse.Namespace) -> tuple[Hardware, dict[int, Curve]]:
@@ -168,7 +225,9 @@ def on_configuration(
     rows, chosen, connecting = compare(found, options, machine, given)
     size, others = candidates.split_size(faster)
     settings = [*others, *([] if size is None else [candidates.PER_DEVICE, str(chosen.per_device)])]
-    plan = launch.plan(chosen.world_size, machine, [*bench.arguments, *settings], options.out)
+    arguments = [*bench.script[1:], *bench.flags([*bench.arguments, *settings])]
+    target = bench.script[:1] or ["-m", "finetune.train"]
+    plan = launch.plan(chosen.world_size, machine, arguments, options.out, target)
     one, weights = base.measured, base.master_weights
     notes = [f"Trained weights: {weights['kind']} ({weights['reason']})."] if weights else []
     advice = {
@@ -180,7 +239,7 @@ def on_configuration(
         "environment": plan.environment,
         "launch": plan.line,
         "rows": [row.to_dict() for row in rows],
-        "improvements": [improved(one, faster) for one in better],
+        "improvements": [improved(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
         "notes": [*notes, report.gradients(one), report.learning_rate(config, one.global_batch_size)],
@@ -231,12 +290,12 @@ def on_dense_model(options: argparse.Namespace, rest: list[str]) -> int:
     return DONE
 
 
-def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
+def improved(one: Improvement, faster: Sequence[str], bench: Bench) -> dict[str, Any]:
     """One better setting, for the report."""
     change = one.change
     return {
         "name": change.name,
-        "flags": list(change.arguments),
+        "flags": bench.flags(change.arguments),
         "factor": one.factor,
         "same_result": change.same_result,
         "applied": set(change.arguments) <= set(faster),
@@ -244,14 +303,15 @@ def improved(one: Improvement, faster: Sequence[str]) -> dict[str, Any]:
 
 
 def write(
-    config: Config, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
+    config: Config | None, options: argparse.Namespace, machine: Hardware, advice: dict[str, Any], plan: LaunchPlan
 ) -> None:
-    """Write the advice to the cache (for `training.strategy: auto`), to --out and to --json."""
+    """Write the advice to the cache (for `training.strategy: auto` of a configuration), to --out and to --json."""
     from finetune.advise import launch
     from finetune.runtime.files import write_json
 
     kept = {name: advice[name] for name in ("kind", "world_size", "reason", "when", "environment")}
-    write_json(strategy.advice_file(config, machine.count), kept)
+    if config is not None:
+        write_json(strategy.advice_file(config, machine.count), kept)
     if options.out is not None:
         launch.write(options.out, plan, advice["reason"])
     if options.json:
@@ -267,7 +327,7 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
 
     taken, result = make_fit(config, bench, machine.device == "cpu", base)
     names = ", ".join(change.name for change in taken)
-    flags = " ".join(word for change in taken for word in change.arguments)
+    flags = " ".join(bench.flags([word for change in taken for word in change.arguments]))
     content: dict[str, Any] = {"kind": "advice", "world_size": None, "reason": base.reason, "launch": None}
     if result is None or result.measured is None:
         text = f"With DDP more GPUs do not help: each holds the whole model. Tried, but not enough: {names}."
@@ -279,7 +339,9 @@ def does_not_fit(config: Config, options: argparse.Namespace, bench: Bench, base
             text += f"That is above {rules.MEMORY_MARGIN} of the memory: fragmentation may still exhaust it. "
         text += "Run advise again with these settings for the number of GPUs."
         content |= {"fits_with": flags.split(), "peak_memory_gib": peak}
-    if machine.device == "cuda":
+    if machine.device == "cuda" and bench.trainer:
+        text += " A script loads the whole model; a run from a configuration can shard it (training.strategy: shard)."
+    elif machine.device == "cuda":
         sharded, settings = shards(config, machine)
         if settings is not None:
             rows = bench.try_out(["--training.strategy", "shard"]).sharded

@@ -22,11 +22,17 @@ class LaunchPlan:
     profile: str  # accelerate's YAML
     environment: dict[str, str]
     reasons: dict[str, str]  # for each variable
-    target: str  # module and its arguments
+    target: str  # module or script and its arguments
     line: str
 
 
-def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | None) -> LaunchPlan:
+def plan(
+    world: int,
+    machine: Hardware,
+    arguments: Sequence[str],
+    out: Path | None,
+    target: Sequence[str] = ("-m", "finetune.train"),
+) -> LaunchPlan:
     """The accelerate profile, the environment and the launch line of `world` ranks on this machine.
 
     Secrets among the arguments are masked, because the line is printed and written to files.
@@ -54,13 +60,13 @@ def plan(world: int, machine: Hardware, arguments: Sequence[str], out: Path | No
         how = ["accelerate-launch", "--config_file", str(out / PROFILE)]
     environment = {one.name: one.value for one in chosen}
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-    target = shlex.join(["-m", "finetune.train", *redact_arguments(arguments)])
+    command = shlex.join([*target, *redact_arguments(arguments)])
     return LaunchPlan(
         profile=profile,
         environment=environment,
         reasons={one.name: one.reason for one in chosen},
-        target=target,
-        line=" ".join([*words, shlex.join(how), target]),
+        target=command,
+        line=" ".join([*words, shlex.join(how), command]),
     )
 
 

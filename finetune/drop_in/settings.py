@@ -32,14 +32,13 @@ def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
     return global_batch_size is not None and args.per_device_train_batch_size == default
 
 
-def batch(args: Any, global_batch_size: int | None) -> Batch:
+def batch(args: Any, global_batch_size: int | None, world_size: int) -> Batch:
     """How a step divides over the ranks: TRL's product, or what the user has fixed. Of a fixed batch, a rank holds at
     most `per_device_train_batch_size` rows at once.
 
     Raises:
         UserError: `global_batch_size` does not divide over this world size.
     """
-    world_size = distributed.ranks().world_size
     if global_batch_size is None:
         per_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return Batch(

@@ -11,7 +11,7 @@ from types import TracebackType
 from finetune.config.schema import TrainingConfig
 from finetune.drop_in import overrides
 from finetune.errors import UserError
-from finetune.runtime import bootstrap, bytecode, command, distributed, process_group
+from finetune.runtime import bootstrap, bytecode, command, distributed, process_group, scripts
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.files import cache_folder
 
@@ -47,7 +47,8 @@ def start() -> tuple[Stack, overrides.Overrides]:
         )
         backend = "transformers"
     # The script may use TRL's other trainers, too.
-    stack = bootstrap.start(backend, log_level=None, without=("unsloth_all_trl_trainers",), setting=VARIABLE)
+    left_out = ("unsloth_all_trl_trainers", *scripts.without())
+    stack = bootstrap.start(backend, log_level=None, without=left_out, setting=VARIABLE)
     if distributed.ranks().world_size > 1 and stack.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"  # SFTConfig would choose a device again, and see no GPU to share
     # Before SFTConfig does it. The timeout is that of the run from the time on when `train` is called.

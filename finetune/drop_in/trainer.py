@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
@@ -26,10 +27,12 @@ from finetune.drop_in.start import OVERRIDES, STACK
 from finetune.engine import adapted, layer_kernels, positions, run, session
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
+from finetune.engine.callbacks import FirstGradients, ParityDump, StopOnRequest
 from finetune.engine.job import Job, choose_attention, model_size
 from finetune.engine.record import RunRecord
+from finetune.engine.session import Build
 from finetune.errors import UserError
-from finetune.runtime import hardware, interrupt, process_group
+from finetune.runtime import distributed, hardware, interrupt, process_group, scripts
 from finetune.runtime.command import INTERRUPTED, in_words
 
 # TRL's names for metrics that are called otherwise in this project.
@@ -117,19 +120,20 @@ class SFTTrainer(engine.SFTTrainer):
         data = self.preparation.tokenized(sources)
         self.job = self._open_job(loaded, data, layers)
         self.job.eval_layout = self._eval_layouts(data)
-        super().__init__(
-            model=loaded,
-            args=settings.for_training(given, self.job.batch),
-            tokenizer=tokenizer,
-            stack=self.job.stack,
-            plan=self.job.plan(),
-            layout=self.job.layout,
-            eval_layout=self.job.eval_layout,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            peft_config=peft_config,
-        )
+        with scripts.no_folder_left(Path(given.output_dir)):
+            super().__init__(
+                model=loaded,
+                args=settings.for_training(given, self.job.batch),
+                tokenizer=tokenizer,
+                stack=self.job.stack,
+                plan=self.job.plan(),
+                layout=self.job.layout,
+                eval_layout=self.job.eval_layout,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                peft_config=peft_config,
+            )
         if self.job.layer_kernels.kernels == layer_kernels.LIGER:
             layer_kernels.install(self.model)
         adapted.install(self.model)
@@ -148,7 +152,7 @@ class SFTTrainer(engine.SFTTrainer):
     def _open_job(self, model: Any, data: Data, layers: layer_kernels.Choice) -> Job:
         """What the engine calls a run: the model, its rows and their layout. The adapter is added later."""
         stack = backbone.stack_of(model, STACK)
-        batch = settings.batch(self.given, self._global_batch_size)
+        batch = settings.batch(self.given, self._global_batch_size, distributed.ranks().world_size)
         config = self._configuration(model, stack, batch)
         because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
@@ -289,6 +293,7 @@ class SFTTrainer(engine.SFTTrainer):
         refusals.unchanged(self, self._created_with)
         if trial is not None:
             raise refusals.Refused("hyperparameter search is not supported: it would train one model after another.")
+        scripts.answered(self)
         asked = OVERRIDES.get("training.resume_from_checkpoint", resume_from_checkpoint) or False
         training = replace(
             self.job.config.training,
@@ -318,7 +323,92 @@ class SFTTrainer(engine.SFTTrainer):
     def set_batch(self, batch: Batch) -> None:
         """Divide each step in another way, before the first."""
         super().set_batch(batch)
+        self._accept_arguments()
+
+    def _accept_arguments(self) -> None:
+        """Take the arguments as they are now for those that the trainer was created with."""
         self._created_with = refusals.values(*(arguments for arguments, _ in self._created_with))
+
+    # --- commands that are given the script ---------------------------------------------------------------------------
+
+    def take_batch_of(self, gpus: int) -> int:
+        """Take the batch that a launch on `gpus` GPUs would have, or on the most below that divide it; this process is
+        then one of its ranks. Returns their number."""
+        for world in range(max(gpus, 1), 0, -1):
+            try:
+                batch = settings.batch(self.given, self._global_batch_size, world)
+            except UserError:
+                continue
+            break
+        self._take_batch(batch)
+        return world
+
+    def _take_batch(self, batch: Batch) -> None:
+        self.job.batch = batch
+        self.job.config = self._configuration(self.model, self.job.stack, batch)
+        self.plan = self.job.plan()
+
+    def build_trial(self, job: Job, folder: Path) -> Build:
+        """As `session.build_trainer`: this trainer on the rows of `job`, without the script's callbacks. It is of no
+        other use afterwards."""
+        logger = session.run_logger(job, folder, start_step=0, dashboard=None)
+        stop = StopOnRequest()
+        self.set_steps(folder, job.config.training.max_steps, logging_steps=job.config.logging.logging_steps)
+        self.plan, self.layout, self.eval_layout = job.plan(), job.layout, job.eval_layout
+        self.set_batch(job.batch)
+        self.callback_handler.callbacks = [transformers.trainer_callback.DefaultFlowCallback(), logger, stop]
+        self.add_callback(FirstGradients())
+        self.train = functools.partial(engine.SFTTrainer.train, self)  # type: ignore[assignment]  # no run of its own
+        logger.attach(self)
+        return Build(trainer=self, logger=logger, stop=stop)
+
+    def train_for_parity(self, folder: Path, steps: int, most: int) -> None:
+        """A short run, for `finetune parity`: without gradient clipping, a learning-rate schedule, and callbacks that
+        report or need evaluations. Writes into `folder` what is compared.
+
+        Args:
+            most: the number of ranks whose launch has the global batch.
+
+        Raises:
+            UserError: the global batch does not divide over this number of ranks.
+        """
+        size = settings.batch(self.given, self._global_batch_size, most).global_batch_size
+        self._take_batch(settings.batch(self.given, size, distributed.ranks().world_size))
+        self.set_steps(folder, steps, logging_steps=1)
+        constant = dict(max_grad_norm=0.0, warmup_steps=0, lr_scheduler_type="constant")
+        training = replace(self.job.config.training, output_dir=str(folder), max_steps=steps, save_steps=0, **constant)
+        logging = replace(self.job.config.logging, logging_steps=1, profile_steps=0)
+        self.job.config = replace(self.job.config, training=training, logging=logging)
+        self._set_arguments(**constant, lr_scheduler_kwargs={})
+        watchers = (transformers.EarlyStoppingCallback, *INTEGRATION_TO_CALLBACK.values())
+        for callback in [one for one in self.callback_handler.callbacks if isinstance(one, watchers)]:
+            self.remove_callback(callback)
+        self.add_callback(ParityDump(folder))
+        self.train()
+        if self.eval_layout is not None:
+            found = self.evaluate()
+            losses = [value for name, value in found.items() if name.startswith("eval_") and name.endswith("_loss")]
+            assert self._record is not None
+            self._record.update(eval_loss_after=sum(losses) / len(losses))
+
+    def set_steps(self, folder: Path, steps: int, *, logging_steps: int) -> None:
+        """Train `steps` optimizer steps, and save and evaluate nothing meanwhile."""
+        self._set_arguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            logging_strategy=IntervalStrategy.STEPS,
+            logging_steps=logging_steps,
+            logging_first_step=False,
+            save_strategy=SaveStrategy.NO,
+            eval_strategy=IntervalStrategy.NO,
+            eval_on_start=False,
+            load_best_model_at_end=False,
+        )
+
+    def _set_arguments(self, **changed: Any) -> None:
+        for name, value in changed.items():
+            setattr(self.args, name, value)
+        self._accept_arguments()
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ run does not depend on the size beyond rounding.
 from __future__ import annotations
 
 import gc
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ from finetune.measure import measurements
 from finetune.measure.measurements import micro_batch_tokens
 from finetune.measure.rules import MEMORY_MARGIN
 from finetune.plural import counted
-from finetune.runtime import activity, distributed
+from finetune.runtime import activity, distributed, scripts
 from finetune.runtime.hardware import memory_outside_torch
 
 NOISE = 0.01  # two sizes whose speed differs by less are equally fast
@@ -239,7 +240,7 @@ def summary(
         "largest_allowed": max(sizes),
         "largest_that_fits": max(fitting) if fitting else None,
         "recommended": best.per_device if best else None,
-        "flag": f"--training.per_device_train_batch_size {best.per_device}" if best else None,
+        "flag": shlex.join(scripts.setting("training.per_device_train_batch_size", best.per_device)) if best else None,
     }
 
 

@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.measure import rules
 from finetune.plural import counted
 from finetune.redact import redact_arguments
-from finetune.runtime import distributed, launch_lines
+from finetune.runtime import distributed, launch_lines, scripts
 from finetune.runtime.command import print_line
 
 
@@ -160,13 +160,15 @@ def relaunch(decision: Decision) -> None:
 
 
 def given_command() -> tuple[list[str], list[str]]:
-    """What a launcher must start to rerun this command: the module or script, and its arguments."""
+    """What a launcher must start to train as this command was asked: the module or script, and its arguments."""
+    if (script := scripts.command()) is not None:
+        return script[:1], script[1:]
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name, program, arguments = (spec.name if spec else ""), sys.argv[0], sys.argv[1:]
     own = name.split(".")[0] == "finetune" or Path(program).name in ("finetune", "finetune.exe")
     if not own and program.endswith(".py"):  # the user's training script
         return [program], arguments
-    return ["-m", "finetune.train"], arguments[1:] if arguments[:1] == ["train"] else arguments
+    return ["-m", "finetune.train"], arguments[1:] if arguments[:1] in (["train"], ["dryrun"]) else arguments
 
 
 # --- this machine, this configuration -------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,7 +20,7 @@ from finetune.data.layout import Layout
 from finetune.data.plan import Plan
 from finetune.engine import eight_bit
 from finetune.engine.job import Job
-from finetune.engine.session import build_trainer
+from finetune.engine.session import Build, build_trainer
 from finetune.engine.trainer import set_learning_rate
 from finetune.measure import measurements, micro_batch
 from finetune.measure.measurements import Measurement, micro_batch_tokens, slowest_rank_seconds
@@ -270,8 +270,17 @@ def _some_rows(layout: Any) -> Any:
     return layout.take(longest_rows(layout, min(EVALUATED_ROWS, len(layout))))
 
 
-def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
-    """Build the real trainer, to run on the longest rows first and then on typical ones."""
+def prepare(
+    job: Job,
+    folder: Path,
+    memory: Memory | None = None,
+    build: Callable[[Job, Path], Build] = build_trainer,
+) -> Trial:
+    """Build the real trainer, to run on the longest rows first and then on typical ones.
+
+    Args:
+        build: builds it for a job that has these rows only.
+    """
     accumulation = min(2, job.batch.accumulation)  # two are enough to hold gradients while the next are computed
     per_device = job.batch.per_device
     worst = np.tile(longest_rows(job.layout, per_device), (WORST_STEPS * accumulation, 1))
@@ -295,7 +304,7 @@ def prepare(job: Job, folder: Path, memory: Memory | None = None) -> Trial:
         eval_layout=_some_rows(job.eval_layout),
     )
     trial = TrialJob(**fields)
-    built = build_trainer(trial, folder)
+    built = build(trial, folder)
     trainer = built.trainer
     built.logger.monitor.keep_steps()
     budget = TimeBudget(at_least=WORST_STEPS + ENOUGH)

@@ -1,10 +1,10 @@
 """`finetune parity`: does the world size change the result, or sharding? Runs the same steps on each and compares.
 
-Runs the first optimizer steps of the user's configuration on each world size, by default one rank (which accumulates
-what two ranks share) and two, in separate processes. Compares the first gradient, the losses, the held-out loss and the
-trained weights. With `--strategies ddp,shard`, world sizes above one run with each strategy, and all runs with the
-transformers backend, unless the configuration names one. Gradient clipping and the learning-rate schedule are off:
-clipping would hide a gradient that is wrong by a factor.
+Runs the first optimizer steps of the user's configuration or script on each world size, by default one rank (which
+accumulates what two ranks share) and two, in separate processes. Compares the first gradient, the losses, the held-out
+loss and the trained weights. With `--strategies ddp,shard`, world sizes above one run with each strategy, and all runs
+with the transformers backend, unless the configuration names one. Gradient clipping and the learning-rate schedule are
+off: clipping would hide a gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from finetune.config import Config, ConfigError, fixed, fixing_arguments, resolve_batch
+from finetune.config import Config, ConfigError, fixed, resolve_batch
 from finetune.config.rules import sharding
 from finetune.errors import RunError, UserError
 from finetune.plural import counted
-from finetune.runtime import launch_lines, subprocesses
+from finetune.runtime import launch_lines, scripts, subprocesses
 from finetune.runtime.command import DONE, FAILED, console, load_config, print_line, run_with_options
 from finetune.runtime.options import Options, count, counts, names
 
@@ -38,7 +38,7 @@ NOTES = "Exit code 0: equal within tolerance, 1: not equal, 2: bad input."
 
 def own_options() -> Options:
     """The options of this command."""
-    found = Options("parity", PURPOSE, notes=NOTES)
+    found = Options("parity", PURPOSE, notes=NOTES, script=True)
     ranks = "world sizes to compare (gloo on a CPU, NCCL on GPUs); the first is the reference"
     found.add("--world-sizes", counts, "1,2", f"{ranks} (default: 1,2)", [1, 2])
     strategies = "strategies of world sizes above 1: ddp, shard or both (default: as training.strategy says)"
@@ -87,26 +87,29 @@ class Comparison:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code."""
-    return run_with_options(own_options().format_help(), argv, run)
+    return run_with_options(own_options().format_help(), argv, run, takes_script=True)
 
 
 def run(argv: list[str]) -> int:
     """Run all world sizes and strategies and compare them.
 
     Raises:
-        UserError: invalid options, configuration or data.
+        UserError: invalid options, configuration, script or data.
         RunError: one of the runs failed.
     """
-    options, rest = own_options().split(argv)
-    config = load_config(rest, command="parity")
+    options, rest, script = own_options().split_script(argv)
     most = max(options.world_sizes)  # whose global batch the others have too
-    rest = [*rest, *fixing_arguments(config.training, most, config.data)]
-    config = replace(config, training=fixed(config.training, most, config.data))
-    cases = cases_of(config, options.world_sizes, options.strategies)
-    first = cases[0]
+    if script:
+        scripts.check(script[0])
+        cases = cases_of_script(options.world_sizes, options.strategies)
+    else:
+        config = load_config(rest, command="parity")
+        config = replace(config, training=fixed(config.training, most, config.data))
+        cases = cases_of(config, options.world_sizes, options.strategies)
+    first, arguments = cases[0], [str(most), *(script or rest)]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         folders = {case: Path(folder) / f"{case.world_size}-{case.strategy}" for case in cases}
-        runs = {case: start(case, out, options.steps, options.without, rest) for case, out in folders.items()}
+        runs = {case: start(case, out, options.steps, options.without, arguments) for case, out in folders.items()}
         found = [compare(folders[first], folders[case], case.world_size, case.strategy) for case in cases[1:]]
     print_comparison(runs[first], found)
     proven = not any(one.failures for one in found)
@@ -125,7 +128,7 @@ class Case(NamedTuple):
 
     world_size: int
     strategy: str  # "ddp" or "shard"; "ddp" for one rank
-    backend: str  # the same for all runs
+    backend: str  # the same for all runs; empty for that of a script
 
 
 def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> list[Case]:
@@ -135,16 +138,10 @@ def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> l
         UserError: there are fewer than two, a strategy is unknown, or the configuration cannot be run so.
     """
     strategies = strategies or ["shard" if config.training.strategy == "shard" else "ddp"]
-    if unknown := [name for name in strategies if name not in ("ddp", "shard")]:
-        raise UserError(f"--strategies: unknown strategy {unknown[0]!r}. Use ddp, shard, or both.")
     backend = config.model.backend
     if "shard" in strategies and backend == "auto":  # which only sharded runs would take to mean transformers
         backend = "transformers"
-    pairs = [(size, name if size > 1 else "ddp") for size in world_sizes for name in strategies]
-    cases = dict.fromkeys(Case(*pair, backend) for pair in pairs)
-    if len(cases) < 2:
-        first = world_sizes[0]
-        raise UserError(f"--world-sizes: expected two or more to compare, got {first}. Add one, such as 1,{first}.")
+    cases = _cases(world_sizes, strategies, backend)
     if "shard" in strategies:
         sharded = replace(config, training=replace(config.training, strategy="shard"))
         if problems := [f"{', '.join(keys)}: {text}" for keys, text in sharding(sharded, config.given)]:
@@ -152,11 +149,30 @@ def cases_of(config: Config, world_sizes: list[int], strategies: list[str]) -> l
     for size in world_sizes:
         if not config.demo:
             resolve_batch(config.training, size, config.data)
+    return cases
+
+
+def cases_of_script(world_sizes: list[int], strategies: list[str]) -> list[Case]:
+    """The same for a script, whose ranks find out what it cannot be run with."""
+    return _cases(world_sizes, strategies or ["ddp"], "transformers" if "shard" in strategies else "")
+
+
+def _cases(world_sizes: list[int], strategies: list[str], backend: str) -> list[Case]:
+    if unknown := [name for name in strategies if name not in ("ddp", "shard")]:
+        raise UserError(f"--strategies: unknown strategy {unknown[0]!r}. Use ddp, shard, or both.")
+    pairs = [(size, name if size > 1 else "ddp") for size in world_sizes for name in strategies]
+    cases = dict.fromkeys(Case(*pair, backend) for pair in pairs)
+    if len(cases) < 2:
+        first = world_sizes[0]
+        raise UserError(f"--world-sizes: expected two or more to compare, got {first}. Add one, such as 1,{first}.")
     return list(cases)
 
 
 def start(case: Case, out: Path, steps: int, without: str, arguments: list[str]) -> dict[str, Any]:
     """Run one case and return the content of its run.json.
+
+    Args:
+        arguments: the last ones of `parity.run`.
 
     Raises:
         UserError, RunError: the error of the run that failed.

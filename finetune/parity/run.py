@@ -9,26 +9,43 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from finetune.config import Config, load
-from finetune.runtime.command import guarded
+from finetune.config import Config, fixed, load
+from finetune.errors import UserError
+from finetune.runtime import scripts
+from finetune.runtime.command import DONE, guarded
 from finetune.runtime.hooks import NO_HOOKS, Hooks
 
 
 def main(hooks: Hooks = NO_HOOKS) -> int:
-    """`python -m finetune.parity.run OUT STEPS WITHOUT STRATEGY BACKEND [configuration ...]`
+    """`python -m finetune.parity.run OUT STEPS WITHOUT STRATEGY BACKEND MOST [configuration ... | SCRIPT ...]`
 
-    WITHOUT names patches, comma-separated; STRATEGY is ddp or shard; BACKEND is as model.backend.
+    WITHOUT names patches, comma-separated; STRATEGY is ddp or shard; BACKEND is as model.backend, or empty for the
+    script's; MOST is the number of ranks whose global batch all runs have.
     """
-    out, steps, without, strategy, backend, *arguments = sys.argv[1:]
+    out, steps, without, strategy, backend, most, *arguments = sys.argv[1:]
     left_out = [name for name in without.split(",") if name]
 
-    def start() -> int:
-        config = load(arguments)
+    def of_configuration(config: Config, hooks: Hooks) -> int:
         # The ranks are already launched.
-        training = replace(config.training, strategy="shard" if strategy == "shard" else None)
-        config = replace(config, training=training, model=replace(config.model, backend=backend))  # type: ignore[arg-type]
+        training = fixed(config.training, int(most), config.data)
+        training = replace(training, strategy="shard" if strategy == "shard" else None)
+        model = replace(config.model, backend=backend or config.model.backend)
+        config = replace(config, training=training, model=model)
         return run(config, Path(out), int(steps), left_out, hooks)
+
+    def of_trainer(trainer: Any) -> int:
+        if strategy == "shard":
+            raise UserError("a script that builds its trainer loads the whole model on each GPU. Use --strategies ddp.")
+        trainer.train_for_parity(Path(out), int(steps), int(most))
+        return DONE
+
+    def start() -> int:
+        if not scripts.is_script(arguments[0] if arguments else ""):
+            return of_configuration(load(arguments), hooks)
+        answer = scripts.Answer(trainer=of_trainer, configuration=of_configuration, without=tuple(left_out))
+        return scripts.run(arguments, answer)
 
     return guarded(start)
 

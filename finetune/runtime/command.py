@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -53,17 +54,25 @@ def load_config(arguments: list[str], **about: Any) -> Config:
     return config
 
 
-def run_with_options(help_text: str, argv: list[str] | None, run: Callable[[list[str]], int]) -> int:
-    """Run a command with its arguments, or print `help_text` if they contain `--help`. Returns the exit code."""
+def run_with_options(
+    help_text: str, argv: list[str] | None, run: Callable[[list[str]], int], *, takes_script: bool = False
+) -> int:
+    """Run a command with its arguments, or print `help_text` if they contain `--help`. Returns the exit code.
+
+    Args:
+        takes_script: whether the arguments may name a script; what follows it is the script's, also `--help`.
+    """
     from finetune.runtime import bytecode
     from finetune.runtime.files import cache_folder
 
     keep_printing()
     bytecode.keep(cache_folder())  # before anything else is imported
     from finetune.runtime.options import help_asked
+    from finetune.runtime.scripts import is_script
 
     argv = sys.argv[1:] if argv is None else argv
-    if (text := help_asked(argv, help_text)) is not None:
+    own = itertools.takewhile(lambda word: not (takes_script and is_script(word)), argv)
+    if (text := help_asked(list(own), help_text)) is not None:
         sys.stdout.write(text)
         return DONE
     return guarded(lambda: run(argv))
@@ -104,8 +113,10 @@ def in_words(error: Exception) -> RunError | None:
 
 
 def report(error: UserError, place: str = "") -> None:
-    """Write a user's error to stderr, on the one rank that reports it; `place` follows on lines of its own."""
-    _report(error, f"error: {_rank_name()}{error}\n{place}")
+    """Write a user's error to stderr, on the one rank that reports it; its notes and `place` follow on lines of their
+    own."""
+    notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
+    _report(error, f"error: {_rank_name()}{error}\n{notes}{place}")
 
 
 def _report(error: Exception, text: str) -> None:

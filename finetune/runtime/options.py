@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from finetune.config import help as config_help
+from finetune.config.load import FINETUNE
 from finetune.config.schema import SECTIONS
 from finetune.errors import UserError
 from finetune.runtime.files import check_writable
+from finetune.runtime.scripts import is_script
 
 _CONFIGURATION = """
 common to all commands:
@@ -22,6 +25,10 @@ common to all commands:
   --json PATH           also write the result as JSON
   -h, --help [SECTION]  this text, or all keys of a section: model, lora, data, training, logging
 `finetune train --help` lists all keys.
+"""
+_SCRIPT = """
+SCRIPT.py trains with `finetune.SFTTrainer` or `finetune.script`. It runs up to its training, and nothing after that.
+Options of this command may follow it; what follows a `--` is the script's alone.
 """
 _CUTOFF = 0.75  # any lower and `--model_name`, a setting without its section, would be taken for `--model`
 
@@ -35,12 +42,21 @@ class Options(argparse.ArgumentParser):
         notes: text after the options in the help, such as exit codes.
         configuration: whether the command also takes `--config` and `--section.key`.
         usage: what follows the name in the usage line.
+        script: whether a script may take the place of the configuration.
     """
 
     def __init__(
-        self, command: str, purpose: str, *, notes: str = "", configuration: bool = True, usage: str = "[options]"
+        self,
+        command: str,
+        purpose: str,
+        *,
+        notes: str = "",
+        configuration: bool = True,
+        usage: str = "[options]",
+        script: bool = False,
     ):
         settings = " [--config FILE.yaml] [--section.key VALUE ...]" if configuration else ""
+        settings += f"\n       finetune {command} {usage} SCRIPT.py [its arguments]" if script else ""
         super().__init__(
             prog=f"finetune {command}",
             usage=f"finetune {command} {usage}{settings}",
@@ -49,7 +65,7 @@ class Options(argparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
         )
-        self.configuration = configuration
+        self.configuration, self.script = configuration, script
         self.notes = notes
         listed = argparse.SUPPRESS if configuration else "also write the result as JSON"
         self.add("--json", path, "PATH", listed)
@@ -90,6 +106,41 @@ class Options(argparse.ArgumentParser):
             self.error(f"unexpected argument: `{rest[0]}`")
         return options, rest
 
+    def split_script(
+        self, argv: Sequence[str], without: Sequence[str] = ()
+    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """The options of the command, the arguments of the configuration, and the script with its arguments; the last
+        is empty if there is none. Options of the command are found anywhere before a `--`, which is dropped; what
+        follows it is the script's.
+
+        Args:
+            without: options that are for a configuration only. After a script they are the script's.
+
+        Raises:
+            UserError: as `split`, or there are a script and a configuration.
+        """
+        place = next((place for place, word in enumerate(argv) if is_script(word)), None)
+        if place is None:
+            return *self.split(argv), []
+        own, theirs = list(argv[:place]), [argv[place]]
+        takes = {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
+        left = iter(argv[place + 1 :])
+        for word in left:
+            flag, equals, _ = word.partition("=")
+            if word == "--":
+                theirs += left
+            elif flag in takes and flag not in without:
+                own += [word, *([] if equals or not takes[flag] else itertools.islice(left, 1))]
+            else:
+                theirs.append(word)
+        options, rest = self.split(own)
+        if rest:
+            self.error(
+                f"a script and a configuration were given: {theirs[0]} and {rest[0]}. Remove one of them; settings of "
+                f"a script follow it, as {FINETUNE} section.key=value"
+            )
+        return options, [], theirs
+
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with the message that argparse would print before exiting."""
         raise UserError(f"{message.removeprefix('argument ').removesuffix('.')}. See {self.prog} --help.")
@@ -97,7 +148,8 @@ class Options(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Purpose and the command's options first, then the options that all commands share."""
         notes = f"\n{textwrap.fill(self.notes, config_help.WIDTH)}\n" if self.notes else ""
-        return super().format_help() + (_CONFIGURATION if self.configuration else "") + notes
+        common = (_CONFIGURATION if self.configuration else "") + (_SCRIPT if self.script else "")
+        return super().format_help() + common + notes
 
 
 class _Once(argparse.Action):

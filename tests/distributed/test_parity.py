@@ -83,7 +83,7 @@ def faulty(
     how = {1: "1 rank", 2: "2 ranks"}[ranks]
     return launch.run(
         how,
-        [str(out), "3", "", strategy, backend, *words],
+        [str(out), "3", "", strategy, backend, "2", *words],
         cache=cache,
         script=launch.SPIES / "parity_fault.py",
         FAULT=kind,
@@ -136,3 +136,87 @@ def test_bad_options(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and expected in done.stderr, done.stderr
     done = prove(tmp_path, "--help")
     assert done.returncode == 0 and "--world-sizes" in done.stdout
+
+
+SCRIPT = """
+import os, sys
+os.environ["FINETUNE_BACKEND"] = "transformers"
+from finetune import SFTConfig, SFTTrainer
+from datasets import load_dataset
+from pathlib import Path
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+model, data, fault = sys.argv[1:]
+
+
+class Marks(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        Path(f"trained-{args.world_size}").touch()
+
+
+def scale(module, args, output):
+    output["loss"] = output["loss"] * (1 + int(os.environ.get("RANK", "0")))
+    return output
+
+
+model = AutoModelForCausalLM.from_pretrained(model)
+if fault == "rank":
+    model.register_forward_hook(scale)
+trainer = SFTTrainer(
+    model,
+    SFTConfig(
+        output_dir="out",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=50,
+        warmup_steps=10,
+        max_grad_norm=0.01,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+    ),
+    train_dataset=load_dataset("json", data_files=data + "/train.jsonl", split="train"),
+    eval_dataset=load_dataset("json", data_files=data + "/eval.jsonl", split="train"),
+    callbacks=[Marks()],
+)
+trainer.train()
+Path("marker").touch()
+"""
+
+
+@pytest.mark.parametrize(("fault", "code"), [("none", 0), ("rank", 1)])
+def test_a_script_is_compared_with_itself(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, fault: str, code: int
+) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words = ["mine.py", str(tiny_model), str(tiny_data), fault, "--world-sizes", "1,2", "--steps", "3"]
+    done = launch.command_with_ranks(
+        "finetune.parity", [*words, "--json", "parity.json"], cache=tmp_path, kind="transformers"
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "parity.json").read_text())
+    (one,) = found["found"]
+    assert found["proven"] is (code == 0) and found["steps"] == 3 and one["world_size"] == 2
+    if code == 0:
+        assert abs(one["ratio"] - 1) < 1e-4 and one["norm"] < 1e-4 and one["loss"] < 1e-5 and one["eval_loss"] < 1e-5
+    else:  # rank 1 counts its half of the tokens twice
+        assert one["ratio"] > 1.2 and "the gradient is 1." in one["failures"][0]
+    assert (tmp_path / "trained-2").exists()
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_script_that_cannot_be_compared(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "theirs.py").write_text("from trl import SFTTrainer\n")
+    given = [str(tiny_model), str(tiny_data), "none"]
+    for words, expected in (
+        (["theirs.py"], "Change `from trl import SFTTrainer`"),
+        (["mine.py", *given, "--world-sizes", "2"], "expected two or more to compare"),
+        (["mine.py", *given, "--strategies", "shard"], "loads the whole model on each GPU"),
+    ):
+        done = launch.command_with_ranks("finetune.parity", words, cache=tmp_path, kind="transformers")
+        assert done.returncode == 2 and expected in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr

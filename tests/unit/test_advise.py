@@ -336,7 +336,7 @@ def test_settings_that_cannot_be_tried_are_none(tmp_path: Path, monkeypatch: pyt
     def refused(*args: Any, **kw: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(args, 2, stdout="", stderr="error: model.load_in_4bit needs bitsandbytes\n")
 
-    monkeypatch.setattr(candidates.subprocesses, "run", refused)
+    monkeypatch.setattr(candidates.subprocess_dry_run.subprocesses, "run", refused)
     bench = Bench(arguments=[])
     assert bench.try_out(["--model.load_in_4bit", "true"]) == Tried(
         measured=None, reason="A dry run failed: model.load_in_4bit needs bitsandbytes"

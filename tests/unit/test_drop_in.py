@@ -350,17 +350,15 @@ def test_a_batch_means_what_it_means_to_trl_unless_it_is_fixed(make: Callable[..
     [(1, 2, (2, 4)), (2, 2, (2, 2)), (4, 2, (2, 1)), (8, 2, (1, 1)), (1, 3, (2, 4)), (2, 8, (4, 1)), (1, 8, (8, 1))],
 )
 def test_a_fixed_batch_fits_every_number_of_ranks_that_divides_it(
-    ranks: int, per_device: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ranks: int, per_device: int, expected: tuple[int, int]
 ) -> None:
     """A rank holds at most `per_device_train_batch_size` rows at once."""
     from finetune.drop_in import settings
 
-    monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=ranks))
-    batch = settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8)
+    batch = settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8, ranks)
     assert (batch.per_device, batch.accumulation, batch.global_batch_size) == (*expected, 8)
-    monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=3 * ranks))
     with pytest.raises(UserError, match="global_batch_size 8"):
-        settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8)
+        settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8, 3 * ranks)
 
 
 def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any]) -> None:
