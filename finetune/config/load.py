@@ -459,6 +459,8 @@ def _wrong_type(setting: Setting, annotation: Any) -> str:
     numeric = not {int, float}.isdisjoint(members(annotation))
     if setting.raw is None and numeric and isinstance(value, str) and _is_number(value):
         return f'expected {expected}, got the string "{show(value)}". Remove the quotes.'
+    if setting.raw is None and isinstance(value, str) and value.lstrip().startswith("{"):
+        return f"expected {expected}, got a string. Remove the quotes."
     return f"expected {expected}."
 
 

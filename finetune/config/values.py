@@ -74,7 +74,7 @@ _WORDS = {
     **{int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping", list: "a list"},
     **{type(None): "null", Any: "any value"},
 }
-_PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings", bool: "true or false"}
 
 
 def in_words(annotation: Any) -> str:

@@ -289,7 +289,9 @@ def test_wrong_value(argument, allowed):
 def test_a_number_where_a_file_needs_text(write):
     assert "got a number. Put it in quotes." in problem("--config", write("model: {revision: 1234567}\n"))
     assert "a list of strings, a string or null" in problem("--config", write("lora: {target_modules: {a: b}}\n"))
-    assert "a mapping, a string or null" in problem("--config", write("training: {lr_scheduler_kwargs: [1]}\n"))
+    kwargs = "training: {lr_scheduler_kwargs: %s}\n"
+    assert "a mapping of strings to values or null" in problem("--config", write(kwargs % "[1]"))
+    assert problem("--config", write(kwargs % "'{num_cycles: 2}'")).endswith("got a string. Remove the quotes.")
     text = problem("--config", write("training: {learning_rate: }\n"))
     assert "`training.learning_rate: null`" in text and "expected a number." in text
 
