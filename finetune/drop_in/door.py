@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TrainerState
 
 from finetune import review
 from finetune.config import Config
+from finetune.drop_in import settings
 from finetune.engine import best, checkpoints, resume, run, session, trackers
 from finetune.engine.callbacks import FirstGradients, StopOnRequest
 from finetune.engine.job import Job
@@ -54,6 +56,8 @@ class OfScript(run.Door):
         checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
         checkpoints.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
+        trainer.keep_batch(start.found.manifest)
+        config = job.config = replace(config, training=settings.with_batch(training, job.batch))
         job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 

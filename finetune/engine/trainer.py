@@ -116,6 +116,10 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
         args = arguments(config, stack, batch, evaluate=bool(training.eval_steps))
         if args.torch_compile:
             _check_compiler(args)
+        if args.activation_offloading and stack.device == "cpu":
+            raise UserError(
+                "training.activation_offloading moves activations off the GPU, and there is none. Remove it."
+            )
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
         if not training.optim.startswith(_NEEDS_MODEL):

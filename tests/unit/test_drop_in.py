@@ -58,6 +58,8 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             learning_rate=1e-2,
         )
         settings |= {name: given.pop(name) for name in list(given) if name in SFTConfig.__dataclass_fields__}
+        if settings["per_device_train_batch_size"] is None:  # not given
+            del settings["per_device_train_batch_size"]
         return trainer(str(path), SFTConfig(**settings), train_dataset=dataset(rows), **given)
 
     return make
@@ -362,6 +364,25 @@ def test_a_fixed_batch_fits_every_number_of_ranks_that_divides_it(
         settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8)
 
 
+def test_a_batch_of_another_number_of_ranks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the arguments are those that it was launched with: 4 rows per rank, once per step."""
+    from finetune.drop_in import settings
+
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=1)
+
+    def kept(ranks: int, rows: int, launched: int) -> tuple[int, ...] | None:
+        monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=ranks))
+        had = {"per_device": 1, "global_batch_size": rows, "world_size": launched}
+        found = settings.resumed_batch(args, {"batch": had})
+        return found and (found.per_device, found.accumulation, found.global_batch_size)
+
+    assert kept(2, 4, 1) == (2, 1, 4) and kept(1, 8, 2) == (4, 2, 8) and kept(2, 16, 4) == (4, 2, 16)
+    assert kept(2, 8, 2) is None and kept(2, 6, 1) is None
+    assert settings.resumed_batch(args, {}) is None
+    with pytest.raises(UserError, match="global_batch_size 4"):
+        kept(3, 4, 1)
+
+
 def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any]) -> None:
     trainer = make(PAIRS_AS_COLUMNS, formatting_func=lambda row: f"{row['question']} {row['answer']}")
     plain = make([{"text": f"{row['question']} {row['answer']}"} for row in PAIRS_AS_COLUMNS])
@@ -612,6 +633,25 @@ def test_an_evaluation_is_the_mean_over_the_tokens_of_each_set(make: Callable[..
         trainer.predict(dataset(TEXTS))
 
 
+def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[..., Any], tmp_path: Path) -> None:
+    """A checkpoint as 2 ranks with 4 rows each write it, resumed on one rank by the same script."""
+    out = tmp_path / "out"
+    whole = make(gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
+    whole.train()
+    manifest = out / "checkpoint-2" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    assert content["batch"] == {"per_device": 4, "global_batch_size": 8, "world_size": 1}
+    manifest.write_text(json.dumps(content | {"batch": content["batch"] | {"world_size": 2}}))
+    resumed = make()
+    assert resumed.plan.global_batch_size == 4
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert losses(resumed)[-2:] == losses(whole)[-2:]
+    record = json.loads((out / "run.json").read_text())
+    assert record["batch"] == {"per_device": 4, "accumulation": 2, "global_batch_size": 8}
+    assert record["config"]["training"]["global_batch_size"] == 8
+
+
 def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:
     whole = make(save_strategy="steps", save_steps=2)
     whole.train()
@@ -846,7 +886,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 3)
     monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
 
-    def trained(per_device: int, **given: Any) -> tuple[Any, dict[str, Any]]:
+    def trained(per_device: int | None, **given: Any) -> tuple[Any, dict[str, Any]]:
         trainer = make(global_batch_size=8, per_device_train_batch_size=per_device, **given)
         trainer.train()
         return trainer, json.loads((tmp_path / "out" / "run.json").read_text())
@@ -855,7 +895,10 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     assert asked == [] and record["micro_batch"]["reason"] == "as configured"
     assert record["config"]["training"]["per_device_train_batch_size"] == 4
 
-    found, record = trained(8, save_strategy="steps", save_steps=2)  # the default
+    kept, record = trained(8)  # TRL's default, but given
+    assert asked == [] and record["micro_batch"]["reason"] == "as configured" and record["batch"]["per_device"] == 8
+
+    found, record = trained(None, save_strategy="steps", save_steps=2)
     assert asked and record["batch"] == {"per_device": 2, "accumulation": 4, "global_batch_size": 8}
     assert record["micro_batch"]["per_device"] == found.args.per_device_train_batch_size == 2
     assert losses(found) == pytest.approx(losses(kept), rel=1e-5)
@@ -864,7 +907,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     found.train()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked == [] and record["micro_batch"]["reason"].endswith("from an earlier search of this job")
-    resumed = make(global_batch_size=8, per_device_train_batch_size=8)
+    resumed = make(global_batch_size=8, per_device_train_batch_size=None)
     resumed.train(resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked == [] and record["micro_batch"]["reason"] == "as in the checkpoint"
