@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
-from finetune.drop_in import backbone, former, refusals, rows, settings
+from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import STACK
@@ -44,6 +44,7 @@ class SFTTrainer(engine.SFTTrainer):
     mean over the supervised tokens of the whole global batch.
     """
 
+    @names.of_a_script()
     def __init__(
         self,
         model: Any,
@@ -266,6 +267,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @names.of_a_script()
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
@@ -334,6 +336,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 
+    @names.of_a_script()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

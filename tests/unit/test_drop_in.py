@@ -652,6 +652,48 @@ def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[
     assert record["config"]["training"]["global_batch_size"] == 8
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(make: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = make(max_steps=1)
+    first.train(resume_from_checkpoint=True)  # nothing to resume: as the first line of a script that is restarted
+    make(max_steps=1).train(resume_from_checkpoint=True)  # its weights are nowhere
+    assert (out / "earlier-run-1" / "run.json").is_file()
+    first.save_model()
+    before = (out / "run.json").read_bytes()
+    with pytest.raises(UserError, match="holds a finished run, and no checkpoint. Load its model"):
+        make(max_steps=1).train(resume_from_checkpoint=True)
+    assert (out / "run.json").read_bytes() == before
+    make(max_steps=1).train()
+    assert (out / "earlier-run-2" / "model.safetensors").is_file()
+
+
+def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_path: Path) -> None:
+    from finetune.drop_in.names import in_script
+
+    make(save_strategy="steps", save_steps=2).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(UserError) as error:
+        make(learning_rate=1e-3).train(resume_from_checkpoint=checkpoint)
+    assert "- learning_rate: was 0.01, now 0.001" in str(error.value)
+    assert "apply them with train(resume_with_changes=True)" in str(error.value)
+    with pytest.raises(UserError, match=r"^max_steps is 1, .* earlier checkpoint as resume_from_checkpoint.$"):
+        make(max_steps=1).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(UserError, match=r"^resume_from_checkpoint is nowhere: the folder does not exist"):
+        make().train(resume_from_checkpoint="nowhere")
+    with pytest.raises(UserError, match=r"^global_batch_size 7 is not a multiple of|^The global batch"):
+        make(global_batch_size=2**21)
+    for text, expected in {
+        "set training.seed and data.max_length": "set seed and max_length",
+        "set training.gradient_checkpointing: true, or model.load_in_4bit: true": (
+            "set gradient_checkpointing=True, or load_in_4bit=True"
+        ),
+        "lora.r: was 8, now 16": "LoraConfig's r: was 8, now 16",
+        "Set data.eval_file or data.eval_fraction.": "Set eval_dataset.",
+        "see data.md and training.py": "see data.md and training.py",
+    }.items():
+        assert in_script(text) == expected
+
+
 def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:
     whole = make(save_strategy="steps", save_steps=2)
     whole.train()
