@@ -649,6 +649,8 @@ def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[
     record = json.loads((out / "run.json").read_text())
     assert record["batch"] == {"per_device": 4, "accumulation": 2, "global_batch_size": 8}
     assert record["config"]["training"]["global_batch_size"] == 8
+    text = (out / "run.yaml").read_text()
+    assert text.startswith("# The rows came from a script") and "global_batch_size: 8" in text
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(make: Callable[..., Any], tmp_path: Path) -> None:
