@@ -695,6 +695,23 @@ def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_p
         assert in_script(text) == expected
 
 
+def test_rows_of_text_are_read_by_a_processors_tokenizer(make: Callable[..., Any], model: Path) -> None:
+    from transformers import AutoTokenizer, ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+            super().__init__(tokenizer, chat_template=chat_template)
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    talk = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "red"}]}] * 8
+    trainer = make(talk, processing_class=Processor(tokenizer, template))
+    assert trainer.processing_class is tokenizer and trainer.processing_class.chat_template == template
+    assert trainer.train_dataset["input_ids"][0] == make(talk).train_dataset["input_ids"][0]
+    with pytest.raises(UserError, match="appears to be vision-related"):
+        make([row | {"images": [""]} for row in talk], processing_class=Processor(tokenizer, template))
+
+
 def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:
     whole = make(save_strategy="steps", save_steps=2)
     whole.train()
