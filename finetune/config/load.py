@@ -319,6 +319,9 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
         if not token.startswith("--") or not name:
             if token.endswith((".yaml", ".yml")):  # without its settings, others may seem to be missing
                 problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. Write --config {token}.", *KEYS)
+            elif token.endswith(".py"):
+                text = f"not an option. To train with a script, launch it (accelerate launch {token}); `finetune dryrun"
+                problems.add(f"{_COMMAND_LINE}: `{token}`: {text} {token}` measures it.", *KEYS)
             else:
                 problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. See --help.")
             continue
