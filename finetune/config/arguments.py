@@ -273,6 +273,7 @@ ARGUMENTS = (
     Argument("fsdp_config", remedy=_SHARD, drop_in=_ONE_GPU),
     Argument("local_rank", reason="the launcher sets it", drop_in="the launcher sets it"),
     Argument("neftune_noise_alpha", passed=True, neutral=(0,)),
+    Argument("ddp_backend", kept=(None,), reason="NCCL connects GPUs, and gloo connects CPUs"),
     Argument("run_name", passed=True, settings=_TENSORBOARD),
     Argument("gradient_checkpointing_kwargs", passed=True, settings="set by training.gradient_checkpointing"),
     Argument("tf32", passed=True, settings="the package chooses it for the device"),
@@ -285,7 +286,7 @@ ARGUMENTS = (
         " log_on_each_node include_num_input_tokens_seen project save_only_model"
         " restore_callback_states_from_checkpoint full_determinism dataloader_num_workers dataloader_pin_memory"
         " dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
-        " dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend debug"
+        " dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers debug"
         " skip_memory_metrics router_aux_loss_coef activation_offloading",
         passed=True,
     ),
@@ -354,6 +355,7 @@ FOREIGN = {
     "sample_packing": "data.packing",
     "seq_length": "data.max_length",
     "sequence_len": "data.max_length",
+    "torch_dtype": "model.dtype",
     "train_on_inputs": "data.assistant_only_loss",
     "val_set_size": "data.eval_fraction",
 }

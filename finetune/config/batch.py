@@ -24,6 +24,7 @@ class Batch:
 
 
 DEFAULT_GLOBAL_BATCH = 16
+LARGEST_GLOBAL_BATCH = 2**20
 LARGEST_DEFAULT_PER_DEVICE = 8  # also what transformers takes for per_device_train_batch_size
 LARGEST_DEFAULT_TOKENS = 16_384  # of packs: 8 rows of the default max_length
 
@@ -48,6 +49,12 @@ def resolve_batch(training: TrainingConfig, world_size: int, data: DataConfig | 
         per_device = per_device or most
         global_batch_size = per_device * (accumulation or 1) * world_size
     global_batch_size = global_batch_size or DEFAULT_GLOBAL_BATCH
+    if global_batch_size > LARGEST_GLOBAL_BATCH:
+        raise UserError(
+            f"The global batch has {global_batch_size:,} rows, and at most {LARGEST_GLOBAL_BATCH:,} are planned per "
+            "step. Lower training.global_batch_size, or training.per_device_train_batch_size and "
+            "training.gradient_accumulation_steps."
+        )
 
     unit = (per_device or 1) * (accumulation or 1)  # rows per rank that the user's numbers fix
     all_fixed = per_device is not None and accumulation is not None

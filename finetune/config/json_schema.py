@@ -56,8 +56,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    keys = {name.partition(".")[2]: _key(name) for name in KEYS if name.startswith(f"{section}.")}
-    keys |= {name: _former(now) for name, now in arguments.former().items() if f"{section}.{now}" in KEYS}
+    # The loader takes a former name in any section: max_seq_length was an argument of the model, too.
+    keys = {name: _former(now) for name, now in arguments.former().items() if name not in arguments.REFUSED}
+    keys |= {name.partition(".")[2]: _key(name) for name in KEYS if name.startswith(f"{section}.")}
     return {
         "description": (SECTIONS[section].__doc__ or "").splitlines()[0],
         "type": ["object", "null"],  # a section with all its keys commented out
@@ -89,7 +90,6 @@ def _sft_fields() -> dict[str, dict[str, Any]]:
         for name, annotation in sft_fields().items()
         if name not in arguments.REFUSED
     }
-    found |= {name: _former(now) for name, now in arguments.former().items() if name not in arguments.REFUSED}
     for name in sorted(arguments.TAKEN):
         found[name] = {
             "description": "A field of TRL's SFTConfig that sets a key of ours, or says what every run does."

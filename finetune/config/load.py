@@ -14,6 +14,7 @@ from finetune.config.rules import contradictions
 from finetune.config.schema import DEFAULTS, KEYS, SECTIONS, Config, ConfigError
 from finetune.config.sft_fields import CHOICES, choices, sft_fields
 from finetune.config.values import NotAllowed, convert, describe, in_words, members, show
+from finetune.errors import cut
 from finetune.redact import MASK, is_secret_name, redact, redact_tree
 
 _COMMAND_LINE = "command line"
@@ -96,7 +97,7 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         value = self.value if self.raw is None else self.raw
         text = MASK if is_secret_name(self.key) and value not in ("", None) else show(value)
-        name = self.written or self.name
+        name = cut(self.written or self.name)
         shown = f"{name}: {text}" if self.raw is None else f"--{name} {text}"
         if self.where == FINETUNE:
             return f"{FINETUNE} {name}={text}"
@@ -229,7 +230,7 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
     if found is None:
         kept = arguments.row(setting.key).is_kept(value) or arguments.excluded(setting.key, value) is not None
         if not kept:
-            problems.add(f"{setting}: cannot be set here: {arguments.REFUSED[setting.key]}.", setting.name)
+            problems.add(f"{setting}: {_not_taken(setting.key)}", setting.name)
         return
     target, ours = found
     section, _, key = target.partition(".")
@@ -247,6 +248,17 @@ def _take_over(setting: Setting, values: dict[str, Any], origin: dict[str, Setti
             problems.add(f"{other}; {setting}: these contradict each other. Keep one.", target, setting.name)
         return
     values[target], origin[target] = ours, setting
+
+
+def _not_taken(key: str) -> str:
+    """What is wrong with a value under a name of SFTConfig of which only some values are taken, and what to do."""
+    instead, taken = arguments.REFUSED[key], arguments.values(key)
+    if taken is None:
+        return f"cannot be set here: {instead}."
+    said = [one for one in taken if one not in ("", [], {}) and not (one is False and "no" in taken)]
+    allowed = " or ".join(show(one) for n, one in enumerate(said) if one not in said[:n])
+    why = f": {instead}" if arguments.row(key).reason else f". {instead[0].upper()}{instead[1:]}"
+    return f"must be {allowed} here{why}."
 
 
 def _compare(setting: Setting, values: dict[str, Any], origin: dict[str, Setting], problems: _Problems) -> None:
@@ -318,18 +330,19 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
         name = name.replace("-", "_")
         if not token.startswith("--") or not name:
             if token.endswith((".yaml", ".yml")):  # without its settings, others may seem to be missing
-                problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. Write --config {token}.", *KEYS)
+                problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. Write --config {cut(token)}.", *KEYS)
             elif token.endswith(".py"):
-                text = f"not an option. To train with a script, launch it (accelerate launch {token}); `finetune dryrun"
-                problems.add(f"{_COMMAND_LINE}: `{token}`: {text} {token}` measures it.", *KEYS)
+                name = cut(token)
+                text = f"not an option. To train with a script, launch it (accelerate launch {name}); `finetune dryrun"
+                problems.add(f"{_COMMAND_LINE}: `{name}`: {text} {name}` measures it.", *KEYS)
             else:
-                problems.add(f"{_COMMAND_LINE}: `{token}`: not an option. See --help.")
+                problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. See --help.")
             continue
         if name == "dry_run":
             options[name] = "true"
             if equals or command != "train":
                 what = "--dry-run takes no value. Remove it." if equals else "only `train` has --dry-run. Remove it."
-                problems.add(f"{_COMMAND_LINE}: `{token}`: {what}")
+                problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {what}")
             continue
         has_value = bool(equals) or bool(rest and not rest[0].startswith("--"))
         if has_value and not equals:
@@ -345,14 +358,14 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
             known = ["--config", "--json", *(["--dry-run"] if command == "train" else [])]
             option, nearest = _most_alike(token.partition("=")[0], known), _nearest(section)
             text = f"unknown option. Nearest is {option}." if option else _unknown("", section, nearest)
-            problems.add(f"{_COMMAND_LINE}: `{token}`: {text}", nearest)
+            problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: {text}", nearest)
         elif has_value:
             settings.append(Setting(_COMMAND_LINE, section, key, text, raw=text))
         elif bool in members(_annotation(section, key) or bool):  # a key that is not known is reported later on
             settings.append(Setting(_COMMAND_LINE, section, key, True, raw=""))
         else:
             expected = in_words(_annotation(section, key))
-            problems.add(f"{_COMMAND_LINE}: `{token}`: expected a value after it: {expected}.", f"{section}.{key}")
+            problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: expected a value after it: {expected}.", f"{section}.{key}")
     return options, settings
 
 
@@ -384,7 +397,7 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
         problems.add(f"{path}{line}: not valid YAML: {what}.", *KEYS)
         return []
     for line, key in loader.duplicates:
-        problems.add(f"{path}:{line}: `{key}` is given twice in the same mapping. Keep one.")
+        problems.add(f"{path}:{line}: `{cut(key)}` is given twice in the same mapping. Keep one.")
     if not isinstance(document, dict) or not document:
         problems.add(f"{path}: the file has no settings. Its sections are {', '.join(SECTIONS)}.", *KEYS)
         return []
@@ -398,7 +411,7 @@ def _read_yaml(path: str, problems: _Problems) -> list[Setting]:
             is_section = isinstance(content, dict)
             nearest = _most_alike(str(section), list(SECTIONS)) if is_section else _nearest(str(section))
             touched = [name for name in KEYS if nearest in (name, name.partition(".")[0])]
-            problems.add(f"{path}:{line}: `{section}`: {_unknown('', str(section), nearest)}", *touched)
+            problems.add(f"{path}:{line}: `{cut(section)}`: {_unknown('', str(section), nearest)}", *touched)
         elif isinstance(content, dict):
             key_nodes = _nodes(content_node)
             for key, value in content.items():
@@ -491,6 +504,8 @@ def _wrong_type(setting: Setting, annotation: Any) -> str:
     numeric = not {int, float}.isdisjoint(members(annotation))
     if setting.raw is None and numeric and isinstance(value, str) and _is_number(value):
         return f'expected {expected}, got the string "{show(value)}". Remove the quotes.'
+    if setting.raw is None and isinstance(value, str) and value.lstrip().startswith("{"):
+        return f"expected {expected}, got a string. Remove the quotes."
     return f"expected {expected}."
 
 
@@ -537,6 +552,8 @@ _CUTOFF = 0.6  # the default of difflib.get_close_matches
 
 
 def _most_alike(given: str, known: Sequence[str]) -> str | None:
+    if len(given) > 4 * max(map(len, known)):  # comparing them would take long, and find nothing
+        return None
     near = max(known, key=lambda name: _alike(name, given))
     return near if _alike(near, given) >= _CUTOFF else None
 

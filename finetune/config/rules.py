@@ -13,6 +13,8 @@ from typing import Any
 
 from finetune.config.origins import mistakes
 from finetune.config.schema import DEFAULTS, Config
+from finetune.config.sft_fields import lora_fields
+from finetune.config.values import NotAllowed, convert, in_words, show
 
 Contradiction = tuple[tuple[str, ...], str]
 Found = Iterator[Contradiction]
@@ -169,6 +171,19 @@ def unsloth_only(config: Config, given: frozenset[str]) -> Found:
         )
 
 
+def attention(config: Config, given: frozenset[str]) -> Found:
+    """An attention that can train."""
+    chosen = config.model.attn_implementation or ""
+    if chosen.startswith("paged|"):
+        instead = chosen.removeprefix("paged|")
+        yield ("model.attn_implementation",), f"{chosen} generates text, and cannot train. Set it to {instead}."
+
+
+def _managed(name: str) -> dict[str, str]:
+    """Argument -> what to do instead."""
+    return {key: text for keys, text in MANAGED_ARGUMENTS[name].items() for key in keys.split()}
+
+
 def managed_arguments(config: Config, given: frozenset[str]) -> Found:
     """Arguments that have a key, or that this program decides."""
     passed: Mapping[str, Mapping[str, Any]] = {
@@ -176,10 +191,51 @@ def managed_arguments(config: Config, given: frozenset[str]) -> Found:
         "lora.adapter_kwargs": config.lora.adapter_kwargs,
     }
     for name, arguments in passed.items():
-        instead = {key: text for keys, text in MANAGED_ARGUMENTS[name].items() for key in keys.split()}
+        instead = _managed(name)
         for key in arguments:
             if key in instead:
                 yield (name,), f"`{key}` cannot be set here: {instead[key].format(name=key)}."
+
+
+# Starts of an adapter that PEFT makes from the model's own activations or gradients, in a pass over the data.
+DATA_DRIVEN = ("eva", "corda", "lora_ga")
+# Arguments of LoraConfig that count from 0.
+_COUNTED = ("layers_to_transform", "trainable_token_indices", "alora_invocation_tokens")
+
+
+def adapter_arguments(config: Config, given: frozenset[str]) -> Found:
+    """Arguments of LoraConfig: their names, if Unsloth cannot take them, and their types."""
+    name, known = "lora.adapter_kwargs", lora_fields()
+    for key, value in config.lora.adapter_kwargs.items():
+        if key in _managed(name):
+            continue
+        if key not in known:
+            if config.model.backend == "transformers":
+                near = difflib.get_close_matches(key, known, n=1)
+                nearest = f" Nearest is {near[0]}." if near else ""
+                yield (name,), f"PEFT's LoraConfig has no `{key}`.{nearest} Correct it, or remove it."
+            continue
+        try:
+            convert(value, known[key])
+        except NotAllowed:
+            yield (name,), f"`{key}: {show(value)}`: expected {in_words(known[key])}."
+            continue
+        if key in _COUNTED and any(one < 0 for one in _numbers(value)):
+            yield (name,), f"`{key}: {show(value)}`: must be at least 0."
+        if key == "init_lora_weights" and str(value).startswith(DATA_DRIVEN):
+            yield (
+                (name,),
+                f"`init_lora_weights: {value}` needs a pass over the data that this program does not make. Use pissa or"
+                " olora, which need none, or remove it.",
+            )
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(one)
 
 
 def adapter(config: Config, given: frozenset[str]) -> Found:
@@ -202,7 +258,7 @@ def adapter(config: Config, given: frozenset[str]) -> Found:
 def adapter_modules(config: Config, given: frozenset[str]) -> Found:
     """An adapter on a layer and training it in full exclude each other, and the output embedding takes no adapter."""
     lora = config.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules or ""]
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or []
     if both := [name for name in targets if name in (lora.modules_to_save or ())]:
         yield (
             ("lora.target_modules", "lora.modules_to_save"),
@@ -547,9 +603,27 @@ RANGES = {
     "adam_beta2": (0, 1),
     "adam_epsilon": (0, math.inf),
     "neftune_noise_alpha": (0, math.inf),
-    "dataloader_num_workers": (0, math.inf),
+    "dataloader_num_workers": (0, 1025),  # processes
+    "dataloader_prefetch_factor": (1, math.inf),
+    "ddp_bucket_cap_mb": (1, math.inf),
+    "router_aux_loss_coef": (0, math.inf),
     "torch_empty_cache_steps": (1, math.inf),
 }
+
+
+# Arguments of torch.utils.checkpoint that a configuration can write.
+CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
+
+
+def checkpointing(config: Config, given: frozenset[str]) -> Found:
+    """Arguments of the recomputation of activations."""
+    key = "training.gradient_checkpointing_kwargs"
+    arguments = config.training.extra.get("gradient_checkpointing_kwargs") or {}
+    for name in arguments:
+        if name not in CHECKPOINTING:
+            yield (key,), f"unknown argument `{show(name)}`. It takes {', '.join(CHECKPOINTING)}."
+    if arguments.get("use_reentrant") and arguments.get("debug"):
+        yield (key,), "debug needs use_reentrant: false. Remove one of them."
 
 
 def ranges(config: Config, given: frozenset[str]) -> Found:
@@ -561,10 +635,13 @@ def ranges(config: Config, given: frozenset[str]) -> Found:
             yield (f"training.{key}",), f"must be at least {lowest}{most}, got {value}."
 
 
+FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
+
+
 def schedule(config: Config, given: frozenset[str]) -> Found:
     """A schedule that follows evaluations needs them."""
     training = config.training
-    if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and training.eval_steps == 0:
+    if training.lr_scheduler_type in FOLLOWS_LOSS and training.eval_steps == 0:
         yield (
             ("training.lr_scheduler_type", "training.eval_steps"),
             f"{training.lr_scheduler_type} follows the held-out loss during training, and eval_steps is 0. Set"
@@ -658,7 +735,9 @@ def sharding(config: Config, given: frozenset[str]) -> Found:
 RULES: tuple[Rule, ...] = (
     precision,
     unsloth_only,
+    attention,
     managed_arguments,
+    adapter_arguments,
     adapter,
     adapter_modules,
     training_data,
@@ -669,6 +748,7 @@ RULES: tuple[Rule, ...] = (
     trained_messages,
     packing,
     optimizer,
+    checkpointing,
     ranges,
     schedule,
     master_weights,

@@ -23,13 +23,19 @@ SEED: Range = ("in [0, 2**32)", lambda value: 0 <= value < 2**32)  # what numpy.
 NOT_EMPTY: Range = ("not empty", lambda value: len(value) > 0)
 
 
+MOST_PROBLEMS = 30  # that are printed
+
+
 class ConfigError(UserError):
     """Everything that is wrong with a configuration: one text per mistake in `problems`."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
         count = counted(len(self.problems), "problem")
-        lines = [f"The configuration has {count}; nothing was started.", *(f"  - {text}" for text in self.problems)]
+        lines = [f"The configuration has {count}; nothing was started."]
+        lines += [f"  - {text}" for text in self.problems[:MOST_PROBLEMS]]
+        if len(self.problems) > MOST_PROBLEMS:
+            lines.append(f"  - and {len(self.problems) - MOST_PROBLEMS:,} more")
         super().__init__("\n".join(lines))
 
 

@@ -1,10 +1,11 @@
-"""The fields of TRL's SFTConfig, read from its source: importing it would import torch, which takes seconds."""
+"""The fields of TRL's SFTConfig and PEFT's LoraConfig, read from their sources: importing them would import torch,
+which takes seconds."""
 
 import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional, Union
 
 from finetune.errors import UserError
 
@@ -17,7 +18,16 @@ _CLASSES = (
 # Names that mean the same in those files as here. An annotation with any other name accepts every value: SFTConfig
 # itself then checks it.
 _NAMES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "Any": Any}
-_NAMES |= {"Literal": Literal}
+_NAMES |= {"Literal": Literal, "Optional": Optional, "Union": Union, "tuple": list}  # YAML has no tuples
+# Fields that take less than their annotation says: what a wrong value does to them comes late and without their name.
+_NARROWED: dict[str, Any] = {
+    "debug": Literal["underflow_overflow"] | None,
+    "include_num_input_tokens_seen": Literal["all", "non_padding", "no"] | bool,
+    "log_level_replica": Literal["debug", "info", "warning", "error", "critical", "passive"],
+    "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
+    "gradient_checkpointing_kwargs": dict[str, bool] | None,
+    "lr_scheduler_kwargs": dict[str, Any] | None,
+}
 
 # Keys of ours and the enum behind each: SFTConfig refuses any value that is not in it.
 CHOICES = {
@@ -37,7 +47,17 @@ def sft_fields() -> dict[str, Any]:
         for statement in _class_body(package, file, name):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 found[statement.target.id] = _annotation(statement.annotation)
-    return found
+    return found | {name: one for name, one in _NARROWED.items() if name in found}
+
+
+@cache
+def lora_fields() -> dict[str, Any]:
+    """The same of PEFT's LoraConfig."""
+    body = _class_body("peft", "tuners/lora/config.py", "LoraConfig")
+    fields = [one for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+    found = {one.target.id: _annotation(one.annotation) for one in fields if isinstance(one.target, ast.Name)}
+    # PEFT takes more than the first annotation says, and less than the second.
+    return found | {"init_lora_weights": bool | str, "rank_pattern": dict[str, int] | None}
 
 
 PARAMETERS_OF = ("SFTTrainer", "SFTConfig", "TrainingArguments")

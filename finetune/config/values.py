@@ -1,10 +1,10 @@
 """Checks a value that the YAML parser returned against the annotation of its field, and puts both in words."""
 
 import math
-import textwrap
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
+from finetune.errors import cut
 from finetune.redact import redact
 
 
@@ -74,7 +74,7 @@ _WORDS = {
     **{int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping", list: "a list"},
     **{type(None): "null", Any: "any value"},
 }
-_PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings", bool: "true or false"}
 
 
 def in_words(annotation: Any) -> str:
@@ -96,4 +96,4 @@ def show(value: Any) -> str:
     """A value as YAML writes it, on one line, shortened if it is long; secrets are masked before."""
     plain = {None: "null", True: "true", False: "false"}
     text = plain[value] if value is None or isinstance(value, bool) else redact(str(value))
-    return textwrap.shorten(text, 80, placeholder=" ...")
+    return cut(text)

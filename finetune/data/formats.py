@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.data import IGNORE_INDEX
 from finetune.data.arrow import Struct
-from finetune.errors import UserError
+from finetune.errors import UserError, cut, listed
 
 Message = dict[str, Any]
 
@@ -85,7 +85,7 @@ class RowError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
         self.reason = reason
-        self.detail = detail
+        self.detail = cut(detail, 300)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
@@ -208,7 +208,7 @@ def detect(
         UserError: an unknown format, field or column; or no format matches (with the columns each needs).
     """
     columns, mapping = list(columns), dict(mapping or {})
-    present = f"the columns are {', '.join(columns) or 'none'}"
+    present = f"the columns are {listed(columns) or 'none'}"
     candidates = _candidates(columns, wanted, mapping)
     known = [(name, column) for name, column in _ORDER if name in candidates]
     found = [match for key in known if (match := _match(*key, columns, sample_rows, mapping, wanted))]
@@ -236,8 +236,8 @@ def check_mapping(mapping: Mapping[str, str], columns: Iterable[str]) -> None:
 
 
 def _absent(absent: list[str], columns: list[str]) -> UserError:
-    present = f"the columns are {', '.join(columns) or 'none'}"
-    return UserError(f"data.columns names columns that the rows lack: {', '.join(absent)}; {present}. Correct them.")
+    present = f"the columns are {listed(columns) or 'none'}"
+    return UserError(f"data.columns names columns that the rows lack: {listed(absent)}; {present}. Correct them.")
 
 
 def text_column(columns: Iterable[str], field: str, wanted: str = "auto") -> dict[str, str]:
@@ -298,7 +298,7 @@ def _candidates(columns: list[str], wanted: str, mapping: dict[str, str]) -> lis
     if not fitting:
         fields = "; ".join(f"{name}: {', '.join(_FIELDS[name][0] + _FIELDS[name][1])}" for name in names)
         raise UserError(
-            f"data.columns maps fields that no single format has: {', '.join(sorted(mapping))}. Choose the fields of "
+            f"data.columns maps fields that no single format has: {listed(sorted(mapping))}. Choose the fields of "
             f"one format ({fields})."
         )
     return fitting
@@ -430,7 +430,7 @@ def _notes(row: Mapping[str, Any], format: Format, items: list) -> list[str]:
     if format.name == "sharegpt":
         keys = {key for item in items if isinstance(item, dict) for key in item if item[key] is not None}
         if unread := sorted(keys - {"from", "value", "train", "weight"}):
-            notes.append(f"keys of from/value messages that are not read: {', '.join(map(repr, unread))}")
+            notes.append(f"keys of from/value messages that are not read: {listed(map(repr, unread))}")
     return notes
 
 

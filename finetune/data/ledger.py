@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from finetune.errors import listed
 from finetune.plural import counted
 
 BUCKETS = (
@@ -136,7 +137,7 @@ def notes(ledgers: dict[str, dict[str, Any]]) -> list[str]:
     unread: dict[str, list[str]] = {}  # columns, as text -> the sources that have them
     for name, one in ledgers.items():
         for source in one.get("sources", ()):
-            if columns := ", ".join(map(repr, dict.fromkeys(source.get("unread", ())))):
+            if columns := listed(map(repr, dict.fromkeys(source.get("unread", ())))):
                 unread.setdefault(columns, []).append(name if len(one["sources"]) == 1 else f"{name}, {source['name']}")
     return [f"{'; '.join(where)}: columns that are not read: {columns}" for columns, where in unread.items()] + [
         f"{name}: {text} ({count:,} {'row' if count == 1 else 'rows'})"

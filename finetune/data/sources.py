@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from finetune.data.arrow import batch_rows, dataset_rows
 from finetune.data.remote import RemoteFile, expand_url, is_url, remote_errors
-from finetune.errors import UserError
+from finetune.errors import UserError, listed
 from finetune.redact import redact
 from finetune.runtime.files import open_regular, read_bytes, special
 
@@ -413,7 +413,7 @@ def _read_json(path: File) -> Iterator[tuple[Row, str]]:
         ) from error
     if isinstance(data, dict):
         if not isinstance(data.get("data"), list):
-            keys = ", ".join(list(data)[:10])
+            keys = listed(data, 10)
             raise UserError(
                 f'{path} must be a list of rows or {{"data": [rows]}}: it is an object with the keys {keys}. Rename a '
                 "file with one object per line to .jsonl."
@@ -461,7 +461,7 @@ def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
             header = reader.fieldnames or []
             repeated = sorted({name for name in header if header.count(name) > 1})
             if repeated:
-                raise UserError(f"{path}: the header repeats {', '.join(repeated)}. Give each column a unique name.")
+                raise UserError(f"{path}: the header repeats {listed(repeated)}. Give each column a unique name.")
             for number, row in enumerate(reader, 1):
                 where = f"{path}:row {number}"
                 if None in row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from transformers import TrainerState
 
 from finetune import review
 from finetune.config import Config
+from finetune.drop_in import settings
 from finetune.engine import best, checkpoints, resume, run, session, trackers
 from finetune.engine.callbacks import FirstGradients, Profile, StopOnRequest
 from finetune.engine.job import Job
 from finetune.engine.record import RunRecord
 from finetune.engine.run_logger import Dashboard, RunLogger
 from finetune.engine.session import Build
+from finetune.errors import UserError
 from finetune.measure import micro_batch, scoring
 from finetune.runtime import activity, distributed, interrupt, startup
 from finetune.runtime.command import print_line
@@ -54,11 +57,24 @@ class OfScript(run.Door):
         checkpoints.check_output(record.path.parent, resuming=resuming, overwrite=True)
         checkpoints.check_shared(record.path.parent)
         start = resume.prepare(config, job.batch, config.model.dtype, training.master_weights)
+        trainer.keep_batch(start.found.manifest)
+        config = job.config = replace(config, training=settings.with_batch(training, job.batch))
         job.batch = resume.batch_of(config, start.found.manifest, distributed.ranks().world_size)
         return job, resume.confirm(start, config, trainer.model, trainer.plan.digest(), trainer.total_steps)
 
     def finished(self, job: Job, start: resume.Start) -> dict[str, Any] | None:
-        """Only with a checkpoint: the script goes on with the trained weights."""
+        """Only with a checkpoint: the script goes on with the trained weights.
+
+        Raises:
+            UserError: the run is finished, and has no checkpoint.
+        """
+        output_dir, resuming = Path(job.config.training.output_dir), job.config.training.resume_from_checkpoint
+        if start.found.path is None and resuming and resume.record_of_done_run(output_dir) is not None:
+            raise UserError(
+                f"resume_from_checkpoint=True: {output_dir} holds a finished run, and no checkpoint. Load its model "
+                "from there, or leave resume_from_checkpoint out: train() then starts a new run, and moves this one to "
+                "a folder beside it."
+            )
         if start.found.path is None or start.found.step < self._trainer.total_steps:
             return None
         return super().finished(job, start)
@@ -68,7 +84,7 @@ class OfScript(run.Door):
 
     def take_folder(self, job: Job, start: resume.Start) -> None:
         output_dir = Path(job.config.training.output_dir)
-        if not job.config.training.resume_from_checkpoint:
+        if start.found.path is None:
             if (moved := checkpoints.set_aside(output_dir)) is not None:
                 print_line(f"The files of an earlier run in {output_dir} are in {moved} now.")
         checkpoints.take_over(output_dir, overwrite=False)

@@ -23,7 +23,11 @@ class SFTConfig(trl.SFTConfig):
     def __init__(self, *positional: Any, **given: Any) -> None:
         if given.get("packing") and given.pop("group_by_length", False):
             print_line("SFTConfig: `group_by_length` is left out: packs have one length.")
-        super().__init__(*positional, **todays(given, note=lambda text: print_line(f"SFTConfig: {text}.")))
+        todays_names = todays(given, note=lambda text: print_line(f"SFTConfig: {text}."))
+        super().__init__(*positional, **todays_names)
+        by_position = [one.name for one in dataclasses.fields(trl.SFTConfig)][: len(positional)]
+        # Unlike 8 rows, the default, a size that is given is kept.
+        self.size_given = "per_device_train_batch_size" in {*by_position, *todays_names}
         # Unlike `max_length=1024`, TRL's default, this is the user's choice, whatever its value.
         self.length_given = given.get("max_seq_length") is not None
 
@@ -41,7 +45,7 @@ def arguments(args: Any, model: Any, former: dict[str, Any], overrides: Override
     """
     if args is None:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-        args = trl.SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
+        args = SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
     elif not isinstance(args, trl.SFTConfig):
         args = trl.SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     overrides.set_arguments(args)

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config import arguments
 from finetune.config.rules import why_no_optimizer
-from finetune.errors import UserError
+from finetune.errors import UserError, listed
 
 _EXACT = (
     "the loss is the mean over the supervised tokens of the whole global batch, which only this trainer's code keeps"
@@ -148,7 +148,7 @@ def dataset(rows: Any, name: str, *, skips_preparation: bool, assistant_only: bo
     if assistant_only and not skips_preparation and "input_ids" not in first and not _has_turns(first):
         raise Refused(
             f"`assistant_only_loss=True`, but the rows of `{name}` are not conversational: their columns are "
-            f"{', '.join(rows.column_names)}. Remove it, or give messages."
+            f"{listed(rows.column_names)}. Remove it, or give messages."
         )
     pictures = sorted({"image", "images"} & set(rows.column_names))
     if pictures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.config import Batch, Config, resolve_batch
@@ -26,10 +27,9 @@ TRANSFORMERS_TIMEOUT = 1800  # default of `ddp_timeout` in transformers, in seco
 
 
 def leaves_size_open(args: Any, global_batch_size: int | None) -> bool:
-    """Whether the run may choose how many rows a rank holds at once: the step is fixed, and
-    `per_device_train_batch_size` is not set, as far as its default shows."""
-    default = next(one.default for one in dataclasses.fields(args) if one.name == "per_device_train_batch_size")
-    return global_batch_size is not None and args.per_device_train_batch_size == default
+    """Whether the run may choose how many rows a rank holds at once: the step is fixed, and the script has left
+    `per_device_train_batch_size` out, which only `finetune.SFTConfig` knows."""
+    return global_batch_size is not None and not getattr(args, "size_given", True)
 
 
 def batch(args: Any, global_batch_size: int | None, world_size: int) -> Batch:
@@ -50,6 +50,34 @@ def batch(args: Any, global_batch_size: int | None, world_size: int) -> Batch:
     per_rank = fixed.per_device * fixed.accumulation
     per_device = max(rows for rows in range(1, args.per_device_train_batch_size + 1) if per_rank % rows == 0)
     return dataclasses.replace(fixed, per_device=per_device, accumulation=per_rank // per_device)
+
+
+def resumed_batch(args: Any, manifest: Mapping[str, Any]) -> Batch | None:
+    """The step of a run that its checkpoint was launched with on another number of ranks, divided over these; None if
+    it has as many rows here, or if the arguments meant another one there.
+
+    Raises:
+        UserError: it does not divide over this world size.
+    """
+    had = manifest.get("batch")
+    if not isinstance(had, dict) or not all(type(had.get(name)) is int for name in ("global_batch_size", "world_size")):
+        return None
+    meant = args.per_device_train_batch_size * args.gradient_accumulation_steps * had["world_size"]
+    if had["world_size"] == distributed.ranks().world_size or meant != had["global_batch_size"]:
+        return None
+    return batch(args, meant)
+
+
+def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:
+    """The settings of a run whose steps are these, if another number of rows was configured."""
+    if training.global_batch_size == batch.global_batch_size:
+        return training
+    return dataclasses.replace(
+        training,
+        global_batch_size=batch.global_batch_size,
+        per_device_train_batch_size=batch.per_device,
+        gradient_accumulation_steps=batch.accumulation,
+    )
 
 
 def for_training(args: Any, batch: Batch) -> Any:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutp
 from finetune.config import Batch, Config
 from finetune.data.layout import Layout, lay_out
 from finetune.data.prepare import Data
-from finetune.drop_in import backbone, former, refusals, rows, settings
+from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import OVERRIDES, STACK
@@ -47,6 +47,7 @@ class SFTTrainer(engine.SFTTrainer):
     mean over the supervised tokens of the whole global batch.
     """
 
+    @names.of_a_script()
     def __init__(
         self,
         model: Any,
@@ -71,9 +72,10 @@ class SFTTrainer(engine.SFTTrainer):
         """
         Args:
             global_batch_size: rows (or packs) per optimizer step over all GPUs. Accumulation follows from it, so that
-                the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if that is
-                left at its default: the fastest that fits. Without it, a step has `per_device_train_batch_size x
-                gradient_accumulation_steps x number of processes` rows, as in TRL.
+                the steps are the same on any number of GPUs, and so does `per_device_train_batch_size` if
+                `finetune.SFTConfig` is not given one: the fastest that fits. Without it, a step has
+                `per_device_train_batch_size x gradient_accumulation_steps x number of processes` rows, as in TRL; a run
+                that is resumed keeps the rows that it was launched with.
             older: arguments of older versions of TRL that Unsloth's examples still use, such as `tokenizer`.
 
         Raises:
@@ -271,6 +273,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @names.of_a_script()
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
@@ -319,6 +322,19 @@ class SFTTrainer(engine.SFTTrainer):
         record.content.update(outcome.done or {})
         self._record = record
         return outcome.output or TrainOutput(self.state.global_step, math.nan, {})
+
+    def keep_batch(self, manifest: Mapping[str, Any]) -> None:
+        """Take the step of a checkpoint that was launched on another number of processes, if its size follows from
+        that number, so that the plan is the checkpoint's.
+
+        Raises:
+            UserError: it does not divide over this number of processes.
+        """
+        kept = None if self._global_batch_size is not None else settings.resumed_batch(self.given, manifest)
+        if kept is not None:
+            self.job.batch = kept
+            self.plan = self.job.plan()
+            self.set_batch(kept)
 
     def set_batch(self, batch: Batch) -> None:
         """Divide each step in another way, before the first."""
@@ -412,6 +428,7 @@ class SFTTrainer(engine.SFTTrainer):
 
     # --- evaluation, saving -------------------------------------------------------------------------------------------
 
+    @names.of_a_script()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:

@@ -99,32 +99,6 @@ def _linear_weights(base: Any) -> Iterator[tuple[str, Any, int]]:
                     yield ".".join([*parts, own][-2:]), weight, weight.numel()
 
 
-def check_by_config(config: Config, backend: str) -> None:
-    """Check the names against the model's architecture, built without weights, so that a typo is found before loading.
-    Models that cannot be built this way (remote code, several towers, adapters) are left to `check`, after loading.
-
-    Raises:
-        UserError: a name matches no module.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    lora, model = config.lora, config.model
-    named = isinstance(lora.target_modules, list) or lora.modules_to_save
-    if not named or isinstance(lora.target_modules, str) or model.full_finetuning or lora.continue_adapter:
-        return
-    if model.loader or model.loader_kwargs or model.trust_remote_code:
-        return
-    try:
-        shape = AutoConfig.from_pretrained(str(model.model_name_or_path), revision=model.revision)
-        if shape is not shape.get_text_config():
-            return
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # loading the model reports the error better
-        return
-    check(skeleton, config, lora.target_modules, backend)
-
-
 def check(model: Any, config: Config, targets: Sequence[str] | str | None, backend: str) -> None:
     """Check the names against a model that has no adapter yet.
 
@@ -148,6 +122,13 @@ def check(model: Any, config: Config, targets: Sequence[str] | str | None, backe
         if targets == "all-linear":
             return
         matched = {targets: [modules[name] for name in names if _matches_regex(targets, name)]}
+        if not matched[targets] and (listed := _as_list(targets, names)):
+            raise UserError(
+                f"lora.target_modules is the string `{targets}`, a regular expression for full names, which matches no "
+                f"module. To name modules, give a list: [{listed}]."
+            )
+    elif targets and "all-linear" in targets:
+        raise UserError("lora.target_modules has `all-linear` in a list. Give it alone, as a string: all-linear.")
     else:
         matched = {target: [modules[name] for name in names if _found(target, [name])] for target in targets or ()}
     missing = [target for target, found in matched.items() if not found]
@@ -189,6 +170,12 @@ def is_transposed(model: Any) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _as_list(targets: str, names: list[str]) -> str:
+    """The names of modules that a string lists, such as `q_proj, v_proj`; "" if it lists anything else."""
+    parts = [part for part in re.split(r"[\s,;]+", targets) if part]
+    return ", ".join(parts) if all(_found(part, names) for part in parts) else ""
 
 
 def _matches_regex(pattern: str, name: str) -> bool:

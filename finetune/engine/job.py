@@ -80,12 +80,12 @@ def open_job(
     Raises:
         UserError, RunError: with what is wrong and what to do.
     """
-    from finetune.engine import adapter_targets, master_weights, model, positions, trainer
+    from finetune.engine import master_weights, model, positions, trainer
 
     start_up = startup.of_this_process()
     start_up.ended("libraries")
     model.check(config, stack)
-    adapter_targets.check_by_config(config, stack.backend)
+    model.check_by_config(config, stack)
     tokenizer = model.load_tokenizer(config)
     with bootstrap.quiet_ranks():
         tokenizer = model.with_padding(hooks.replace("tokenizer", tokenizer))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import pickle
 import re
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
+from finetune.config.sft_fields import lora_fields
 from finetune.data.packs import MAX_PADDING_SEGMENT
 from finetune.data.template import load_template
 from finetune.engine import (
@@ -35,7 +36,7 @@ from finetune.engine import (
 )
 from finetune.errors import RunError, UserError
 from finetune.runtime import files, flash
-from finetune.runtime.bootstrap import Stack, quiet_ranks
+from finetune.runtime.bootstrap import Stack, errors_only, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
 # The attention and MLP projections of the Llama, Qwen, Mistral and Gemma families: Unsloth's default targets.
@@ -98,10 +99,50 @@ def check(config: Config, stack: Stack) -> bool:
         generation.check(folder)
     if bits := _quantized(config):
         _check_bitsandbytes(bits)
+    if config.model.attn_implementation == "flex_attention" and stack.device == "cpu":
+        raise UserError(
+            "model.attn_implementation is flex_attention, which cannot train on a CPU: torch has no backward pass for"
+            " it there. Set it to null, sdpa or eager."
+        )
     layer_kernels.check(config, stack)
     if config.model.load_in_fp8:
         fp8.check(stack.device, resolve_dtype(config, stack))
     return adapter is not None
+
+
+def check_by_config(config: Config, stack: Stack) -> None:
+    """Check the attention and the adapter on the model's architecture, built without weights, so that a mistake is
+    found before loading. Models that cannot be built this way (remote code, several towers, adapters) are left to
+    `load`.
+
+    Raises:
+        UserError: the model has no such attention, a name matches no module, or PEFT cannot make the adapter.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, lora = config.model, config.lora
+    adapts = not (model.full_finetuning or lora.continue_adapter)
+    adapts = adapts and bool(lora.target_modules or lora.modules_to_save or lora.adapter_kwargs)
+    if not (adapts or model.attn_implementation) or model.loader or model.loader_kwargs or model.trust_remote_code:
+        return
+    attention = _attention(config) if stack.backend == "transformers" else {}
+    try:
+        shape = AutoConfig.from_pretrained(str(model.model_name_or_path), revision=model.revision)
+        if shape is not shape.get_text_config():
+            return
+        with _unusable_attention(config), errors_only(), torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(shape, **attention)
+    except UserError:
+        raise
+    except Exception:  # loading the model reports the error better
+        return
+    if not adapts:
+        return
+    adapter_targets.check(skeleton, config, _targets(config), stack.backend)
+    if stack.backend == "transformers" and lora.adapter_kwargs:
+        with torch.device("meta"), warnings.catch_warnings():  # which loading repeats
+            warnings.simplefilter("ignore")
+            _with_adapter(skeleton, config)
 
 
 def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False) -> Any:
@@ -199,7 +240,7 @@ def _load_unsloth(config: Config, stack: Stack, row_length: int, *, continue_ada
 def _load_transformers(
     config: Config, stack: Stack, row_length: int, *, continue_adapter: bool, hollow: bool = False
 ) -> Any:
-    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftConfig, PeftModel, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM
 
     name = str(config.model.model_name_or_path)
@@ -234,6 +275,13 @@ def _load_transformers(
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
+    return _with_adapter(model, config)
+
+
+def _with_adapter(model: Any, config: Config) -> Any:
+    """The model with a new adapter of PEFT."""
+    from peft import LoraConfig, get_peft_model
+
     transposed: dict[str, Any] = {"fan_in_fan_out": True} if adapter_targets.is_transposed(model) else {}
     with _refused_adapter(config):
         return get_peft_model(
@@ -281,17 +329,14 @@ def _targets(config: Config) -> Any:
 
 def _check_arguments(config: Config, stack: Stack) -> None:
     """Refuse arguments for Unsloth's classes on the transformers backend."""
-    from peft import LoraConfig
-
     for key, value in (("loader", config.model.loader), ("loader_kwargs", config.model.loader_kwargs)):
         if value:
             raise UserError(
                 f"model.{key} is {value}, which is for Unsloth's classes, but the backend is transformers "
                 f"({stack.reason}). Remove it, or run on a machine that Unsloth supports."
             )
-    known = {field.name for field in dataclasses.fields(LoraConfig)}
     for name in config.lora.adapter_kwargs:
-        if name not in known:
+        if name not in lora_fields():
             raise UserError(
                 f"lora.adapter_kwargs has `{name}`, which PEFT's LoraConfig does not accept, and the backend is "
                 f"transformers ({stack.reason}). Remove it, or run on a machine that Unsloth supports."
@@ -576,9 +621,9 @@ def _refused_adapter(config: Config) -> Iterator[None]:
     (`_unknown_argument`)."""
     try:
         yield
-    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError, re.error) as error:
         message = " ".join(str(error).split())
-        if "unexpected keyword argument" in message:
+        if any(f"unexpected keyword argument '{name}'" in message for name in config.lora.adapter_kwargs):
             raise
         given = {"target_modules": config.lora.target_modules, "modules_to_save": config.lora.modules_to_save}
         keys = [f"lora.{key}" for key, value in given.items() if value is not None]
@@ -586,8 +631,8 @@ def _refused_adapter(config: Config) -> Iterator[None]:
         if not keys:
             raise
         raise UserError(
-            f"PEFT cannot make the adapter of {', '.join(keys)}: {message[:300] or type(error).__name__}. Change or "
-            "remove it."
+            f"PEFT cannot make the adapter of {', '.join(keys)}: "
+            f"{message[:300].rstrip('.') or type(error).__name__}. Change or remove it."
         ) from error
 
 
@@ -599,7 +644,8 @@ def _unusable_attention(config: Config) -> Iterator[None]:
     except (ImportError, ValueError) as error:
         chosen = config.model.attn_implementation
         message = " ".join(str(error).split())
-        if chosen is None or not any(sign in message for sign in ("attn_implementation", "Attention", "attention")):
+        named = isinstance(error, ImportError) or any(sign in message for sign in ("attn_implementation", "ttention"))
+        if chosen is None or not named:
             raise
         raise UserError(
             f"model.attn_implementation is {chosen}, which this model or this installation does not have. Set it to "
@@ -611,7 +657,14 @@ def _unusable_attention(config: Config) -> Iterator[None]:
 def _out_of_memory(doing: str) -> Iterator[None]:
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):  # torch's allocator of the host's memory
+            raise RunError(
+                f"The host's memory is too small for {doing}. A smaller model or a lower lora.r needs less. "
+                f"(torch reports: {' '.join(str(error).split())[:200]})"
+            ) from error
+        if not isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
         raise RunError(
             f"CUDA ran out of memory while {doing}. A smaller model, or model.load_in_4bit: true, needs less; "
             "training.strategy: shard splits 16-bit weights over several GPUs. "

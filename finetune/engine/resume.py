@@ -534,8 +534,7 @@ def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict
     if not training.resume_from_checkpoint:
         return None
     output_dir = Path(training.output_dir)
-    done: dict[str, Any] | None = distributed.gather_objects(_record_of_done_run(output_dir))[0]
-    if done is None:
+    if (done := record_of_done_run(output_dir)) is None:
         return None
     if found.path is not None:
         stopped_early = (done.get("total_steps"), done.get("steps")) == (total, found.step)
@@ -554,8 +553,12 @@ def finished(config: Config, start: Start, plan_digest: str, total: int) -> dict
     )
 
 
+def record_of_done_run(output_dir: Path) -> dict[str, Any] | None:
+    """The run.json of a run that ended as planned and whose final model exists, as rank 0 reads it."""
+    return distributed.gather_objects(_record_of_done_run(output_dir))[0]
+
+
 def _record_of_done_run(output_dir: Path) -> dict[str, Any] | None:
-    """The run.json of a run that ended as planned and whose final model exists."""
     if not any((output_dir / name).is_file() for name in checkpoints.FINAL_WEIGHTS):
         return None
     try:

@@ -701,9 +701,12 @@ class _Fitted:
         return Measurement(min(len(self._forms[-1][1]), options.max_width), options.max_width)
 
 
+_LONGEST = 86_400 * 999_999_999  # seconds of a timedelta
+
+
 def _clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(min(seconds, _LONGEST))))
 
 
 def _one_line(text: str, longest: int) -> str:

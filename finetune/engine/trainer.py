@@ -24,6 +24,7 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.config import Batch, Config, scaled_learning_rate
 from finetune.config.arguments import FIXED
+from finetune.config.rules import FOLLOWS_LOSS
 from finetune.data import IGNORE_INDEX, ORDER
 from finetune.data.collate import collate
 from finetune.data.layout import Layout
@@ -77,7 +78,6 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
         fp16=stack.device == "cuda" and dtype == torch.float16,
         use_cpu=stack.device == "cpu",
         gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
         save_strategy="steps" if training.save_steps or tracks_best else "no",
         save_steps=training.save_steps or NEVER,
         eval_strategy="steps" if evaluate and training.eval_steps else "no",
@@ -92,6 +92,9 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     if config.logging.trackers:
         settings["run_name"] = Path(training.output_dir).resolve().name
     settings |= training.extra
+    if checkpointing:  # the reentrant kind, torch's default, fails under DDP
+        further = training.extra.get("gradient_checkpointing_kwargs") or {}
+        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False} | further
     settings |= FIXED | {"report_to": "none"}
     args = trl.SFTConfig(**_with_current_field_names(settings))
     if tracks_best:
@@ -99,17 +102,6 @@ def arguments(config: Config, stack: Stack, batch: Batch, *, evaluate: bool) -> 
     return args
 
 
-# Fields of SFTConfig that are mappings, with the keys that torch's and transformers' functions take.
-_MAPPINGS = {
-    "gradient_checkpointing_kwargs": {
-        "use_reentrant",
-        "preserve_rng_state",
-        "determinism_check",
-        "debug",
-        "early_stop",
-        "context_fn",
-    },
-}
 _NEEDS_MODEL = ("galore_", "apollo_", "lomo", "adalomo")  # optimizers that are made for the model's own weights
 
 
@@ -122,14 +114,12 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
     training = config.training
     try:
         args = arguments(config, stack, batch, evaluate=bool(training.eval_steps))
-        for key, known in _MAPPINGS.items():
-            value = getattr(args, key, None)
-            if key in training.extra and value is not None and not (isinstance(value, dict) and value.keys() <= known):
-                raise UserError(
-                    f"training.{key} must be a mapping of {', '.join(sorted(known))}; it is {value!r}. Change it."
-                )
         if args.torch_compile:
             _check_compiler(args)
+        if args.activation_offloading and stack.device == "cpu":
+            raise UserError(
+                "training.activation_offloading moves activations off the GPU, and there is none. Remove it."
+            )
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
         if not training.optim.startswith(_NEEDS_MODEL):
@@ -144,16 +134,18 @@ def check_arguments(config: Config, stack: Stack, batch: Batch) -> None:
                 scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]  # SFTConfig has parsed it
             )
             for factor in getattr(schedule, "lr_lambdas", ()):
-                [factor(step) for step in range(10)]
+                [factor(step) for step in range(11)]  # the last one is read after the last step
+            if training.lr_scheduler_type in FOLLOWS_LOSS:
+                [schedule.step(1.0) for _ in range(3)]  # type: ignore[call-arg]
     except UserError:
         raise
     except Exception as error:  # whatever a library raises for a value that it cannot use
         message = " ".join(str(error).split()) or type(error).__name__
         given = [*training.extra, "optim", "lr_scheduler_type"]
         named = [f"training.{key}" for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
-        keys = named or [f"training.{key}" for key in given[:-1]]
+        keys = named or [f"training.{key}" for key in [*training.extra] or ["optim"]]
         raise UserError(
-            f"{', '.join(keys)}: the libraries cannot use the value: {message[:300]}. Change or remove it."
+            f"{', '.join(keys)}: the libraries cannot use the value: {message[:300].rstrip('.')}. Change or remove it."
         ) from error
 
 

@@ -32,7 +32,7 @@ from finetune.config.help import COMMON, default_of
 from finetune.config.schema import KEYS, SECTIONS
 from finetune.config.sft_fields import CHOICES, choices, sft_fields
 from finetune.config.values import describe
-from finetune.errors import UserError
+from finetune.errors import UserError, cut, listed
 from finetune.train import main as train_main
 from tests import launch
 
@@ -289,7 +289,9 @@ def test_wrong_value(argument, allowed):
 def test_a_number_where_a_file_needs_text(write):
     assert "got a number. Put it in quotes." in problem("--config", write("model: {revision: 1234567}\n"))
     assert "a list of strings, a string or null" in problem("--config", write("lora: {target_modules: {a: b}}\n"))
-    assert "a mapping, a string or null" in problem("--config", write("training: {lr_scheduler_kwargs: [1]}\n"))
+    kwargs = "training: {lr_scheduler_kwargs: %s}\n"
+    assert "a mapping of strings to values or null" in problem("--config", write(kwargs % "[1]"))
+    assert problem("--config", write(kwargs % "'{num_cycles: 2}'")).endswith("got a string. Remove the quotes.")
     text = problem("--config", write("training: {learning_rate: }\n"))
     assert "`training.learning_rate: null`" in text and "expected a number." in text
 
@@ -839,3 +841,37 @@ def test_sections_are_frozen():
             section.r = 1  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         ModelConfig("positional")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("group_by_length maybe", "must be true or false here. Use training.train_sampling_strategy: group_by_length."),
+        ("bf16 maybe", "must be true or false here. Use model.dtype."),
+        ("eval_strategy epoch", "must be no or steps here. Use training.eval_steps"),
+        ("average_tokens_across_devices maybe", "must be true here: the loss is the mean"),
+        ("fsdp full_shard", "must be null or false here. Use training.strategy: shard"),
+        ("full_determinism maybe", "expected true or false."),
+    ],
+)
+def test_a_value_that_is_not_taken_names_those_that_are(argument, expected):
+    name, _, value = argument.partition(" ")
+    assert expected in problem(f"--training.{name}", value)
+
+
+def test_what_a_user_gave_is_cut():
+    long = "x" * 100_000
+    for argv in ([f"--{long}"], [f"--training.{long}", "1"], ["--training.optim", long], [long], [f"--{long}.a", "1"]):
+        assert len(problem(*argv)) < 1500
+    assert listed(["a", "b", long, *range(30)], 4) == f"a, b, {'x' * 76} ..., 0 and 29 more"
+    assert cut("a\n  b") == "a b" and cut("x" * 80) == "x" * 80
+    assert len(str(UserError(f"{long}: unknown. Remove it."))) < 120
+
+
+def test_many_problems_are_counted(write):
+    path = write("training: {" + ", ".join(f"qq{n}zz: 1" for n in range(100)) + "}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(["--config", path])
+    assert len(caught.value.problems) == 100
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 32 and "100 problems" in lines[0] and lines[-1] == "  - and 70 more"

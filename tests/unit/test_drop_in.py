@@ -58,6 +58,8 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             learning_rate=1e-2,
         )
         settings |= {name: given.pop(name) for name in list(given) if name in SFTConfig.__dataclass_fields__}
+        if settings["per_device_train_batch_size"] is None:  # not given
+            del settings["per_device_train_batch_size"]
         return trainer(str(path), SFTConfig(**settings), train_dataset=dataset(rows), **given)
 
     return make
@@ -361,6 +363,25 @@ def test_a_fixed_batch_fits_every_number_of_ranks_that_divides_it(
         settings.batch(SimpleNamespace(per_device_train_batch_size=per_device), 8, 3 * ranks)
 
 
+def test_a_batch_of_another_number_of_ranks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the arguments are those that it was launched with: 4 rows per rank, once per step."""
+    from finetune.drop_in import settings
+
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=1)
+
+    def kept(ranks: int, rows: int, launched: int) -> tuple[int, ...] | None:
+        monkeypatch.setattr(settings.distributed, "ranks", lambda: SimpleNamespace(world_size=ranks))
+        had = {"per_device": 1, "global_batch_size": rows, "world_size": launched}
+        found = settings.resumed_batch(args, {"batch": had})
+        return found and (found.per_device, found.accumulation, found.global_batch_size)
+
+    assert kept(2, 4, 1) == (2, 1, 4) and kept(1, 8, 2) == (4, 2, 8) and kept(2, 16, 4) == (4, 2, 16)
+    assert kept(2, 8, 2) is None and kept(2, 6, 1) is None
+    assert settings.resumed_batch(args, {}) is None
+    with pytest.raises(UserError, match="global_batch_size 4"):
+        kept(3, 4, 1)
+
+
 def test_a_formatting_function_gives_the_text_of_a_row(make: Callable[..., Any]) -> None:
     trainer = make(PAIRS_AS_COLUMNS, formatting_func=lambda row: f"{row['question']} {row['answer']}")
     plain = make([{"text": f"{row['question']} {row['answer']}"} for row in PAIRS_AS_COLUMNS])
@@ -611,6 +632,67 @@ def test_an_evaluation_is_the_mean_over_the_tokens_of_each_set(make: Callable[..
         trainer.predict(dataset(TEXTS))
 
 
+def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[..., Any], tmp_path: Path) -> None:
+    """A checkpoint as 2 ranks with 4 rows each write it, resumed on one rank by the same script."""
+    out = tmp_path / "out"
+    whole = make(gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
+    whole.train()
+    manifest = out / "checkpoint-2" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    assert content["batch"] == {"per_device": 4, "global_batch_size": 8, "world_size": 1}
+    manifest.write_text(json.dumps(content | {"batch": content["batch"] | {"world_size": 2}}))
+    resumed = make()
+    assert resumed.plan.global_batch_size == 4
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert losses(resumed)[-2:] == losses(whole)[-2:]
+    record = json.loads((out / "run.json").read_text())
+    assert record["batch"] == {"per_device": 4, "accumulation": 2, "global_batch_size": 8}
+    assert record["config"]["training"]["global_batch_size"] == 8
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(make: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = make(max_steps=1)
+    first.train(resume_from_checkpoint=True)  # nothing to resume: as the first line of a script that is restarted
+    make(max_steps=1).train(resume_from_checkpoint=True)  # its weights are nowhere
+    assert (out / "earlier-run-1" / "run.json").is_file()
+    first.save_model()
+    before = (out / "run.json").read_bytes()
+    with pytest.raises(UserError, match="holds a finished run, and no checkpoint. Load its model"):
+        make(max_steps=1).train(resume_from_checkpoint=True)
+    assert (out / "run.json").read_bytes() == before
+    make(max_steps=1).train()
+    assert (out / "earlier-run-2" / "model.safetensors").is_file()
+
+
+def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_path: Path) -> None:
+    from finetune.drop_in.names import in_script
+
+    make(save_strategy="steps", save_steps=2).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(UserError) as error:
+        make(learning_rate=1e-3).train(resume_from_checkpoint=checkpoint)
+    assert "- learning_rate: was 0.01, now 0.001" in str(error.value)
+    assert "apply them with train(resume_with_changes=True)" in str(error.value)
+    with pytest.raises(UserError, match=r"^max_steps is 1, .* earlier checkpoint as resume_from_checkpoint.$"):
+        make(max_steps=1).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(UserError, match=r"^resume_from_checkpoint is nowhere: the folder does not exist"):
+        make().train(resume_from_checkpoint="nowhere")
+    with pytest.raises(UserError, match=r"^global_batch_size 7 is not a multiple of|^The global batch"):
+        make(global_batch_size=2**21)
+    for text, expected in {
+        "set training.seed and data.max_length": "set seed and max_length",
+        "set training.gradient_checkpointing: true, or model.load_in_4bit: true": (
+            "set gradient_checkpointing=True, or load_in_4bit=True"
+        ),
+        "lora.r: was 8, now 16": "LoraConfig's r: was 8, now 16",
+        "Set data.eval_file or data.eval_fraction.": "Set eval_dataset.",
+        "see data.md and training.py": "see data.md and training.py",
+    }.items():
+        assert in_script(text) == expected
+
+
 def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:
     whole = make(save_strategy="steps", save_steps=2)
     whole.train()
@@ -845,7 +927,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     monkeypatch.setattr(micro_batch, "WON_BACK_STEPS", 3)
     monkeypatch.setattr("finetune.config.batch.LARGEST_DEFAULT_PER_DEVICE", 1)
 
-    def trained(per_device: int, **given: Any) -> tuple[Any, dict[str, Any]]:
+    def trained(per_device: int | None, **given: Any) -> tuple[Any, dict[str, Any]]:
         trainer = make(global_batch_size=8, per_device_train_batch_size=per_device, **given)
         trainer.train()
         return trainer, json.loads((tmp_path / "out" / "run.json").read_text())
@@ -854,7 +936,10 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     assert asked == [] and record["micro_batch"]["reason"] == "as configured"
     assert record["config"]["training"]["per_device_train_batch_size"] == 4
 
-    found, record = trained(8, save_strategy="steps", save_steps=2)  # the default
+    kept, record = trained(8)  # TRL's default, but given
+    assert asked == [] and record["micro_batch"]["reason"] == "as configured" and record["batch"]["per_device"] == 8
+
+    found, record = trained(None, save_strategy="steps", save_steps=2)
     assert asked and record["batch"] == {"per_device": 2, "accumulation": 4, "global_batch_size": 8}
     assert record["micro_batch"]["per_device"] == found.args.per_device_train_batch_size == 2
     assert losses(found) == pytest.approx(losses(kept), rel=1e-5)
@@ -863,7 +948,7 @@ def test_a_script_that_leaves_the_micro_batch_open_gets_the_fastest(
     found.train()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked == [] and record["micro_batch"]["reason"].endswith("from an earlier search of this job")
-    resumed = make(global_batch_size=8, per_device_train_batch_size=8)
+    resumed = make(global_batch_size=8, per_device_train_batch_size=None)
     resumed.train(resume_from_checkpoint=tmp_path / "out" / "checkpoint-2")
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked == [] and record["micro_batch"]["reason"] == "as in the checkpoint"

@@ -415,3 +415,14 @@ def test_only_the_nulls_of_arrow_are_left_out() -> None:
 def test_an_empty_list_of_tools_is_none(tools: object) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
     assert formats.to_conversation(row, formats.detect(list(row), [row])).tools is None  # type: ignore[union-attr]
+
+
+def test_columns_in_messages_are_cut() -> None:
+    """As of a CSV file without a header, whose first row is taken for one."""
+    columns = [f"{n} {'a sentence ' * 1000}" for n in range(300)]
+    row = dict.fromkeys(columns, "x")
+    for given in ({}, {"mapping": {"prompt": "none such"}}):
+        with pytest.raises(UserError) as error:
+            formats.detect(columns, [row], **given)
+        assert "and 280 more" in str(error.value) and len(str(error.value)) < 4000
+    assert len(str(formats.RowError("unknown_role", f"message 1 has the unknown role {'y ' * 1000!r}"))) < 330

@@ -54,7 +54,9 @@ def test_every_key_is_described() -> None:
 # section, key, value
 RIGHT = [
     ("training", "warmup_ratio", 0.1),
-    ("data", "max_seq_length", 64),
+    *((section, "max_seq_length", 64) for section in SECTIONS),
+    *((section, "ray_scope", "last") for section in SECTIONS),
+    ("model", "warmup_ratio", 0.1),
     ("training", "adam_beta2", 0.95),
     ("training", "neftune_noise_alpha", 5),
     ("training", "eval_strategy", "no"),

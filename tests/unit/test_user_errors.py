@@ -23,8 +23,10 @@ from finetune import train
 from finetune.config import load
 from finetune.data import formats, sources
 from finetune.engine import adapter_targets, checkpoints, preflight, record, session
+from finetune.engine import model as engine_model
 from finetune.errors import RunError, UserError
 from finetune.runtime import command, disk, distributed, launcher
+from finetune.runtime.bootstrap import Stack
 from tests import tiny
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -189,6 +191,81 @@ def config(*arguments: str, model: Path | str = "m"):
     return load(["--model.model_name_or_path", str(model), "--data.train_file", "rows.jsonl", *arguments])
 
 
+STACK = Stack(backend="transformers", reason="a test", device="cpu", local_rank=0, patches=())
+# Values that a library takes and fails on later: arguments, what is said.
+VALUES = [
+    ("--training.debug 3", "expected underflow_overflow or null"),
+    ("--training.log_level_replica nope", "expected one of debug, info, warning, error, critical, passive"),
+    ("--training.include_num_input_tokens_seen maybe", "expected one of all, non_padding, no or true or false"),
+    ("--training.dataloader_multiprocessing_context nope", "expected one of fork, spawn, forkserver or null"),
+    ("--training.dataloader_num_workers 99999999", "must be at least 0 and below 1025"),
+    ("--training.dataloader_prefetch_factor -1", "must be at least 1"),
+    ("--training.ddp_bucket_cap_mb 0", "must be at least 1"),
+    ("--training.router_aux_loss_coef -1", "must be at least 0"),
+    ("--training.ddp_backend gloo", "NCCL connects GPUs"),
+    ("--training.lr_scheduler_kwargs abc", "expected a mapping of strings to values or null"),
+    ("--training.gradient_checkpointing_kwargs {context_fn: 3}", "expected a mapping of strings to true or false"),
+    ("--training.gradient_checkpointing_kwargs {context_fn: true}", "unknown argument `context_fn`. It takes use_re"),
+    ("--training.gradient_checkpointing_kwargs {debug: true, use_reentrant: true}", "debug needs use_reentrant: false"),
+    ("--training.torch_dtype float16", "Nearest is model.dtype"),
+    ("--model.attn_implementation paged|sdpa", "cannot train. Set it to sdpa"),
+    ("--lora.adapter_kwargs {use_dorra: true}", "no `use_dorra`. Nearest is use_dora"),
+    ("--lora.adapter_kwargs {use_dora: abc}", "`use_dora: abc`: expected true or false"),
+    ("--lora.adapter_kwargs {layers_to_transform: abc}", "expected a list of integers, an integer or null"),
+    ("--lora.adapter_kwargs {rank_pattern: {q_proj: abc}}", "expected a mapping of strings to integers or null"),
+    ("--lora.adapter_kwargs {trainable_token_indices: [-1]}", "must be at least 0"),
+    ("--lora.adapter_kwargs {trainable_token_indices: {embed_tokens: [-1]}}", "must be at least 0"),
+    ("--lora.adapter_kwargs {alora_invocation_tokens: abc}", "expected a list of integers or null"),
+    ("--lora.adapter_kwargs {init_lora_weights: corda}", "needs a pass over the data"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), VALUES)
+def test_values_that_a_library_would_fail_on(given: str, expected: str) -> None:
+    """Known from the library's source, so before anything is imported."""
+    with pytest.raises(UserError) as error:
+        config(*given.split(" ", 1), "--model.backend", "transformers")
+    assert expected in str(error.value), error.value
+
+
+# The same, as far as only the library knows, on the model's architecture alone.
+SHAPES = [
+    ("--lora.adapter_kwargs {layers_to_transform: [9]}", "Target modules"),
+    ("--lora.adapter_kwargs {layers_pattern: layers}", "`layers_to_transform` must also be specified"),
+    ("--lora.adapter_kwargs {rank_pattern: {'(': 3}}", "(rank_pattern): missing ), unterminated subpattern"),
+    ("--lora.adapter_kwargs {rank_pattern: {q_proj: 0}}", "should be a positive integer value"),
+    ("--lora.adapter_kwargs {exclude_modules: '('}", "(exclude_modules): missing ), unterminated subpattern"),
+    ("--lora.adapter_kwargs {exclude_modules: .*}", "All modules were excluded"),
+    ("--lora.adapter_kwargs {init_lora_weights: nope}", "Unknown initialization"),
+    ("--lora.adapter_kwargs {monteclora_config: {a: 1}}", "unexpected keyword argument 'a'"),
+    ("--lora.adapter_kwargs {target_parameters: [q_proj.weight]}", "Trying to wrap"),
+    ("--lora.target_modules q_proj", "To name modules, give a list: [q_proj]"),
+    ("--lora.target_modules q_proj,v_proj", "give a list: [q_proj, v_proj]"),
+    ("--lora.target_modules [all-linear]", "Give it alone, as a string"),
+    ("--model.attn_implementation nope", "model.attn_implementation is nope"),
+    ("--model.attn_implementation kernels-community/nope", "model.attn_implementation is kernels-community/nope"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), SHAPES)
+def test_values_that_do_not_fit_the_architecture(given: str, expected: str, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())  # without weights
+    with pytest.raises(UserError) as error:
+        engine_model.check_by_config(config(*given.split(" ", 1), model=tmp_path), STACK)
+    assert expected in str(error.value), error.value
+
+
+def test_an_adapter_that_fits_the_architecture(tiny_model: Path) -> None:
+    """Also those that read the weights when they are made, which do not exist yet."""
+    for value in ("{init_lora_weights: pissa}", "{init_lora_weights: orthogonal, use_dora: true}", "{lora_bias: true}"):
+        engine_model.check_by_config(config("--lora.adapter_kwargs", value, model=tiny_model), STACK)
+
+
+def test_attention_that_cannot_train_on_a_cpu(tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="flex_attention, which cannot train on a CPU"):
+        engine_model.check(config("--model.attn_implementation", "flex_attention", model=tiny_model), STACK)
+
+
 # arguments, what is said
 TARGETS = {
     "one of two": (["--lora.target_modules", "[q_prj, v_proj]"], ["`q_prj` (nearest is q_proj). The", "down_proj"]),
@@ -205,7 +282,7 @@ TARGETS = {
 def test_adapter_targets_that_match_nothing(name: str, tiny_model: Path) -> None:
     given, expected = TARGETS[name]
     with pytest.raises(UserError) as error:
-        adapter_targets.check_by_config(config(*given, model=tiny_model), "transformers")
+        engine_model.check_by_config(config(*given, model=tiny_model), STACK)
     assert all(part in str(error.value) for part in expected), error.value
 
 
@@ -261,9 +338,7 @@ def test_the_line_that_a_warning_names_covers_the_rest(
 def test_adapter_targets_that_match(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    adapter_targets.check_by_config(
-        config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), "transformers"
-    )
+    engine_model.check_by_config(config("--lora.target_modules", "[q_proj, mlp.up_proj]", model=tiny_model), STACK)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for targets in ("all-linear", r".*\.q_proj", None, ["q_proj", "fused_qkv"]):  # the last as a default would be
         adapter_targets.check(model, config(), targets, "transformers")
