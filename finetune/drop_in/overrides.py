@@ -56,6 +56,8 @@ class Overrides:
             args.max_steps = -1
         if name == "max_length":
             args.length_given = True
+        if name == "per_device_train_batch_size":
+            args.size_given = True
         if name == "report_to":
             value = [one for one in ([value] if isinstance(value, str) else value) if one != "none"]
         now = getattr(args, name)

@@ -65,7 +65,7 @@ def resumed_batch(args: Any, manifest: Mapping[str, Any]) -> Batch | None:
     meant = args.per_device_train_batch_size * args.gradient_accumulation_steps * had["world_size"]
     if had["world_size"] == distributed.ranks().world_size or meant != had["global_batch_size"]:
         return None
-    return batch(args, meant)
+    return batch(args, meant, distributed.ranks().world_size)
 
 
 def with_batch(training: TrainingConfig, batch: Batch) -> TrainingConfig:

@@ -154,7 +154,7 @@ OPENS_ITSELF = {
     ],
     "a process without this package, after its parent has checked the folders": ["export.check"],
     "its own output, cache or temporary folder": [
-        *("advise", "bench", "dryrun", "parity", "measure.measurements", "measure.slices", "measure.strategy"),
+        *("bench", "dryrun", "parity", "measure.measurements", "measure.slices", "measure.strategy"),
         *("data.store", "engine.demo", "export.verify", "export.weights:_write_file", "init.command", "runtime.flash"),
     ],
     "the user's own code": ["runtime.hooks"],

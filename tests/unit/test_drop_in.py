@@ -298,9 +298,9 @@ def test_rows_have_the_length_that_unsloth_loaded_the_model_with(
     assert settings.data(found).max_length == length
     assert ("Rows have up to 2,048 tokens" in capsys.readouterr().out) is printed
     args.max_seq_length = 4096  # type: ignore[attr-defined]  # the field of Unsloth's SFTConfig
-    assert former.arguments(args, loaded, {}).max_length == 2048
+    assert former.arguments(args, loaded, {}, Overrides()).max_length == 2048
     of_another_loader = type("Loaded", (), {"max_seq_length": 2048})()
-    assert former.arguments(args, of_another_loader, {}).max_length == 4096
+    assert former.arguments(args, of_another_loader, {}, Overrides()).max_length == 4096
 
 
 def test_tokenized_rows_longer_than_unsloth_loaded_the_model_for_are_refused(make: Callable[..., Any]) -> None:
