@@ -242,7 +242,11 @@ def on_configuration(
         "improvements": [improved(one, faster, bench) for one in better],
         "master_weights": base.master_weights,
         "study2025": report.ruling(one.parameters, one.global_batch_size, rows, machine),
-        "notes": [*notes, report.gradients(one), report.learning_rate(config, one.global_batch_size)],
+        "notes": [
+            *notes,
+            report.gradients(one),
+            report.learning_rate(config, one.global_batch_size, of_script=bench.trainer),
+        ],
         "start_up_of_ranks_seconds": connecting,
     }
     report.print_advice(advice, rows, chosen, priced=options.price_per_gpu_hour is not None)

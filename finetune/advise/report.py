@@ -31,15 +31,13 @@ def gradients(measured: Measurement) -> str:
     )
 
 
-def learning_rate(config: Config, global_batch_size: int) -> str:
+def learning_rate(config: Config, global_batch_size: int, *, of_script: bool) -> str:
     """How the learning rate depends on the number of GPUs."""
     training = config.training
     rate = scaled_learning_rate(training, global_batch_size)
     if training.learning_rate_rule == "none":
-        return (
-            f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
-            f" {rate:g}. For a larger batch, see training.learning_rate_rule."
-        )
+        stays = f"The global batch stays {global_batch_size} on any number of GPUs, and so does the learning rate of"
+        return f"{stays} {rate:g}." + ("" if of_script else " For a larger batch, see training.learning_rate_rule.")
     return (
         f"The learning rate is {rate:g}: {training.learning_rate:g} was set for {training.base_global_batch_size} "
         f"rows, and the rule {training.learning_rate_rule} scales it to {global_batch_size}, on any number of GPUs."

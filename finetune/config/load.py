@@ -331,6 +331,10 @@ def _read_command_line(argv: Sequence[str], command: str, problems: _Problems) -
         if not token.startswith("--") or not name:
             if token.endswith((".yaml", ".yml")):  # without its settings, others may seem to be missing
                 problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. Write --config {cut(token)}.", *KEYS)
+            elif token.endswith(".py"):
+                name = cut(token)
+                text = f"not an option. To train with a script, launch it (accelerate launch {name}); `finetune dryrun"
+                problems.add(f"{_COMMAND_LINE}: `{name}`: {text} {name}` measures it.", *KEYS)
             else:
                 problems.add(f"{_COMMAND_LINE}: `{cut(token)}`: not an option. See --help.")
             continue

@@ -95,3 +95,28 @@ def test_auto_starts_the_ranks_that_were_advised(tiny_model: Path, tiny_data: Pa
     assert events.Scalars("2 health/learning rate")[-1].value == pytest.approx(4e-4)
     assert "Learning rate 0.0004: 0.0001 for a global batch of 4, by the rule linear" in " ".join(done.stdout.split())
     assert run["prediction"]["step_seconds"] is None and "no dry run of this model" in run["prediction"]["reason"]
+
+
+def test_a_script_is_advised(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Its own arguments and the overrides reach each dry run."""
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\n"
+        "os.environ['FINETUNE_BACKEND'] = 'transformers'\n"
+        "from finetune import SFTConfig, SFTTrainer\n"
+        "from datasets import load_dataset\n"
+        "model, data = sys.argv[1:]\n"
+        "rows = load_dataset('json', data_files=data, split='train')\n"
+        "settings = dict(max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2)\n"
+        "args = SFTConfig(output_dir='out', report_to='none', bf16=False, use_cpu=True, **settings)\n"
+        "SFTTrainer(model, args, train_dataset=rows).train()\n"
+        "open('marker', 'w')\n"
+    )
+    words = ["mine.py", str(tiny_model), str(tiny_data / "train.jsonl"), "--as-given", "--json", "advice.json"]
+    done = launch.command_with_ranks("finetune.advise", words, cache=tmp_path, kind="transformers")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    advice = json.loads((tmp_path / "advice.json").read_text())
+    devices = min(len(os.sched_getaffinity(0)), 2)
+    fixed = f"--finetune training.global_batch_size={4 * devices}"
+    assert advice["launch"].endswith(f"mine.py {tiny_model} {tiny_data / 'train.jsonl'} {fixed}")
+    assert [row["per_device"] for row in advice["rows"]] == [2] * devices
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()

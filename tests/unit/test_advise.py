@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from finetune import advise, dryrun
 from finetune.advise import candidates, command, dense, launch, machine, report, verdict
 from finetune.advise.candidates import Bench, Tried
 from finetune.advise.verdict import Row
-from finetune.config import load
+from finetune.config import Config, load
+from finetune.config.schema import ModelConfig, TrainingConfig
 from finetune.errors import RunError, UserError
 from finetune.measure import measurements, sharding, strategy
 from finetune.measure.measurements import Measurement
@@ -605,6 +607,99 @@ def test_secrets_of_the_command_line_stay_out_of_the_launch_line(
     with pytest.raises(UserError) as said:
         parity.start(parity.Case(1, "ddp", "auto"), tmp_path / "run", 1, "", arguments)
     assert token not in str(said.value) and "***" in str(said.value)
+
+
+# --- a script ---------------------------------------------------------------------------------------------------------
+
+
+class DryRuns:
+    """Dry runs of a script on two GPUs, made up; `asked` has their command lines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str, memory: int = 64) -> None:
+        self.asked: list[str] = []
+        self.kind, self.memory = kind, memory  # rows at a time that fit
+        self.rows = "--training.per_device_train_batch_size " if kind == "script.run" else f"{SIZE[2:]}="
+        monkeypatch.setattr(candidates.subprocess_dry_run, "report_of", self.report)
+        monkeypatch.setattr("finetune.runtime.hardware.survey", lambda: host(card(0), card(1)))
+        monkeypatch.setattr(candidates.comm, "measure", all_reduce)
+        monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
+        monkeypatch.chdir(folder)
+        Path("mine.py").write_text("from finetune import SFTTrainer\n")
+
+    def report(self, target: list[str], arguments: list[str], **_: Any) -> dict[str, Any]:
+        said = " ".join([*target, *arguments])
+        self.asked.append(said)
+        given = re.search(rf"{self.rows}(\d+)", said)
+        rows = int(given[1]) if given else 4
+        batch: dict[str, Any] = {
+            "global_batch_size": 16,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+        }
+        if self.kind == "script.run":
+            batch = {"global_batch_size": 16}
+        settings = Config(model=ModelConfig(model_name_or_path="m"), training=TrainingConfig(**batch)).to_dict()
+        about = {"config": settings, "script": self.kind}
+        if rows > self.memory:
+            return {"go": False, "reason": "CUDA ran out of memory", "out_of_memory": True, "state_fits": True, **about}
+        sizes = {"recommended": 8}
+        found = measurement(step=4 / rows, per_device=rows).to_dict()
+        return {"go": True, "measurement": found, "micro_batch_search": sizes, **about}
+
+
+def test_a_script_is_advised_by_dry_runs_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = DryRuns(monkeypatch, tmp_path, "SFTTrainer")
+    words = ["mine.py", "--model", "x", "--world-sizes", "1,2", "--batch", "7", "--json", "advice.json", "--out", "out"]
+    assert advise.main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    first, *others = dry.asked
+    assert first == "-m finetune.dryrun --devices 2 mine.py -- --model x --batch 7"
+    fixed = "-m finetune.dryrun --devices 1 mine.py -- --model x --batch 7 --finetune training.global_batch_size=16"
+    assert others and all(one.startswith(fixed) for one in others)
+    assert not any("model.load" in one for one in others)  # which the script decides
+    assert f"{fixed} --finetune data.packing=true" in others
+    assert "8 rows at a time is 2.00 times as fast (--finetune training.per_device_train_batch_size=8)" in said
+    advice = json.loads(Path("advice.json").read_text())
+    given = "--model x --batch 7 --finetune training.global_batch_size=16"
+    command_line = f"mine.py {given} --finetune training.per_device_train_batch_size=8"
+    assert advice["world_size"] == 2 and advice["launch"].endswith(command_line)
+    assert (
+        command_line in Path("out/launch.sh").read_text() and "finetune.train" not in Path("out/launch.sh").read_text()
+    )
+    assert not list(Path("cache").rglob("advice-*"))  # of `training.strategy: auto`, which a script does not have
+
+
+def test_a_script_whose_settings_are_in_a_file_is_advised_by_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = DryRuns(monkeypatch, tmp_path, "script.run")
+    assert advise.main(["mine.py", "--training.max_steps", "9", "--json", "advice.json"]) == 0
+    assert "-m finetune.dryrun --devices 1 mine.py -- --training.max_steps 9 --data.packing true" in dry.asked
+    launched = json.loads(Path("advice.json").read_text())["launch"]
+    assert launched.endswith("mine.py --training.max_steps 9 --training.per_device_train_batch_size 8")
+    assert list(Path("cache").rglob("advice-*"))
+
+
+def test_what_would_make_a_script_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=1)
+    assert advise.main(["mine.py"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "It fits with one row at a time (measured: " in said
+    assert (
+        "--finetune training.per_device_train_batch_size=1. " in said and "a run from a configuration can shard" in said
+    )
+    DryRuns(monkeypatch, tmp_path, "SFTTrainer", memory=0)
+    assert advise.main(["mine.py"]) == 1
+    assert "Tried, but not enough: one row at a time, " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_script_and_a_model_of_the_study_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise.main(["--model", "dense-258k", "--batch", "8", "mine.py"]) == 2
+    assert "--model replaces the configuration, but one was given: mine.py" in capsys.readouterr().err
 
 
 # --- the study's dense models ---------------------------------------------------------------------------------------
