@@ -95,6 +95,8 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
     def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
         state["trainer"] = self
         own = stand_ins.record.get("own functions", []) + replaced_methods(self)
+        if "optimizers" not in own and getattr(self, "lr_scheduler", None) is not None:
+            own.append("lr_scheduler")  # made before the training, which then keeps it
         stand_ins.record.update({"own functions": own, "checkpoint": stand_ins.checkpoint(resume_from_checkpoint)})
         raise stand_ins.Stop
 

@@ -1045,6 +1045,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
     names = list(inspect.signature(build).parameters)[1:]
     parameters = set(names)
 
+    @functools.wraps(build)  # its signature, which a program may read
     def init(self: Any, *positional: Any, **given: Any) -> None:
         has_length = given.get("max_seq_length") is not None
         if renamed is not None:

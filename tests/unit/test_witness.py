@@ -146,6 +146,7 @@ def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> No
 
 PATCHES = {
     "the loss of the class": "SFTTrainer.compute_loss = lambda self, model, rows, **_: model(**rows).loss * 2",
+    "a schedule": "trainer.create_optimizer_and_scheduler(num_training_steps=10)",
     "a method of the trainer": "trainer.training_step = lambda *_, **__: 0.0",
     "the loss function of torch": "import torch\ntorch.nn.functional.cross_entropy = lambda *_, **__: 0.0",
 }
