@@ -411,6 +411,10 @@ def counted(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "seen by any check": len(seen),
         "seen without V5": len(without),
         "share": round(len(without) / max(1, len(seen)), 4),
+        "seen by V1 to V4": sum(bool({"V1", "V2", "V3", "V4"} & line["seen"].keys()) for line in real),
+        "seen by V2, V3 and the witness": sum(bool({"V2", "V3", "witness"} & line["seen"].keys()) for line in real),
+        "witness could not run": len({line["notebook"] for line in lines if line["witness"] == "could-not-run"}),
+        "seen by none": [f"{line['notebook']}: {line['kind']}: {line['what']}" for line in real if not line["seen"]],
         "seen by V5 alone": [f"{line['notebook']}: {line['kind']}: {line['what']}" for line in only],
         "each": dict(sorted(Counter(name for line in real for name in line["seen"]).items())),
         "seen without V5, by kind": {

@@ -272,8 +272,8 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
 ) -> None:
     def run(ids: list[int]) -> dict[str, Any]:
         settings = {"max_length": 64}
-        return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None, "given": None,
-                "eos": 2, "rows": [[ids, ids]]}  # fmt: skip
+        return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None,
+                "given": None, "eos": 2, "rows": [[ids, ids]]}  # fmt: skip
 
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
