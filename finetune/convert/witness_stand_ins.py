@@ -1081,7 +1081,7 @@ FORCED = ("output_dir", "load_best_model_at_end")
 ARGUMENTS = (
     "logging_steps logging_strategy logging_first_step eval_strategy eval_steps eval_delay eval_on_start"
     " save_strategy save_steps save_total_limit save_only_model"
-    " metric_for_best_model greater_is_better gradient_checkpointing gradient_checkpointing_kwargs dataset_text_field"
+    " metric_for_best_model greater_is_better gradient_checkpointing gradient_checkpointing_kwargs"
     " completion_only_loss assistant_only_loss packing_strategy eos_token pad_token remove_unused_columns"
     " train_sampling_strategy shuffle_dataset truncation_mode dataset_kwargs chat_template_path pad_to_multiple_of"
     " run_name"
