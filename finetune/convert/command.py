@@ -179,7 +179,7 @@ def _in_form(path: Path, keep_inference: bool, form: str, witness: bool) -> Any:
         if other == first.reason:
             raise first from None
         if getattr(first, "code", "") == "R0":  # a module of the repository may load the model
-            notebook, _ = _without_secrets(path)
+            notebook, _ = without_secrets(path)
             refuse_missing(notebook, "\n".join(statement.source for statement in notebook.statements))
         first.reason = f"{first.reason}. As a drop-in script: {other}"
         raise first from None
@@ -190,7 +190,7 @@ def _drop_in(path: Path, why: str, witness: bool) -> Any:
     from finetune.convert.drop_in_checks import verify_drop_in
 
     notebook, conversion = drop_in_steps(path, why)
-    original, _ = _without_secrets(path)
+    original, _ = without_secrets(path)
     checks, traces = verify_drop_in(notebook, conversion, original)
     _finish(conversion, drop_in_steps(path, why)[1], checks, traces)
     return _compared(path, conversion, "drop-in", witness)
@@ -207,7 +207,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     from finetune.convert.roles import live_statements
     from finetune.convert.secrets import note_variables
 
-    notebook, notes = _without_secrets(path)
+    notebook, notes = without_secrets(path)
     name_the_trainer(notebook)
     notes += save_what_is_pushed(notebook)
     program = Program(live_statements(notebook))
@@ -218,7 +218,7 @@ def drop_in_steps(path: Path, why: str) -> tuple[Any, Any]:
     return notebook, conversion
 
 
-def _without_secrets(path: Path) -> tuple[Any, list[str]]:
+def without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
     from finetune.convert.classify import text_cells, unparsed_after_training
     from finetune.convert.files import one_name_per_file
@@ -312,7 +312,7 @@ def steps(path: Path, *, keep_inference: bool = False, traces: Any = None) -> tu
     from finetune.convert.settings import make_settings
     from finetune.convert.trace import trace_notebook
 
-    notebook, notes = _without_secrets(path)
+    notebook, notes = without_secrets(path)
     notebook.statements = without_secret_services(notebook.statements)
     notes = notes + inline_setup(notebook) + data_in_memory(notebook)
     program = Program(live_statements(notebook))

@@ -6,16 +6,17 @@ import ast
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
+from finetune.config.arguments import CONFIG, TRAINER, former
 from finetune.convert import drop_in_code as code
 from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
 from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
 from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program
+from finetune.convert.names import Program, effects, root
 from finetune.convert.read import Notebook, Refusal, Statement
 from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.values import described
@@ -49,8 +50,8 @@ def verify_drop_in(
 
 
 def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
-    """V4: every kept statement is in the script, as the notebook has it, and every rewritten one as the report has it.
-    Raises NotVerified."""
+    """V4: every kept statement is in the script, as the notebook has it, and every rewritten one as the report has it,
+    with all that is the notebook's; what is left out is not needed. Raises NotVerified."""
     tree = ast.parse(conversion.script)
     present = Counter(_text(node) for node in ast.walk(tree) if isinstance(node, ast.stmt))
     for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
@@ -61,6 +62,99 @@ def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
             if not present[_text(node)]:
                 raise NotVerified("V4", f"cell {statement.cell}: `{ast.unparse(node)[:80]}` is not in the script")
             present[_text(node)] -= 1
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        if entry["outcome"] == "rewritten" and not _REPLACES.search(entry["reason"]):
+            _lacks_nothing(statement, entry)
+    _binds_nothing_needed(notebook, conversion)
+
+
+# Reasons to rewrite more than arguments.
+_REPLACES = re.compile("secrets come from|^display|packages are installed|the launcher |`tokenizer` is `proc")
+_OF_DEVICES = re.compile(
+    r"'(auto|balanced\w*|sequential|device_map|cpu|cuda(:\d+)?|\d+|CUDA_VISIBLE_DEVICES)'|\.(to|cuda|environ)|os"
+)
+_RENAMED = frozenset({"TrainingArguments", ".TrainingArguments", "transformers"})
+
+
+def _lacks_nothing(statement: Statement, entry: dict[str, Any]) -> None:
+    """A rewritten statement has the notebook's names, constants and arguments, but for arguments that may change."""
+    renamed = former(CONFIG) | former(TRAINER)
+    free = {*CHANGED_ARGUMENTS, *_LOADER, *(name for name, now in renamed.items() if not now), None}
+    free |= set(re.findall(r"`(\w+)` is left out", entry["reason"]))
+    free -= set() if "quantization_config" in entry["becomes"] else {"load_in_4bit", "load_in_8bit"}
+    missing = (_parts(statement.source, free) - _parts(entry["becomes"], free)).keys() - _RENAMED
+    if "each rank has its own device" in entry["reason"]:
+        missing = {part for part in missing if not _OF_DEVICES.fullmatch(part)}
+    if missing:
+        raise NotVerified("V4", f"cell {statement.cell}: {min(missing)[:80]} is not in `{entry['becomes'][:80]}`")
+
+
+def _parts(source: str, free: Set[str | None]) -> Counter[str]:
+    """Names, attributes, arguments by today's names, constants and operators, without these arguments."""
+    renamed = former(CONFIG) | former(TRAINER)
+    tree = ast.parse(source)
+    left_out = {
+        inner
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for item in call.keywords
+        if item.arg in free
+        for inner in ast.walk(item)
+    }
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
+        if isinstance(node, ast.Name):
+            found[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            found[f".{node.attr}"] += 1
+        elif isinstance(node, ast.keyword):
+            found[f"{renamed.get(str(node.arg)) or node.arg}="] += 1
+        elif isinstance(node, ast.Constant):
+            found[" ".join(repr(node.value).split())] += 1
+        elif isinstance(node, ast.operator | ast.unaryop | ast.cmpop | ast.boolop):
+            found[type(node).__name__] += 1
+    return found
+
+
+def _binds_nothing_needed(notebook: Notebook, conversion: Conversion) -> None:
+    """No kept statement reads what a statement that was left out has assigned, and what a kept one made is saved."""
+    live: dict[str, Statement] = {}
+    gone: set[str] = set()
+    for statement, entry in zip(notebook.statements, conversion.report["statements"], strict=True):
+        if entry["outcome"] == "dropped":
+            live |= dict.fromkeys(_assigned(statement, entry), statement)
+            gone |= _assigned(statement, entry)
+            saved = code.saves(statement.node) and not statement.is_dead and "publish" not in entry["reason"]
+            if saved and not gone & effects(statement.node).all_reads:
+                raise NotVerified("V4", f"cell {statement.cell}: `{statement.head[:80]}` saves, but was left out")
+            continue
+        for node in ast.parse(entry.get("becomes") or statement.source).body:
+            found = effects(node)
+            if needed := sorted(live.keys() & found.all_reads):
+                head = f"`{live[needed[0]].head[:80]}`"
+                raise NotVerified("V4", f"cell {statement.cell}: {needed[0]} is read, but {head} was left out")
+            for name in found.binds:
+                live.pop(name, None)
+
+
+def _assigned(statement: Statement, entry: dict[str, Any]) -> set[str]:
+    """The names that a statement which was left out binds, or assigns attributes and items of."""
+    node = statement.node
+    if statement.is_dead or isinstance(node, ast.Import | ast.ImportFrom):
+        return set()
+    if entry["reason"] == "the trainer sets the model's mode":
+        return set()
+    found = effects(node)
+    targets = [one for one in ast.walk(node) if isinstance(one, ast.Attribute | ast.Subscript)]
+    stored = {
+        root(one)
+        for one in targets
+        if isinstance(one.ctx, ast.Store)
+        and not re.match(r"os\.environ|\w+\.(tokenizer|processing_class)$", ast.unparse(one))
+    }
+    return found.binds | found.may_bind | {name for name in stored if name}
 
 
 def _text(node: ast.stmt) -> str:
@@ -93,6 +187,12 @@ def has_its_frame(conversion: Conversion) -> None:
     )
     if texts.count(code.WAIT) < guards + exports:
         raise NotVerified("V3", "a rank does not wait for files that another writes")
+    called = [ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not {name.rpartition(".")[2] for name in named("seeds")} & set(called):
+        raise NotVerified("V3", "nothing sets a seed, so ranks may draw other rows")
+    arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    if "`global_batch_size`" in (ast.get_docstring(tree) or "") and "global_batch_size" not in arguments:
+        raise NotVerified("V3", "global_batch_size is not given to the trainer, so the batch grows with the ranks")
 
 
 def safe_on_ranks(script: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from finetune.convert import sandbox
 from finetune.convert.services import in_working_folder
 from finetune.convert.witness_notebook import is_unsloth, read_cells
-from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
+from finetune.convert.witness_stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 from finetune.runtime.command import printable
 from finetune.runtime.files import read_text
 
@@ -79,19 +79,25 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
     name = next(file for file in files if file.endswith(".py")).removesuffix(".py")
     try:
         theirs = run_notebook(notebook, seconds)
-        columns = [run["columns"] for run in theirs["runs"] if not run["empty"]]
         left = seconds - (time.perf_counter() - start)
-        ours = run_scripts([name], files, form, theirs, left)[name]
-        for one, two in zip(theirs["runs"], ours, strict=True):
-            if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
-                raise CouldNotRun(f"both the notebook and the script fail: {two['refused']}")
-        difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
+        status, reason = compare(theirs, run_scripts([name], files, form, theirs, left)[name])
     except CouldNotRun as error:
         return found("could-not-run", str(error))
+    if status == "could-not-run":
+        return found(status, reason)
+    columns = tuple(run["columns"] for run in theirs["runs"] if not run["empty"])
+    return found(status, reason, rows=sum(len(run["rows"]) for run in theirs["runs"]), generated_columns=columns)
+
+
+def compare(theirs: dict[str, Any], ours: list[dict[str, Any]]) -> tuple[str, str]:
+    """Status and reason, from what `run_notebook` returns and a script's runs."""
+    for one, two in zip(theirs["runs"], ours, strict=True):
+        if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
+            return "could-not-run", f"both the notebook and the script fail: {two['refused']}"
+    difference = first_difference(theirs["runs"], ours, unsloth=theirs["unsloth"])
     if _NOTHING_LEFT.search(difference.partition("the script fails")[2]):
-        return found("could-not-run", f"the generated rows leave nothing to train on: {difference}")
-    more = {"rows": sum(len(run["rows"]) for run in theirs["runs"]), "generated_columns": tuple(columns)}
-    return found("differs", difference, **more) if difference else found("passed", **more)
+        return "could-not-run", f"the generated rows leave nothing to train on: {difference}"
+    return ("differs" if difference else "passed"), difference
 
 
 def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
@@ -201,6 +207,9 @@ def _incomplete(run: Any, *, refusable: bool) -> str | None:
         return "the model's settings are incomplete"
     if lora is not None and (not isinstance(lora, dict) or set(lora) != set(ADAPTER)):
         return "the adapter's settings are incomplete"
+    given = run.get("given", {})
+    if not (refusable and given is None) and (not isinstance(given, dict) or set(given) != set(GIVEN)):
+        return "what is given to the trainer is incomplete"
     if not isinstance(run.get("rows"), list) or not run["rows"]:
         return "it has no rows"
     if not all(map(_is_row, run["rows"])):
@@ -248,6 +257,7 @@ def first_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], *
             or _of_values(one["model"], two["model"])
             or _of_adapters(one["lora"], two["lora"])
             or _of_rows(one["rows"], two["rows"], about, added, one.get("eos"))
+            or _of_given(one["given"], two["given"])
         )
         if "token ids differ" in difference:
             difference += _on_length(one["rows"], two["rows"], two["settings"]["max_length"])
@@ -261,6 +271,14 @@ def _of_values(one: dict[str, Any], two: dict[str, Any], what: str = "") -> str:
         if not _equal(value, two.get(name)):
             return f"{what}{name}: the notebook trains with {value!r}, the script with {two.get(name)!r}"
     return ""
+
+
+def _of_given(one: dict[str, Any], two: dict[str, Any] | None) -> str:
+    if two is None:  # the script has no trainer of its own
+        return ""
+    if one["output_dir"] is None:  # the library's choice
+        one = {name: value for name, value in one.items() if name != "output_dir"}
+    return _of_values(one, two)
 
 
 def _equal(one: Any, two: Any) -> bool:

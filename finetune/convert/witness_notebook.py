@@ -95,6 +95,8 @@ def replace_trainer(unsloth: bool, stand_ins: Any) -> None:
     def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
         state["trainer"] = self
         own = stand_ins.record.get("own functions", []) + replaced_methods(self)
+        if "optimizers" not in own and getattr(self, "lr_scheduler", None) is not None:
+            own.append("lr_scheduler")  # made before the training, which then keeps it
         stand_ins.record.update({"own functions": own, "checkpoint": stand_ins.checkpoint(resume_from_checkpoint)})
         raise stand_ins.Stop
 
@@ -121,18 +123,19 @@ def _replace_init(cls: Any, unsloth: bool, stand_ins: Any) -> None:
         given = dict(zip(names, positional, strict=False)) | given
         state["building"] = True
         try:
+            stand_ins.record_trainer(given)
             given = normalized(given, unsloth, stand_ins)
             stand_ins.record_adapter(given.pop("peft_config", None), given.get("model"))
             stand_ins.record["own functions"] = own_functions(given)
             args = given["args"]
-            before = stand_ins.settings(args)
+            before = stand_ins.settings(args), stand_ins.arguments(args)
             self._packing, self._max_length = bool(args.packing), args.max_length
             args.packing, args.eval_packing = False, None  # documents, which packing only concatenates
             demand_columns(given)
             given.pop("eval_dataset", None)
             args.eval_strategy = "no"
             build(self, **given)
-            self._before, self._after = before, stand_ins.settings(self.args)
+            self._before, self._after = before, (stand_ins.settings(self.args), stand_ins.arguments(self.args))
         finally:
             state["building"] = False
 
@@ -609,14 +612,18 @@ def labels(name: str, source: str) -> str:
 
 def result(trainer: Any, stand_ins: Any, unsloth: bool) -> dict[str, Any]:
     """What the trainer would train with."""
-    now = stand_ins.settings(trainer.args)
-    chosen = {key: now[key] if now[key] != trainer._after[key] else before for key, before in trainer._before.items()}
+    now = stand_ins.settings(trainer.args), stand_ins.arguments(trainer.args)
+    chosen, arguments = (
+        {key: value if value != after[key] else before[key] for key, value in values.items()}
+        for values, after, before in zip(now, trainer._after, trainer._before, strict=True)
+    )
     more = {"max_length": trainer._max_length, "packing": trainer._packing}
     return {
         "columns": dict(stand_ins.columns),
         "settings": chosen | more,
         "model": stand_ins.model_settings(trainer.model, trainer.processing_class, unsloth),
         "lora": stand_ins.record.get("lora"),
+        "given": stand_ins.given(arguments, trainer.processing_class),
         "rows": state["rows"],
         "eos": getattr(trainer.processing_class, "eos_token_id", None),
         "failures": list(dict.fromkeys(failed)),

@@ -7,6 +7,7 @@ JSON to stdout.
 from __future__ import annotations
 
 import builtins
+import inspect
 import json
 import os
 import sys
@@ -43,6 +44,7 @@ def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         "settings": stand_ins.settings(args) | more,
         "model": stand_ins.model_settings(model, tokenizer, backend == "unsloth"),
         "lora": stand_ins.record.get("lora"),
+        "given": None,  # to loaders and a trainer that this form does not have
         "rows": tokenized(data.train, stand_ins),
         "eos": tokenizer.eos_token_id,
     }
@@ -114,6 +116,7 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     cls: Any = drop_in.SFTTrainer
     found: list[Any] = []
     build = cls.__init__
+    names = list(inspect.signature(build).parameters)[1:]
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
         model = positional[0] if positional else given.get("model")
@@ -121,6 +124,8 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
             raise ValueError("the trainer is given a `PeftModel` and a `peft_config`")  # as TRL does
         stand_ins.record_adapter(given.pop("peft_config", None), model)
         stand_ins.record["own functions"] = own_functions(given)
+        stand_ins.record["batch"] = given.get("global_batch_size")
+        stand_ins.record_trainer(dict(zip(names, positional, strict=False)) | given)
         build(self, *positional, **given)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> None:
@@ -142,6 +147,7 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         "settings": stand_ins.settings(trainer.given) | more,
         "model": stand_ins.model_settings(trainer.model, tokenizer, job["unsloth"]),
         "lora": stand_ins.record.get("lora"),
+        "given": stand_ins.given(stand_ins.arguments(trainer.given), tokenizer),
         "rows": tokenized(trainer.job.data.train, stand_ins),
         "eos": tokenizer.eos_token_id,
     }

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -299,6 +300,8 @@ def _replace_models(folder: str) -> None:
             return load_tokenizer(name, **given)
         found = load_tokenizer(folder, **{key: given[key] for key in given if key in _TOKENIZER_ARGUMENTS})
         found.name_or_path = str(name)
+        kept = {key: _jsonable(given[key]) for key in sorted(given) if key not in _OF_MACHINE}
+        record.setdefault("tokenizers", {}).setdefault(found.name_or_path, kept)
         return found
 
     def config(*_: Any, return_unused_kwargs: bool = False, **rest: Any) -> Any:
@@ -477,6 +480,8 @@ MODEL = ("model", "revision", "dtype", "attn_implementation", "trust_remote_code
 def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What a loader is asked for."""
     former = "flash_attention_2" if given.get("use_flash_attention_2") else None
+    kept = {key: _jsonable(given[key]) for key in sorted(given) if key in _NEUTRAL - _OF_MACHINE}
+    record["loader"] = kept | {"quantization": quantization(given)}
     return {
         "model": None if name is None else str(name),
         "revision": given.get("revision"),
@@ -488,14 +493,36 @@ def loading(name: Any, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_COMPARED_OR_NEUTRAL = frozenset(
-    "model_name pretrained_model_name_or_path revision dtype torch_dtype attn_implementation use_flash_attention_2"
-    " trust_remote_code quantization_config load_in_4bit load_in_8bit load_in_16bit full_finetuning max_seq_length"
-    " device_map max_memory token use_auth_token use_cache low_cpu_mem_usage cache_dir return_dict use_safetensors"
-    " local_files_only offload_folder offload_state_dict force_download resume_download use_gradient_checkpointing"
-    " random_state output_loading_info offload_embedding tokenizer_name load_in_fp8 float8_kv_cache fast_inference"
-    " gpu_memory_utilization disable_log_stats max_lora_rank unsloth_tiled_mlp use_exact_model_name".split()
+# Arguments of a loader that change no number of the training, or next to none.
+_NEUTRAL = frozenset(
+    "full_finetuning use_cache low_cpu_mem_usage cache_dir return_dict use_safetensors local_files_only offload_folder"
+    " offload_state_dict force_download use_gradient_checkpointing random_state output_loading_info offload_embedding"
+    " tokenizer_name load_in_fp8 float8_kv_cache fast_inference gpu_memory_utilization disable_log_stats max_lora_rank"
+    " unsloth_tiled_mlp use_exact_model_name".split()
 )
+# What the script may choose in another way.
+_OF_MACHINE = frozenset("device_map max_memory token use_auth_token resume_download low_cpu_mem_usage".split())
+_COMPARED_OR_NEUTRAL = (
+    _NEUTRAL
+    | _OF_MACHINE
+    | frozenset(
+        "model_name pretrained_model_name_or_path revision dtype torch_dtype attn_implementation"
+        " use_flash_attention_2 trust_remote_code quantization_config load_in_4bit load_in_8bit load_in_16bit"
+        " max_seq_length".split()
+    )
+)
+_QUANTIZATION = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "float32",
+                 "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None}  # fmt: skip
+
+
+def quantization(given: dict[str, Any]) -> dict[str, Any]:
+    """How a loader with these arguments quantizes, with bitsandbytes's defaults."""
+    config = given.get("quantization_config")
+    values = config if isinstance(config, dict) else vars(config) if config is not None else {}
+    return {
+        name: _dtype(value) if name.endswith("dtype") else _jsonable(value)
+        for name, value in ((name, values.get(name, default)) for name, default in _QUANTIZATION.items())
+    }
 
 
 def _dtype(value: Any) -> str | None:
@@ -577,7 +604,9 @@ def _replace_adapters() -> None:
         record_adapter(peft_config or named.get("peft_config"), model)
         return model
 
-    def unchanged(model: Any, *_: Any, **__: Any) -> Any:
+    def unchanged(model: Any, *given: Any, **named: Any) -> Any:
+        if by_program(1):
+            record["prepared for k-bit training"] = shown([given, named])
         return model
 
     peft.get_peft_model = peft.mapping_func.get_peft_model = sft.get_peft_model = get_peft_model
@@ -600,6 +629,7 @@ ADAPTER = (
     " target_parameters lora_bias layer_replication fan_in_fan_out random_state finetune_vision_layers"
     " finetune_language_layers finetune_attention_modules finetune_mlp_modules"
 ).split()
+_MORE_OF_ADAPTER = "use_gradient_checkpointing loftq_config task_type inference_mode max_seq_length".split()
 
 
 def adapter(values: dict[str, Any]) -> dict[str, Any]:
@@ -608,6 +638,7 @@ def adapter(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("target_modules", "modules_to_save", "exclude_modules"):
         if isinstance(chosen := found[name], list):
             found[name] = sorted(chosen, key=str)
+    record["adapter"] = {name: _jsonable(values.get(name)) for name in _MORE_OF_ADAPTER}
     weights = True if found["init_lora_weights"] is None else found["init_lora_weights"]
     found["peft_type"] = str(found["peft_type"] or "LORA").rpartition(".")[2]
     rest = {"lora_dropout": float(found["lora_dropout"] or 0), "use_rslora": bool(found["use_rslora"])}
@@ -777,6 +808,60 @@ def _tolerate_sizes(dataset: Any) -> None:
 
     dataset.select, dataset.train_test_split, dataset.shuffle = selected, divided, shuffled
     dataset.map, dataset.filter = alone(apply), alone(keep)
+    for name in STEPS:
+        setattr(dataset, name, noted(name, getattr(dataset, name)))
+
+
+STEPS = (
+    "map filter select shuffle sort train_test_split rename_column rename_columns remove_columns select_columns"
+    " cast_column add_column shard take skip"
+).split()
+
+
+def noted(name: str, method: Any) -> Any:
+    """A method of a data set whose result knows the steps that made it. A step that changes none of the generated rows
+    may change real ones."""
+
+    def called(self: Any, *given: Any, **named: Any) -> Any:
+        found = method(self, *given, **named)
+        kept = {key: value for key, value in named.items() if key not in _OF_CACHE}
+        steps = [*getattr(self, "steps", ()), f"{name} {shown(given)} {shown(kept)}"]
+        if isinstance(found, dict):
+            for key, part in found.items():
+                part.steps = [*steps, key]
+        else:
+            found.steps = steps
+        return found
+
+    return called
+
+
+_OF_CACHE = frozenset("num_proc desc load_from_cache_file keep_in_memory writer_batch_size cache_file_name".split())
+
+
+def shown(value: Any) -> str:
+    """A value as text that is the same on both sides. A function is its constants and its names, whether they are
+    global, as in a notebook, or of the function around it."""
+    function = getattr(value, "__func__", value)
+    if isinstance(function, types.FunctionType):
+        return f"<{' '.join(sorted(_words(function.__code__)))}>"
+    if isinstance(value, functools.partial):
+        return shown([value.func, value.args, value.keywords])
+    if isinstance(value, dict):
+        return shown(sorted((str(key), shown(one)) for key, one in value.items()))
+    if isinstance(value, list | tuple):
+        return str(zlib.crc32(repr(value).encode())) if len(value) > 50 else f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, str):
+        return repr(" ".join(value.split()))
+    return repr(value) if value is None or isinstance(value, int | float | range) else type(value).__name__
+
+
+def _words(code: Any) -> set[str]:
+    """Names and constants of a function and of those inside it."""
+    found = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
+    for one in code.co_consts:
+        found |= _words(one) if isinstance(one, types.CodeType) else {shown(one)}
+    return found
 
 
 def places(indices: list[int], length: int) -> list[int]:
@@ -802,22 +887,27 @@ by_line = False  # whether the program reads JSON line by line, whatever its fil
 files: dict[str, str] = {}  # in the folder of the sandbox, by the name that was asked for
 
 
+HERE = os.getcwd()
+
+
+def by_program(depth: int) -> bool:
+    """Whether the function so many frames up was called by the program under test."""
+    frame: Any = sys._getframe(depth + 1)
+    while os.path.basename(frame.f_code.co_filename) in ("pathlib.py", "contextlib.py"):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(("<cell", HERE))
+
+
 def _replace_open() -> None:
     """A file of rows that the program under test opens and that does not exist is generated; one that it writes
     where it may not is written into the folder of the sandbox."""
     really, here = io.open, os.getcwd()
 
-    def by_program() -> bool:
-        frame: Any = sys._getframe(2)
-        while os.path.basename(frame.f_code.co_filename) in ("pathlib.py", "contextlib.py"):
-            frame = frame.f_back
-        return frame.f_code.co_filename.startswith(("<cell", here))
-
     def open(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
         try:
             return really(files.get(file, file) if isinstance(file, str) else file, mode, *given, **named)
         except (FileNotFoundError, PermissionError):
-            if not isinstance(file, str | os.PathLike) or not by_program():
+            if not isinstance(file, str | os.PathLike) or not by_program(1):
                 raise
             if not (other := _elsewhere(os.fspath(file), mode)):
                 raise
@@ -955,6 +1045,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
     names = list(inspect.signature(build).parameters)[1:]
     parameters = set(names)
 
+    @functools.wraps(build)  # its signature, which a program may read
     def init(self: Any, *positional: Any, **given: Any) -> None:
         has_length = given.get("max_seq_length") is not None
         if renamed is not None:
@@ -964,6 +1055,10 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
             given = {key: value for key, value in given.items() if key in parameters}
         if "fp16" in given:
             record["fp16"] = bool(given["fp16"])
+        asked = dict(zip(names, positional, strict=False)) | given
+        for name in FORCED:
+            if (value := _jsonable(asked.get(name))) not in (None, False, "trainer_output", *record.get(name, ())):
+                record.setdefault(name, []).append(value)
         values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False
@@ -978,6 +1073,57 @@ SETTINGS = (
     " max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon neftune_noise_alpha label_smoothing_factor loss_type"
     " optim_args optim_target_modules"
 ).split()
+
+
+# Arguments that both sides build with the same value; what the program asked for is recorded.
+FORCED = ("output_dir", "load_best_model_at_end")
+# Arguments that change no number of the training itself.
+ARGUMENTS = (
+    "logging_steps logging_strategy logging_first_step eval_strategy eval_steps eval_delay eval_on_start"
+    " save_strategy save_steps save_total_limit save_only_model"
+    " metric_for_best_model greater_is_better gradient_checkpointing gradient_checkpointing_kwargs"
+    " completion_only_loss assistant_only_loss packing_strategy eos_token pad_token remove_unused_columns"
+    " train_sampling_strategy shuffle_dataset truncation_mode dataset_kwargs chat_template_path pad_to_multiple_of"
+    " run_name"
+).split()
+_OF_TRAINER = ("steps of the rows", "held-out rows", "callbacks", "formatting_func")
+GIVEN = (*ARGUMENTS, "rows per step", *FORCED, *_OF_TRAINER, "prepared for k-bit training", "tokenizer's arguments",
+         "loader's arguments", "adapter's arguments")  # fmt: skip
+
+
+def arguments(args: Any) -> dict[str, Any]:
+    """The other training arguments, JSON-safe. The package's trainer may be given the batch as such."""
+    batch = record.get("batch") or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {name: _plain(getattr(args, name, None)) for name in ARGUMENTS} | {"rows per step": batch}
+
+
+def record_trainer(given: Mapping[str, Any]) -> None:
+    """What a program gives to its trainer, beside the training arguments."""
+    held = given.get("eval_dataset")
+    record["steps of the rows"] = getattr(given.get("train_dataset"), "steps", [])
+    record["held-out rows"] = (
+        {str(k): _held_out(v) for k, v in held.items()} if isinstance(held, dict) else _held_out(held)
+    )
+    called = [one if isinstance(one, type) else type(one) for one in given.get("callbacks") or ()]
+    record["callbacks"] = [one.__name__ for one in called]
+    record["formatting_func"] = shown(given.get("formatting_func"))
+
+
+def _held_out(table: Any) -> Any:
+    if not hasattr(table, "column_names"):
+        return None if table is None else type(table).__name__
+    text = json.dumps(table[:], default=str)
+    return [len(table), zlib.crc32(text.encode()), *getattr(table, "steps", ())]
+
+
+def given(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """What the program gave to loaders and its trainer that no row and no number shows. `values`: by `arguments`."""
+    if record.get("held-out rows") is None:
+        values = values | {name: None for name in values if name.startswith("eval_")}
+    more = {name: record.get(name) for name in (*FORCED, *_OF_TRAINER, "prepared for k-bit training")}
+    loaded = record.get("tokenizers", {}).get(str(getattr(tokenizer, "name_or_path", None)))
+    more |= {"tokenizer's arguments": loaded, "loader's arguments": record.get("loader")}
+    return values | more | {"adapter's arguments": record.get("adapter")}
 
 
 def settings(args: Any) -> dict[str, Any]:

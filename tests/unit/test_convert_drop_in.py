@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -445,3 +446,49 @@ def test_a_statement_that_is_missing_is_seen(notebook: Callable[..., Path]) -> N
         assert found, (line, conversion.script)
         with pytest.raises(NotVerified):
             check(replace(conversion, script=conversion.script.replace(found[-1], "")))
+
+
+BATCH = ", global_batch_size="
+WRONG = {  # entry of the report -> what a wrong converter makes of it: "" leaves it out
+    "a step of the rows": ("rows = rows.map(to_text)", ""),
+    "an argument": ("peft_config = LoraConfig(r=8", 'peft_config = LoraConfig(task_type="CAUSAL_LM")'),
+    "a value": ("peft_config = LoraConfig(r=8", 'peft_config = LoraConfig(r=9, task_type="CAUSAL_LM")'),
+    "a column": (
+        "def to_text(row)",
+        'def to_text(row):\n    return {"text": row["q"] + row["q"] + tokenizer.eos_token}',
+    ),
+    "an operator": (
+        "def to_text(row)",
+        'def to_text(row):\n    return {"text": row["q"] - row["a"] + tokenizer.eos_token}',
+    ),
+    "an attribute": ("tokenizer.padding_side", ""),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_rewriting_is_seen_whatever_the_report_says(case: str, notebook: Callable[..., Path]) -> None:
+    """V4: the script and its report agree with each other, and not with the notebook."""
+    head, becomes = WRONG[case]
+    read_again, right = drop_in_steps(notebook(before="tokenizer.padding_side = 'left'"), "")
+    report = json.loads(json.dumps(right.report))
+    (entry,) = (one for one in report["statements"] if one["statement"].startswith(head))
+    old = ast.unparse(ast.parse(next(s.source for s in read_again.statements if s.head.startswith(head))))
+    entry |= {"outcome": "rewritten", "becomes": becomes} if becomes else {"outcome": "dropped"}
+    entry["reason"] = "the batch is the notebook's on any number of GPUs"
+    script = ast.unparse(ast.parse(right.script))
+    indent = next(" " * n for n in (0, 4, 8) if textwrap.indent(old, " " * n) in script)
+    changed = script.replace(textwrap.indent(old, indent), textwrap.indent(becomes or "pass", indent))
+    wrong = replace(right, script=changed, report=report)
+    assert changed != script
+    has_every_statement(read_again, replace(right, script=script))
+    with pytest.raises(NotVerified, match="V4"):
+        has_every_statement(read_again, wrong)
+
+
+def test_a_batch_that_grows_and_ranks_that_draw_alone_are_seen(notebook: Callable[..., Path]) -> None:
+    conversion = drop_in_steps(notebook(), "")[1]
+    script = ast.unparse(ast.parse(conversion.script))
+    has_its_frame(replace(conversion, script=script))
+    for old, word in (("set_seed(42)", "seed"), (script[script.index(BATCH) :].partition(")")[0], "batch")):
+        with pytest.raises(NotVerified, match=word):
+            has_its_frame(replace(conversion, script=script.replace(old, "pass" if "(" in old else "")))

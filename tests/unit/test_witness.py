@@ -146,6 +146,7 @@ def test_columns_that_the_notebook_does_not_name_are_tried(tmp_path: Path) -> No
 
 PATCHES = {
     "the loss of the class": "SFTTrainer.compute_loss = lambda self, model, rows, **_: model(**rows).loss * 2",
+    "a schedule": "trainer.create_optimizer_and_scheduler(num_training_steps=10)",
     "a method of the trainer": "trainer.training_step = lambda *_, **__: 0.0",
     "the loss function of torch": "import torch\ntorch.nn.functional.cross_entropy = lambda *_, **__: 0.0",
 }
@@ -248,7 +249,8 @@ def test_rows_that_only_the_script_cuts_are_explained() -> None:
     def run(length: int) -> dict[str, Any]:
         row = [list(range(length)), [-100, *range(1, length)]]
         settings = {"max_length": 8}
-        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "rows": [row], "eos": 99}
+        return {"columns": {}, "settings": settings, "model": {}, "lora": None, "given": None, "rows": [row],
+                "eos": 99}  # fmt: skip
 
     found = witness.first_difference([run(12)], [run(8)])
     assert "only the script cuts rows at max_length=8" in found and "truncation=True, max_length=8" in found
@@ -270,8 +272,8 @@ def test_an_end_token_that_trl_adds_to_an_unread_text_does_not_count(
 ) -> None:
     def run(ids: list[int]) -> dict[str, Any]:
         settings = {"max_length": 64}
-        return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None, "eos": 2,
-                "rows": [[ids, ids]]}  # fmt: skip
+        return {"columns": dict.fromkeys(columns, "text"), "settings": settings, "model": {}, "lora": None,
+                "given": None, "eos": 2, "rows": [[ids, ids]]}  # fmt: skip
 
     assert (witness.first_difference([run([5, 6])], [run(script)]) == "") == same
 
@@ -288,7 +290,8 @@ def test_rows_without_an_answer_that_the_script_drops_are_found(tmp_path: Path) 
 
 
 def test_a_script_that_fails_on_empty_values_differs() -> None:
-    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "eos": 2, "rows": [[[5], [5]]]}
+    run = {"columns": {}, "settings": {"max_length": 64}, "model": {}, "lora": None, "given": None, "eos": 2,
+           "rows": [[[5], [5]]]}  # fmt: skip
     found = witness.first_difference([run, run | {"empty": True}], [run, {"refused": "no rows"}])
     assert found.endswith("the script fails (rows of which some values are empty): no rows")
     assert witness.first_difference([run, run | {"empty": False}], [run, {"refused": "no rows"}]) == ""
@@ -326,3 +329,50 @@ def test_a_written_file_that_is_left_out_makes_a_difference(tmp_path: Path) -> N
     for script in (right.script, right.script.replace('"train.jsonl", split', '"/content/train.jsonl", split')):
         found = witness.check(notebook, files | {f"{right.name}.py": planted(script, written, "")})
         assert found.status == "differs" and "token ids differ" in found.reason
+
+
+NOT_IN_ROWS = """import torch
+from datasets import load_dataset
+from peft import LoraConfig, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, EarlyStoppingCallback
+from trl import SFTConfig, SFTTrainer
+four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+model = AutoModelForCausalLM.from_pretrained("acme/tiny", quantization_config=four, cache_dir="weights")
+model = prepare_model_for_kbit_training(model)
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny", padding_side="left")
+rows = load_dataset("acme/texts", split="train").filter(lambda row: len(row["text"]) > 0)
+held_out = load_dataset("acme/texts", split="test")
+trainer = SFTTrainer(
+    model=model, processing_class=tokenizer, train_dataset=rows, eval_dataset=held_out,
+    peft_config=LoraConfig(r=8, task_type="CAUSAL_LM"), callbacks=[EarlyStoppingCallback(3)],
+    args=SFTConfig(output_dir="out", max_steps=9, logging_steps=3, eval_strategy="steps", eval_steps=3, save_steps=3,
+                   load_best_model_at_end=True),
+)"""
+UNSEEN = {
+    "steps of the rows": ('.filter(lambda row: len(row["text"]) > 0)', ""),
+    "held-out rows": ('split="test"', 'split="validation"'),
+    "callbacks": ("callbacks=[EarlyStoppingCallback(3)],", ""),
+    "prepared for k-bit training": ("model = prepare_model_for_kbit_training(model)", ""),
+    "tokenizer's arguments": (', padding_side="left"', ""),
+    "loader's arguments": (', bnb_4bit_quant_type="nf4"', ""),
+    "adapter's arguments": (', task_type="CAUSAL_LM"', ""),
+    "output_dir": ('output_dir="out"', 'output_dir="other"'),
+    "load_best_model_at_end": ("load_best_model_at_end=True,", ""),
+    "logging_steps": ("logging_steps=3,", ""),
+    "eval_steps": ("eval_steps=3,", "eval_steps=9,"),
+}
+
+
+@pytest.mark.campaign
+def test_what_no_generated_row_shows_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.ipynb", NOT_IN_ROWS, TRAIN)
+    right = convert(path, form="drop-in").conversion.script
+    files = {f"s{number}.py": planted(right, *change) for number, change in enumerate(UNSEEN.values())}
+    theirs = witness.run_notebook(path)
+    scripts = witness.run_scripts(
+        ["right", *(f"s{n}" for n in range(len(UNSEEN)))], files | {"right.py": right}, "drop-in", theirs
+    )
+    assert witness.compare(theirs, scripts.pop("right")) == ("passed", "")
+    for name, runs in zip(UNSEEN, scripts.values(), strict=True):
+        status, reason = witness.compare(theirs, runs)
+        assert status == "differs" and reason.startswith(f"{name}: the notebook trains with"), (name, reason)

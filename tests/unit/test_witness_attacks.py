@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from finetune.convert import sandbox, witness
-from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
+from finetune.convert.witness_stand_ins import ADAPTER, GIVEN, MODEL, SETTINGS
 from tests.unit.test_sandbox_attacks import kernel
 
 # --- reports of another shape -----------------------------------------------------------------------------------------
@@ -29,6 +29,7 @@ RUN = {
     "settings": {**dict.fromkeys([*SETTINGS, "global batch", "max_length", "packing"], 1.0), "optim_args": None},
     "model": dict.fromkeys(MODEL, "x"),
     "lora": dict.fromkeys(ADAPTER, 1),
+    "given": dict.fromkeys(GIVEN, "x"),
     "rows": [[[5, 6, 7], [-100, 6, 7]]],
     "eos": 9,
     "failures": ["cell 2, line 1: OSError: no disk at 0x7f10"],
@@ -65,10 +66,11 @@ def without(*path: str) -> Callable[[Any], None]:
 
 
 INCOMPLETE: dict[str, Callable[[Any], None]] = {
-    **{f"without {name}": without(name) for name in ("columns", "settings", "model", "rows")},
+    **{f"without {name}": without(name) for name in ("columns", "settings", "model", "given", "rows")},
     **{f"without the setting {name}": without("settings", name) for name in RUN["settings"]},
     **{f"without the model's {name}": without("model", name) for name in MODEL},
     **{f"without the adapter's {name}": without("lora", name) for name in ADAPTER},
+    **{f"without the given {name}": without("given", name) for name in GIVEN},
     "no rows": changed(rows=[]),
     "rows of nothing": changed(rows=[[[], []]]),
     "rows without a label": changed(rows=[[[5, 6], [-100, -100]]]),
@@ -101,7 +103,7 @@ def test_a_verdict_or_nothing_is_not_a_report(found: Any, tmp_path: Path, monkey
 def test_equal_reports_pass_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(tmp_path, monkeypatch, [RUN], [RUN]).status == "passed"
     assert verdict(tmp_path, monkeypatch, [RUN, RUN], [RUN]).status == "could-not-run"
-    for name in ("settings", "model", "lora"):
+    for name in ("settings", "model", "lora", "given"):
         for key in RUN[name]:
             ours = copy.deepcopy(RUN)
             ours[name][key] = 2.5

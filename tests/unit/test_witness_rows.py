@@ -17,7 +17,17 @@ import pandas
 import pytest
 
 from finetune.convert import witness_notebook, witness_stand_ins
-from finetune.convert.witness_stand_ins import ROWS, divided, places, rows, share
+from finetune.convert.witness_stand_ins import (
+    ROWS,
+    divided,
+    noted,
+    places,
+    quantization,
+    record_trainer,
+    rows,
+    share,
+    shown,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -203,3 +213,58 @@ def test_the_number_that_a_table_lacks() -> None:
 
     assert failure({0: "no", 1: "yes"}, 2) == 2
     assert failure({"a": "b"}, "c") == 0
+
+
+# --- what the program gives to its trainer ----------------------------------------------------------------------------
+
+
+def of_a_notebook(space: dict[str, Any]) -> Any:
+    """A function whose names are global."""
+    exec('def keep(row):\n    """Short\n    rows."""\n    return any(len(row["id"]) < LIMIT for _ in [0])', space)
+    return space["keep"]
+
+
+def of_a_script() -> Any:
+    """The same function, whose names are of the function around it."""
+    LIMIT = 5  # noqa: N806
+
+    def keep(row: Any) -> bool:
+        """Short rows."""
+        return any(len(row["id"]) < LIMIT for _ in [0])
+
+    return keep
+
+
+def test_a_function_reads_the_same_wherever_its_names_are_defined() -> None:
+    theirs, ours = of_a_notebook({"LIMIT": 5}), of_a_script()
+    assert shown(theirs) == shown(ours) and "LIMIT" in shown(ours) and "'id'" in shown(ours)
+    exec('def keep(row):\n    """Short rows."""\n    return any(len(row["no"]) < LIMIT for _ in [0])', space := {})
+    assert shown(space["keep"]) != shown(ours)
+
+
+def test_rows_know_the_steps_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("filter", "select", "train_test_split"):
+        monkeypatch.setattr(datasets.Dataset, name, noted(name, getattr(datasets.Dataset, name)))
+    table = datasets.Dataset.from_list(rows())
+    made = (
+        table.filter(lambda row: row["id"] >= 0, keep_in_memory=True)
+        .select(range(50))
+        .train_test_split(test_size=10, seed=3)
+    )
+    steps: Any = made["test"].steps  # type: ignore[attr-defined]
+    assert [step.split()[0] for step in steps] == ["filter", "select", "train_test_split", "test"]
+    assert "keep_in_memory" not in steps[0] and "range(0, 50)" in steps[1] and "seed" in steps[2]
+    given = {"train_dataset": made["train"], "eval_dataset": made["test"], "callbacks": [str, 5]}
+    monkeypatch.setattr(witness_stand_ins, "record", {})
+    record_trainer(given)
+    one = dict(witness_stand_ins.record)
+    record_trainer(given | {"eval_dataset": made["train"]})
+    assert one["steps of the rows"] == [*steps[:-1], "train"] and one["callbacks"] == ["str", "int"]
+    assert one["held-out rows"][0] == 10 and one["held-out rows"] != witness_stand_ins.record["held-out rows"]
+
+
+def test_how_a_loader_quantizes_is_compared() -> None:
+    assert quantization({"load_in_4bit": True}) == quantization({"quantization_config": {"load_in_4bit": True}})
+    four = {"quantization_config": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "torch.bfloat16"}}
+    assert quantization(four)["bnb_4bit_quant_type"] == "nf4"
+    assert quantization(four)["bnb_4bit_compute_dtype"] == "bfloat16"
