@@ -50,7 +50,11 @@ def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any,
         given = AutoTokenizer.from_pretrained(
             model.config._name_or_path, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    found = given.tokenizer if isinstance(given, ProcessorMixin) else given  # type: ignore[attr-defined]
+    found = given
+    if isinstance(given, ProcessorMixin):
+        found = given.tokenizer  # type: ignore[attr-defined]
+        if found.chat_template is None:  # rows of text are rendered by it, as in TRL
+            found.chat_template = getattr(given, "chat_template", None)
     if not isinstance(found, PreTrainedTokenizerBase):
         raise TypeError("The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`")
     for name in ("eos_token", "pad_token"):

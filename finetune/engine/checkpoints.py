@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from finetune.engine.record import FILE_NAME
+from finetune.engine.record import CONFIGURATION, FILE_NAME
 from finetune.errors import UserError
 from finetune.runtime import activity, disk, distributed, files
 from finetune.runtime.files import remove, remove_atomically
@@ -350,7 +350,7 @@ def set_aside(output_dir: Path) -> Path | None:
 
 
 def _records_and_final_files(output_dir: Path) -> list[Path]:
-    names = ("runs", "hang", FILE_NAME, "adapter_config.json", *FINAL_WEIGHTS)
+    names = ("runs", "hang", FILE_NAME, CONFIGURATION, "adapter_config.json", *FINAL_WEIGHTS)
     return [*output_dir.glob("model-*-of-*.safetensors"), *(output_dir / name for name in names)]
 
 

@@ -12,6 +12,7 @@ from finetune.runtime.command import warn
 from finetune.runtime.files import write_json
 
 FILE_NAME = "run.json"
+CONFIGURATION = "run.yaml"
 
 
 class RunRecord:

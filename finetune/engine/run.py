@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import abc
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
+from finetune.config.load import dump_yaml
 from finetune.engine import invariants, report, restart, resume, session
-from finetune.engine.record import RunRecord
+from finetune.engine.record import CONFIGURATION, RunRecord
 from finetune.errors import RunError
-from finetune.runtime import distributed, interrupt, runlock, startup
+from finetune.runtime import distributed, files, interrupt, runlock, startup
 from finetune.runtime.command import console
 
 if TYPE_CHECKING:
@@ -176,12 +177,51 @@ def _begin(job: Job, record: RunRecord, trainer: Any, checkpoint: str | None, si
         trainer.set_batch(job.batch)
         report.print_micro_batch(job, found)
         record.update(batch=vars(job.batch), micro_batch=found.to_dict())
+        write_configuration(job, record.path.parent)
         start_up.ended("micro-batch")
 
     # After an earlier run of this trainer DDP has the model: a rank without memory would leave the others waiting.
     searches = size.searches and trainer.model_wrapped is trainer.model
     trainer.before_first_step = find_size if searches else None
+    if not searches:
+        write_configuration(job, record.path.parent)
     start_up.ended("trainer")
+
+
+_NO_ROWS = "# The rows came from a script, so this file alone does not repeat the run.\n"
+
+
+def write_configuration(job: Job, output_dir: Path) -> None:
+    """Write run.yaml: what this run did, with nothing left to choose. `finetune.train --config run.yaml` repeats it if
+    the configuration names the rows."""
+    from finetune.engine import attention, layer_kernels
+    from finetune.engine.model import resolve_dtype
+
+    if not distributed.ranks().is_main:
+        return
+    config, batch = job.config, job.batch
+    training = replace(
+        config.training,
+        global_batch_size=batch.global_batch_size,
+        per_device_train_batch_size=batch.per_device,
+        gradient_accumulation_steps=None,  # follows from these, on another number of ranks too
+        master_weights=job.master_weights.kind,
+        strategy="shard" if config.training.strategy == "shard" else None,  # the launcher has the number of ranks
+        resume_from_checkpoint=False,
+        resume_with_changes=False,
+        overwrite_output_dir=False,
+    )
+    model = replace(
+        config.model,
+        backend=job.stack.backend,
+        dtype=str(resolve_dtype(config, job.stack)).removeprefix("torch."),
+        packed_attention="flash_4" if job.attention.kernel == attention.FLASH_4 else "torch",
+        layer_kernels="liger" if job.layer_kernels.kernels == layer_kernels.LIGER else "torch",
+    )
+    content = dump_yaml(replace(config, model=model, training=training))
+    rows = config.data.train_file, config.data.train, config.data.dataset_name
+    head = "" if config.demo or any(rows) else _NO_ROWS
+    files.write_text(output_dir / CONFIGURATION, head + content)
 
 
 def _measured(job: Job, record: RunRecord, built: Build, above: Above) -> None:

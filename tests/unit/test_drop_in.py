@@ -649,6 +649,8 @@ def test_a_run_resumes_on_another_number_of_ranks_with_its_batch(make: Callable[
     record = json.loads((out / "run.json").read_text())
     assert record["batch"] == {"per_device": 4, "accumulation": 2, "global_batch_size": 8}
     assert record["config"]["training"]["global_batch_size"] == 8
+    text = (out / "run.yaml").read_text()
+    assert text.startswith("# The rows came from a script") and "global_batch_size: 8" in text
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again(make: Callable[..., Any], tmp_path: Path) -> None:
@@ -691,6 +693,23 @@ def test_messages_name_the_arguments_of_a_script(make: Callable[..., Any], tmp_p
         "see data.md and training.py": "see data.md and training.py",
     }.items():
         assert in_script(text) == expected
+
+
+def test_rows_of_text_are_read_by_a_processors_tokenizer(make: Callable[..., Any], model: Path) -> None:
+    from transformers import AutoTokenizer, ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+            super().__init__(tokenizer, chat_template=chat_template)
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    talk = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "red"}]}] * 8
+    trainer = make(talk, processing_class=Processor(tokenizer, template))
+    assert trainer.processing_class is tokenizer and trainer.processing_class.chat_template == template
+    assert trainer.train_dataset["input_ids"][0] == make(talk).train_dataset["input_ids"][0]
+    with pytest.raises(UserError, match="appears to be vision-related"):
+        make([row | {"images": [""]} for row in talk], processing_class=Processor(tokenizer, template))
 
 
 def test_a_run_resumes_and_a_new_run_moves_the_old_one_aside(make: Callable[..., Any], tmp_path: Path) -> None:

@@ -111,3 +111,25 @@ def test_a_signal_while_a_failure_is_recorded_waits(
     monkeypatch.setattr(record, "write_json", look_and_write)
     assert run(arguments, Hooks(trainer=fail)) == 1
     assert deferred == [1] and json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
+
+
+def test_the_configuration_of_a_run_repeats_it(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.yaml has nothing left to choose, and the same losses to the last bit."""
+    monkeypatch.chdir(tmp_path)
+    arguments[arguments.index("--training.global_batch_size") + 1] = "4"
+    arguments[arguments.index("--training.max_steps") + 1] = "3"
+    arguments[arguments.index("--training.eval_steps") + 1] = "0"
+    given = [*arguments, "--training.adam_beta2", "0.9", "--lora.r", "3", "--training.warmup_ratio", "0.5"]
+    assert run([*given, "--training.per_device_train_batch_size", "2"]) == 0
+    text = (tmp_path / "out" / "run.yaml").read_text()
+    resolved = load(["--config", str(tmp_path / "out" / "run.yaml")])
+    assert (resolved.model.backend, resolved.model.dtype) == ("transformers", "float32")
+    assert (resolved.training.per_device_train_batch_size, resolved.training.global_batch_size) == (2, 4)
+    assert resolved.training.master_weights == "float32" and "auto" not in text.partition("data:")[0]
+    again = ["--config", str(tmp_path / "out" / "run.yaml"), "--training.output_dir", str(tmp_path / "again")]
+    assert run(again) == 0
+    first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("out", "again"))
+    assert first["losses"] == second["losses"] and len(first["losses"]) == 3
+    assert first["final_files"] == second["final_files"]
