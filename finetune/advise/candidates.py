@@ -111,7 +111,7 @@ class Bench:
 
 def tried(report: Mapping[str, Any]) -> Tried:
     """The result of a dry run, from its report."""
-    about = {"config": report.get("config"), "script": report.get("script")}
+    about: dict[str, Any] = {"config": report.get("config"), "script": report.get("script")}
     if not report["go"]:
         full, state_fits = bool(report.get("out_of_memory")), bool(report.get("state_fits", True))
         rows = report.get("sharded", {}).get("rows")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,16 @@ trainer = SFTTrainer(
 )
 trainer.train()
 Path("marker").touch()
+"""
+
+
+MAPS = """
+def shout(row):
+    return {"text": row["text"] + END}
+
+
+END = "!"
+rows = rows.map(shout)
 """
 
 
@@ -291,6 +302,20 @@ def test_the_dry_run_of_a_script_is_that_of_the_same_job_in_yaml(
     assert script["config"]["training"]["global_batch_size"] == yaml["config"]["training"]["global_batch_size"] == 8
 
 
+def test_devices_of_another_machine_are_given(
+    folder: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(dryrun, "check_collectives", lambda gpus: seen.append("an all-reduce over GPUs of this one"))
+    monkeypatch.setattr(dryrun, "measure", lambda config, world, *_: seen.append((config, world)) or 0)
+    yaml = ["--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl"]
+    per_device = ["--training.per_device_train_batch_size", "4", "--training.gradient_accumulation_steps", "2"]
+    script = write(mine("per_device_train_batch_size=4, gradient_accumulation_steps=2,"))
+    assert dryrun.main([script, "--rows", "rows.jsonl", "--devices", "4"]) == 0
+    assert dryrun.main(["--devices", "4", *yaml, *per_device]) == 0
+    assert [world for _, world in seen] == [4, 4] and seen[0][0].training.global_batch_size == 32
+
+
 @pytest.mark.parametrize(
     ("gpus", "fixed", "world", "size"), [(4, None, 4, 32), (4, 8, 4, 8), (3, 8, 2, 8), (0, 8, 1, 8)]
 )
@@ -342,6 +367,15 @@ if __name__ == "__main__":
     assert not (folder / "marker").exists() and not (folder / "out").exists()
 
 
+def test_a_script_that_fills_the_gpu_before_its_training_is_no_go(
+    folder: Path, write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(TRAINS + "import torch\nraise torch.OutOfMemoryError('CUDA out of memory: 20 GiB')\n")
+    found = dry(script, code=1)
+    assert (found["go"], found["out_of_memory"], found["state_fits"], found["config"]) == (False, True, False, None)
+    assert "NO-GO: the script ran out of GPU memory before training: CUDA out of memory" in capsys.readouterr().out
+
+
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +400,17 @@ def test_the_rows_of_a_script_are_those_of_its_trainer(
     yaml = prepared("--model.model_name_or_path", "m", "--data.train_file", "rows.jsonl", "--data.max_length", "64")
     for name in ("rows_read", "rows_kept", "tokens", "supervised_tokens"):
         assert found["ledger"]["train"][name] == yaml["ledger"]["train"][name], name
+
+
+def test_training_finds_the_rows_that_were_prepared(
+    folder: Path, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mine("per_device_train_batch_size=4,").replace("trainer = ", MAPS + "trainer = ")
+    script = write(source)
+    assert not prepared(script, "--rows", "rows.jsonl")["cached"]
+    monkeypatch.setattr(sys, "argv", [script, "--rows", "rows.jsonl", "--steps", "1"])
+    runpy.run_path(script, run_name="__main__")
+    assert Path("marker").exists() and len(list(Path("cache/data").glob("*/entry.json"))) == 1
 
 
 def test_the_rows_of_a_script_whose_settings_are_in_a_file(folder: Path, write: Callable[..., str]) -> None:
