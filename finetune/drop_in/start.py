@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import traceback
 from types import TracebackType
 
 from finetune.config.schema import TrainingConfig
@@ -74,9 +73,9 @@ def _report_errors(kind: type[BaseException], error: BaseException, trace: Trace
         sys.__excepthook__(kind, error, trace)
         return
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    own = [frame for frame in traceback.extract_tb(trace) if frame.filename == main]
-    place = f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}\n" if own else ""
-    command.report(error, place)
+    if main is not None and (line := scripts.place(error, main)) is not None:
+        error.add_note(line)
+    command.report(error)
 
 
 STACK, OVERRIDES = start()

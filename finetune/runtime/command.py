@@ -112,11 +112,10 @@ def in_words(error: Exception) -> RunError | None:
     return disk.failure(error) or (RunError(broken) if broken else None)
 
 
-def report(error: UserError, place: str = "") -> None:
-    """Write a user's error to stderr, on the one rank that reports it; its notes and `place` follow on lines of their
-    own."""
+def report(error: UserError) -> None:
+    """Write a user's error to stderr, on the one rank that reports it; its notes follow on lines of their own."""
     notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
-    _report(error, f"error: {_rank_name()}{error}\n{notes}{place}")
+    _report(error, f"error: {_rank_name()}{error}\n{notes}")
 
 
 def _report(error: Exception, text: str) -> None:
