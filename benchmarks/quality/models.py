@@ -142,7 +142,7 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
 
     folder, name = str(gguf.resolve().parent), gguf.name
     read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
-    tokenizer: Any = by_rank(gguf) or AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    tokenizer: Any = by_rank(gguf) or by_bytes(AutoTokenizer.from_pretrained(folder, gguf_file=name))
     config: Any = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):  # of the file; the weights are dequantized
         del config.quantization_config
@@ -162,6 +162,23 @@ def convert(gguf: Path, out: Path, pad: str) -> None:
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def by_bytes(tokenizer: Any) -> Any:
+    """A byte-level BPE tokenizer as its authors publish it.
+
+    transformers 5.17 gives SmolLM2's, whose architecture is that of Llama, the decoder and the byte fallback of Llama's
+    own, and no step that splits numbers into digits. llama.cpp's converter knows tokenizers by what they do, and takes
+    it for SentencePiece's.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
+        backend.decoder, backend.model.byte_fallback = decoders.ByteLevel(), False
+    return tokenizer
 
 
 def by_rank(gguf: Path) -> Any:

@@ -10,10 +10,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from finetune.config import Config, rules
+from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
 from finetune.drop_in.refusals import Refused
+from finetune.engine import job
 from finetune.engine.model import with_padding
 from finetune.runtime import files
 from finetune.runtime.bootstrap import Stack
+from finetune.runtime.hooks import NO_HOOKS
 
 
 def load(model: Any, args: Any, stack: Stack, quantization_config: Any) -> Any:
@@ -32,6 +36,79 @@ def load(model: Any, args: Any, stack: Stack, quantization_config: Any) -> Any:
     if quantization_config is not None:
         settings["quantization_config"] = quantization_config
     return create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+
+
+def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, peft_config: Any) -> Any:
+    """A model that is given by name or folder, with its adapter, sharded over all ranks as in a run from a
+    configuration: no rank ever holds it whole.
+
+    Raises:
+        Refused: it is passed as an object, or has what sharding does not support.
+    """
+    if not isinstance(model, str):
+        raise Refused(
+            "training.strategy=shard: the script passes a model that each process has loaded whole. Pass its name or "
+            "folder to SFTTrainer instead."
+        )
+    init = dict(args.model_init_kwargs or {})
+    dtype = str(init.pop("dtype", init.pop("torch_dtype", None))).removeprefix("torch.")
+    computed = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtype if dtype == "bfloat16" else "float32"
+    four_bit = bool(getattr(quantization_config, "load_in_4bit", False))
+    known = ModelConfig(
+        model_name_or_path=model,
+        revision=init.pop("revision", None),
+        backend="transformers",
+        dtype=computed,  # type: ignore[arg-type]
+        attn_implementation=init.pop("attn_implementation", None),
+        load_in_4bit=four_bit,
+        load_in_8bit=bool(getattr(quantization_config, "load_in_8bit", False)),
+        full_finetuning=peft_config is None,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if init:
+        raise Refused(f"training.strategy=shard does not know these `model_init_kwargs`: {', '.join(sorted(init))}.")
+    training = TrainingConfig(
+        strategy="shard",
+        master_weights="float32",
+        seed=args.seed,
+        optim=str(getattr(args.optim, "value", args.optim)),
+        gradient_checkpointing=bool(args.gradient_checkpointing),
+    )
+    config = Config(model=known, lora=adapter_as_configured(peft_config, model), training=training)
+    if found := list(rules.sharding(config, frozenset())):
+        raise Refused(" ".join(text for _, text in found))
+    plain = dataclasses.replace(stack, backend="transformers", reason="the model is sharded")
+    return job.load_model(config, plain, args.max_length or 0, None, NO_HOOKS)
+
+
+def adapter_as_configured(peft_config: Any, model: str) -> LoraConfig:
+    """The settings with which the engine makes the adapter that PEFT would make of `peft_config`.
+
+    Raises:
+        Refused: it is no LoRA.
+    """
+    from peft import LoraConfig as Lora
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+    from transformers import AutoConfig
+
+    if peft_config is None:
+        return LoraConfig()
+    if type(peft_config) is not Lora:
+        raise Refused("training.strategy=shard: `peft_config` must be a LoraConfig.")
+    given = {one.name: getattr(peft_config, one.name) for one in dataclasses.fields(Lora) if one.init}
+    plain = {one.name: getattr(Lora(), one.name) for one in dataclasses.fields(Lora) if one.init}
+    changed = {name: value for name, value in given.items() if value != plain[name] and name != "task_type"}
+    targets = changed.pop("target_modules", None)
+    if targets is None:
+        targets = DEFAULTS.get(AutoConfig.from_pretrained(model).model_type)
+    ours = {one.name for one in dataclasses.fields(LoraConfig)}
+    own = {name: given[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "bias")}
+    return LoraConfig(
+        **own,
+        target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+        modules_to_save=list(given["modules_to_save"]) if given["modules_to_save"] else None,
+        adapter_kwargs={name: value for name, value in changed.items() if name not in ours},
+    )
 
 
 def tokenizer(given: Any, model: Any, args: Any, peft_config: Any) -> tuple[Any, Any, Any]:

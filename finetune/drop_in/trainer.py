@@ -24,7 +24,7 @@ from finetune.drop_in import backbone, former, names, refusals, rows, settings
 from finetune.drop_in.door import OfScript
 from finetune.drop_in.preparation import Preparation
 from finetune.drop_in.start import OVERRIDES, STACK
-from finetune.engine import adapted, layer_kernels, positions, run, session
+from finetune.engine import adapted, layer_kernels, positions, run, session, shard
 from finetune.engine import model as engine_model
 from finetune.engine import trainer as engine
 from finetune.engine.callbacks import FirstGradients, ParityDump, StopOnRequest
@@ -105,8 +105,12 @@ class SFTTrainer(engine.SFTTrainer):
         splits = {"train": train_dataset, **_by_split(eval_dataset)}
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
-        loaded = backbone.load(model, given, STACK, quantization_config)
         peft_config = OVERRIDES.adapter(peft_config)
+        if OVERRIDES.get("training.strategy", None) == "shard" and distributed.ranks().world_size > 1:
+            loaded = backbone.load_sharded(model, given, STACK, quantization_config, peft_config)
+            peft_config = None
+        else:
+            loaded = backbone.load(model, given, STACK, quantization_config)
         refusals.model(loaded, peft_config)
         layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
@@ -135,6 +139,7 @@ class SFTTrainer(engine.SFTTrainer):
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 peft_config=peft_config,
+                reduces_once=shard.reduces_once(self.job.config),
             )
         if self.job.layer_kernels.kernels == layer_kernels.LIGER:
             layer_kernels.install(self.model)
@@ -184,7 +189,8 @@ class SFTTrainer(engine.SFTTrainer):
     def _configuration(self, model: Any, stack: Any, batch: Batch) -> Config:
         is_open = settings.leaves_size_open(self.given, self._global_batch_size)
         config = settings.configuration(self.given, stack, model, batch, size_is_open=is_open)
-        return replace(config, logging=replace(config.logging, **OVERRIDES.of("logging")))
+        training = replace(config.training, strategy=OVERRIDES.get("training.strategy", None))
+        return replace(config, training=training, logging=replace(config.logging, **OVERRIDES.of("logging")))
 
     def _check_rows(self, model: Any, data: Data) -> None:
         """Check that the model has embeddings and positions for the rows.

@@ -142,7 +142,7 @@ def check_by_config(config: Config, stack: Stack) -> None:
     if stack.backend == "transformers" and lora.adapter_kwargs:
         with torch.device("meta"), warnings.catch_warnings():  # which loading repeats
             warnings.simplefilter("ignore")
-            _with_adapter(skeleton, config)
+            with_adapter(skeleton, config)
 
 
 def load(config: Config, stack: Stack, *, row_length: int, hollow: bool = False) -> Any:
@@ -275,10 +275,10 @@ def _load_transformers(
         return PeftModel.from_pretrained(model, name, is_trainable=True)
     adapter_targets.check(model, config, _targets(config), "transformers")
     torch.manual_seed(_adapter_seed(config))
-    return _with_adapter(model, config)
+    return with_adapter(model, config)
 
 
-def _with_adapter(model: Any, config: Config) -> Any:
+def with_adapter(model: Any, config: Config) -> Any:
     """The model with a new adapter of PEFT."""
     from peft import LoraConfig, get_peft_model
 

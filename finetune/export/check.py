@@ -536,6 +536,8 @@ def _llama(
         request = {"n_predict": len(answer), "temperature": 0.0, "n_probs": GGUF_TOP, "cache_prompt": False}
         by_ids = server.handle_completions(request | {"prompt": ids})
         by_text = server.handle_completions(request | {"prompt": text, "n_predict": 1})
+        if error := by_ids.get("error") or by_text.get("error"):
+            return {"passed": False, "why": f"llama.cpp cannot read the prompt {text!r}: {error.get('message')}"}
         read = by_text["usage"]["prompt_tokens"]
         if read != len(ids):
             why = why or f"llama.cpp reads a prompt as {read} tokens instead of {len(ids)}"

@@ -29,6 +29,10 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def test_a_stopped_script_resumes_on_another_number_of_ranks(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     whole = result(run(1, tiny_model, tiny_data, tmp_path / "whole"))
+    sharded = result(run(2, tiny_model, tiny_data, tmp_path / "shard", "--finetune", "training.strategy=shard"))
+    assert sharded["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert sharded["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    assert json.loads((tmp_path / "shard" / "run.json").read_text())["sharding"]["sharded_fraction"] == 1
 
     stopped = run(2, tiny_model, tiny_data, tmp_path / "out", "--stop_at", "3")
     assert stopped.returncode == 130, stopped.stdout[-4000:]

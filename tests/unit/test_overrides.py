@@ -59,6 +59,7 @@ def test_help_lists_every_key(monkeypatch: pytest.MonkeyPatch, capsys: Any, make
         ("lora.bias=all", "the script makes the adapter"),
         ("logging.generate_samples=3", "only a run from a configuration has it"),
         ("training.optim=adamw", "unknown value"),
+        ("training.strategy=auto", "`finetune advise SCRIPT` measures which"),
         ("training.fp16=true", "cannot be set here: use model.dtype"),
     ],
 )
@@ -158,3 +159,50 @@ def test_an_adapter_that_the_script_makes_cannot_be_changed(make: Callable[..., 
     given(monkeypatch, "lora.r=3")
     with pytest.raises(UserError, match="Change the adapter where the script makes it"):
         make()
+
+
+def test_only_a_model_that_is_named_is_sharded(make: Callable[..., Any], monkeypatch: Any, model: Path) -> None:  # noqa: F811
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM
+
+    from finetune.drop_in import backbone, trainer
+
+    given(monkeypatch, "training.strategy=shard")
+    monkeypatch.setattr(trainer.distributed, "ranks", lambda: SimpleNamespace(world_size=2, is_main=True))
+    with pytest.raises(UserError, match="Pass its name or folder to SFTTrainer instead"):
+        backbone.load_sharded(AutoModelForCausalLM.from_pretrained(model), None, None, None, None)
+    for arguments, reason in (
+        ({"model_init_kwargs": {"device_map": "auto"}}, "does not know these `model_init_kwargs`: device_map"),
+        ({"optim": "adafactor"}, "optim adafactor is not supported on a sharded model"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            make(**arguments)
+
+
+def test_the_adapter_of_a_sharded_model_is_that_of_peft(model: Path) -> None:  # noqa: F811
+    """The engine's own settings make the same adapter as PEFT by the script's."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from finetune.config import Config
+    from finetune.config.schema import ModelConfig
+    from finetune.drop_in.backbone import adapter_as_configured
+    from finetune.engine.model import with_adapter
+
+    for chosen in (
+        LoraConfig(),
+        LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_rslora=True, bias="lora_only"),
+        LoraConfig(target_modules={"q_proj"}, rank_pattern={"q_proj": 2}, init_lora_weights="gaussian", use_dora=True),
+    ):
+        chosen.task_type = "CAUSAL_LM"
+        settings = Config(
+            model=ModelConfig(model_name_or_path=str(model)), lora=adapter_as_configured(chosen, str(model))
+        )
+        weights = []
+        for make_adapter in (lambda one: get_peft_model(one, chosen), lambda one: with_adapter(one, settings)):
+            torch.manual_seed(0)
+            weights.append(make_adapter(AutoModelForCausalLM.from_pretrained(model)).state_dict())
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
