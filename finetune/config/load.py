@@ -198,8 +198,8 @@ def overrides(pairs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             values[setting.name] = checked[0]
     if values.get("training.strategy") in ("auto", "single"):
         problems.add(
-            f"{FINETUNE} training.strategy={values['training.strategy']}: the number of processes is that of the launch. "
-            "Set ddp or shard; `finetune advise SCRIPT` measures which, on how many GPUs."
+            f"{FINETUNE} training.strategy={values['training.strategy']}: the number of processes is that of the "
+            "launch. Set ddp or shard; `finetune advise SCRIPT` measures which, on how many GPUs."
         )
     if problems.texts:
         raise ConfigError(problems.texts)

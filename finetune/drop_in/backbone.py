@@ -12,22 +12,29 @@ from typing import Any
 
 from finetune.config import Config, rules
 from finetune.config.schema import LoraConfig, ModelConfig, TrainingConfig
+from finetune.drop_in.overrides import Overrides
 from finetune.drop_in.refusals import Refused
 from finetune.engine import job
 from finetune.engine.model import with_padding
-from finetune.runtime import files
+from finetune.runtime import distributed, files
 from finetune.runtime.bootstrap import Stack
 from finetune.runtime.hooks import NO_HOOKS
 
 
-def load(model: Any, args: Any, stack: Stack, quantization_config: Any) -> Any:
-    """The model; one that is given by name or folder is loaded onto this rank's device, with TRL's defaults.
+def load(
+    model: Any, args: Any, stack: Stack, quantization_config: Any, peft_config: Any, overrides: Overrides
+) -> tuple[Any, Any]:
+    """The model, and the adapter that it still needs. One that is given by name or folder is loaded onto this rank's
+    device, with TRL's defaults, or sharded.
 
     Raises:
-        Refused: the quantization is given twice.
+        Refused: the quantization is given twice, or the model cannot be sharded.
     """
+    peft_config = overrides.adapter(peft_config)
+    if overrides.get("training.strategy", None) == "shard" and distributed.ranks().world_size > 1:
+        return load_sharded(model, args, stack, quantization_config, peft_config), None
     if not isinstance(model, str):
-        return model
+        return model, peft_config
     from trl.trainer.utils import create_model_from_path
 
     settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -35,7 +42,7 @@ def load(model: Any, args: Any, stack: Stack, quantization_config: Any) -> Any:
         raise Refused("`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Keep one.")
     if quantization_config is not None:
         settings["quantization_config"] = quantization_config
-    return create_model_from_path(model, **{**settings, "device_map": stack.device_map})
+    return create_model_from_path(model, **{**settings, "device_map": stack.device_map}), peft_config
 
 
 def load_sharded(model: Any, args: Any, stack: Stack, quantization_config: Any, peft_config: Any) -> Any:

@@ -105,12 +105,7 @@ class SFTTrainer(engine.SFTTrainer):
         splits = {"train": train_dataset, **_by_split(eval_dataset)}
         sources = rows.sources(splits, given, reading)
         transformers.set_seed(given.seed)  # adapters and new embeddings are random, equally on every rank
-        peft_config = OVERRIDES.adapter(peft_config)
-        if OVERRIDES.get("training.strategy", None) == "shard" and distributed.ranks().world_size > 1:
-            loaded = backbone.load_sharded(model, given, STACK, quantization_config, peft_config)
-            peft_config = None
-        else:
-            loaded = backbone.load(model, given, STACK, quantization_config)
+        loaded, peft_config = backbone.load(model, given, STACK, quantization_config, peft_config, OVERRIDES)
         refusals.model(loaded, peft_config)
         layers = self._layer_kernels(backbone.stack_of(loaded, STACK), loaded, given)
         tokenizer, loaded, peft_config = backbone.tokenizer(processing_class, loaded, given, peft_config)
