@@ -29,7 +29,7 @@ KEPT = ("v_proj", "o_proj")  # in 16 bits, in every layer
 FIRST, LAST = 1, 2  # layers that stay in 16 bits as a whole,
 DEEP = 12  # in a model of at least so many
 FASTER_FROM = 2**23  # weights of a layer: on an H200, smaller ones took 1.0 to 5 times as long in FP8 as in bfloat16
-COST = "held-out loss +0.05 and +0.10% where it was measured (1.5 B parameters, docs/fp8.md)"
+COST = "held-out loss +0.05 to +0.10% where it was measured (1.5 B parameters, docs/fp8.md)"
 MULTIPLE = 16  # torch._scaled_mm needs both dimensions of a weight to be multiples of this
 
 
