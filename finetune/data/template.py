@@ -394,7 +394,16 @@ class Encoder:
 
     def _label_texts(self, rows: list[tuple[int, Text]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(index, ids, labels) of each text: everything is supervised, or what follows the prompt, or what the markers
-        find. EOS is appended as text before tokenizing, as in TRL."""
+        find. EOS is appended as text before tokenizing, as in TRL.
+
+        Raises UserError if there is no EOS."""
+        if rows and not self._markers and not self.text_end:
+            raise UserError(
+                f"The tokenizer {self._tokenizer.name_or_path!r} has no eos_token, which ends every row of text: "
+                "without it, the model's answers would never end. Set eos_token in its tokenizer_config.json (in a "
+                "script, `tokenizer.eos_token`) to one of its special tokens, or train on rows of messages, whose "
+                "turns the chat template ends."
+            )
         bos, end = self._special.get("bos_token"), "" if self._markers else self.text_end
         for with_bos in (True, False):  # text that begins with BOS was rendered by a chat template
             members = [(i, row) for i, row in rows if bool(bos and row.text.startswith(bos)) is with_bos]

@@ -44,7 +44,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The model's tokenizer, with a pad token and right padding.
+    """The model's tokenizer, with padding.
 
     Raises:
         UserError: it is found neither locally nor on the Hub.
@@ -61,10 +61,12 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """Give the tokenizer a pad token and right padding, and return it."""
+    """Give the tokenizer a pad token, if it has a special token for that, and right padding; and return it."""
     if tokenizer.pad_token is None:
-        # Padding is masked in attention and labels, so any token will do; every tokenizer has an end token.
-        tokenizer.pad_token = tokenizer.eos_token
+        # Padding is masked in attention and labels, so any token will do. But a token of text would become a special
+        # one, which is left out of decoded answers.
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        tokenizer.pad_token = tokenizer.eos_token or next(special, None)
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -468,7 +470,8 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **furt
             return [ids for one in prompts for ids in complete(model, [one], settings, **further)]
         settings = copy.copy(settings)
         settings.max_new_tokens = min(settings.max_new_tokens, room)
-    padded = [[settings.pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts]
+    pad = settings.pad_token_id or 0  # masked, so any token will do
+    padded = [[pad] * (width - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
     output = model.generate(
         input_ids=torch.tensor(padded, device=device),

@@ -25,6 +25,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "base_chatml": ("LlamaConfig", LLAMA),
     "gemma_like": ("LlamaConfig", LLAMA),
     "bad_generation_config": ("LlamaConfig", LLAMA),
+    "no_eos": ("LlamaConfig", LLAMA),
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
     "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
@@ -67,6 +68,8 @@ def _change_tokenizer(kind: str, tokenizer: Any) -> None:
         tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"})
         tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
         tokenizer.chat_template = TEMPLATES["gemma"].lstrip()
+    elif kind == "no_eos":  # and no pad token
+        tokenizer.eos_token = tokenizer.pad_token = None
     elif kind == "base_chatml":  # ChatML's tokens, but EOS is <|endoftext|>, as in Qwen's base models
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
 
