@@ -435,7 +435,8 @@ def _notes(row: Mapping[str, Any], format: Format, items: list) -> list[str]:
 
 
 def _null_arguments(items: list) -> list[str]:
-    calls = (call for item in items if isinstance(item, dict) for call in item.get("tool_calls") or ())
+    given = [item.get("tool_calls") for item in items if isinstance(item, dict)]
+    calls = (call for found in given if isinstance(found, list) for call in found)
     if any(isinstance(call, Struct) and _has_null(call.get("function", call)) for call in calls):
         return ["nulls in the arguments of tool calls are left out: Arrow adds them for keys that a call lacks"]
     return []
@@ -573,10 +574,14 @@ def _openai(items: list, keep_empty: bool) -> list[Message]:
             )
         # Arrow gives every message the keys of all messages, with None for those it lacked.
         message = {key: _without_none(value) for key, value in item.items() if value is not None}
-        if "tool_calls" in message:
-            message["tool_calls"] = [_tool_call(call, number) for call in message["tool_calls"]]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
+        calls = message.get("tool_calls")
+        if not calls:
+            message.pop("tool_calls", None)
+        elif isinstance(calls, list):
+            message["tool_calls"] = [_tool_call(call, number) for call in calls]
+        else:
+            kind = type(calls).__name__
+            raise RowError("wrong_type", f"the tool calls of message {number} must be a list, not {kind}")
         message["content"] = _content(message, number, keep_empty)
         _read_marks(message, item, number)
         messages.append(message)

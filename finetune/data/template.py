@@ -719,8 +719,9 @@ class Encoder:
         if end < start:
             raise _ambiguous(turn, "its end comes before its start")
         for call in messages[turn].get("tool_calls", ()):
-            name = (call.get("function") or call).get("name")
-            if name and name not in text[start:end]:
+            function = call.get("function") or call
+            name = function.get("name") if isinstance(function, dict) else function
+            if isinstance(name, str) and name not in text[start:end]:
                 what = f"the tool calls of message {turn + 1}"
                 raise RowError("not_rendered", f"the chat template does not render {what}; {_RENDERS_TOOLS}")
         return start, end

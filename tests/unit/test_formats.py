@@ -291,6 +291,10 @@ def turns(*roles: str) -> dict[str, Any]:
             {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
             "wrong_type",
         ),
+        *[
+            ({"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}]}, "wrong_type")
+            for calls in (5, True, 0.5, "look", {"name": "look"}, [5])
+        ],
         ({"messages": MESSAGES, "tools": "not json"}, "wrong_type"),
     ],
 )
