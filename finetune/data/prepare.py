@@ -476,6 +476,7 @@ def _encode_all(
                 ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens, templated=chunk.templated)
                 writers[name].add(piece.input_ids, piece.labels)
             for piece in result:
+                ledger.ids(max(int(piece.input_ids.max()), int(piece.labels.max())), where)
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)

@@ -351,6 +351,9 @@ class Encoder:
     def _given(self, row: Tokens) -> list[Encoded]:
         """The documents of a row of token ids."""
         labels = row.labels
+        notes: tuple[str, ...] = ()
+        if self._tokenizer.convert_ids_to_tokens(max(int(row.input_ids.max()), int(labels.max()))) is None:
+            notes = ("token ids or labels that the tokenizer does not have",)
         completion = row.by_default if self._completion_only_loss is None else self._completion_only_loss
         if completion and row.completion_mask is not None:
             labels = np.where(row.completion_mask, labels, np.int32(IGNORE_INDEX))
@@ -359,7 +362,7 @@ class Encoder:
         unlabeled: list[RowError] = []
         for start, stop in zip([0, *stops[:-1]], stops, strict=True):
             try:
-                pieces += self._pieces(row.input_ids[start:stop], labels[start:stop])
+                pieces += self._pieces(row.input_ids[start:stop], labels[start:stop], () if pieces else notes)
             except RowError as error:
                 if error.reason != "no_label":
                     raise

@@ -193,7 +193,7 @@ class SFTTrainer(engine.SFTTrainer):
             Refused, UserError: it has not.
         """
         for split, found in data.splits.items():
-            engine_model.check_vocabulary(model, found, split)
+            engine_model.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
             positions.check(model, found, split, "max_length (in SFTConfig)")
             refusals.row_length(found, split, backbone.loaded_length(model))
 

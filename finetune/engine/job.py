@@ -109,10 +109,8 @@ def open_job(
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
         loaded = load_model(config, stack, row_length, tokenizer, hooks)
-    if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # tokenizers may have unused ids beyond it
-        for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
-            if rows is not None:
-                model.check_vocabulary(loaded, rows, split)
+    for split, ledger in prepared.ledgers.items():
+        model.check_vocabulary(loaded, tokenizer, ledger, split)
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
         if rows is not None:
             positions.check(loaded, rows, split)

@@ -11,7 +11,7 @@ import functools
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -581,23 +581,26 @@ def _check_files(name: str, what: str, error: Exception) -> None:
         ) from error
 
 
-def check_vocabulary(model: Any, rows: Any, split: str) -> None:
+def check_vocabulary(model: Any, tokenizer: Any, ledger: Mapping[str, Any], split: str) -> None:
     """Check that every token id has a row in the model's embedding. Otherwise CUDA fails with an unspecific assertion,
     and a CPU with an IndexError.
 
     Args:
-        rows: `finetune.data.store.Rows`.
+        ledger: of the rows, `Data.ledgers`.
 
     Raises:
-        UserError: the tokenizer's vocabulary is larger than the model's.
+        UserError: the tokenizer's vocabulary, or a token id of the user's own, is larger than the model's.
     """
-    count, largest = model.get_input_embeddings().weight.shape[0], rows.largest_id()
-    if largest >= count:
-        raise UserError(
-            f"The tokenizer does not fit the model: the {split} rows have the token id {largest}, and the model's "
-            f"embedding has {count} rows. Use the tokenizer that belongs to the model, or resize the embedding "
-            "(`model.resize_token_embeddings`) and save the model first."
-        )
+    count, largest = model.get_input_embeddings().weight.shape[0], ledger["largest"]
+    if largest["id"] < count:
+        return
+    found = f"{largest['where']} ({split}) has the token id {largest['id']}, and the model's embedding has {count} rows"
+    if tokenizer.convert_ids_to_tokens(largest["id"]) is None:
+        raise UserError(f"{found}. Correct the row: its ids must be those of the model's tokenizer.")
+    raise UserError(
+        f"The tokenizer does not fit the model: {found}. Use the tokenizer that belongs to the model, or resize the "
+        "embedding (`model.resize_token_embeddings`) and save the model first."
+    )
 
 
 @contextlib.contextmanager
