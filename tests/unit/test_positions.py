@@ -37,6 +37,12 @@ KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
     "BioGptConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, 40),
     "RobertaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 38),
     "BertConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 40),
+    "MptConfig": (dict(d_model=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=40), 40),
+    "WhisperConfig": (
+        dict(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32)
+        | dict(encoder_layers=1, encoder_attention_heads=2, max_target_positions=40),
+        40,
+    ),
     "LlamaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, None),
     "BloomConfig": (dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=32), None),
 }
