@@ -484,7 +484,7 @@ def _alpaca(
     instruction, given = _string(row, format, "instruction", keep_empty), _optional_string(row, format, "input")
     answer = _string(row, format, "output", keep_empty)
     system = _optional_string(row, format, "system") or system_prompt
-    history = _history(row, format)
+    history = _history(row, format, keep_empty)
     if has_template:
         prompt = f"{instruction}\n\n{given}" if given else instruction
         turns = [
@@ -500,7 +500,7 @@ def _alpaca(
     return Text(text=plain + answer, supervised_from=len(plain))
 
 
-def _history(row: Mapping[str, Any], format: Format) -> list[tuple[str, str]]:
+def _history(row: Mapping[str, Any], format: Format, keep_empty: bool) -> list[tuple[str, str]]:
     """Earlier turns of an Alpaca row: a list of [question, answer], as in LLaMA-Factory, or the list as JSON text."""
     column, value = format.column("history"), _from_json(format.get(row, "history"), format.column("history"))
     if not value:
@@ -509,6 +509,8 @@ def _history(row: Mapping[str, Any], format: Format) -> list[tuple[str, str]]:
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in value
     ):
         raise RowError("wrong_type", f"the column {column!r} must be a list of [question, answer]")
+    if not keep_empty and not all(part.strip() for pair in value for part in pair):
+        raise RowError("empty", f"the column {column!r} has an empty question or answer; {_KEPT}")
     return [(asked, said) for asked, said in value]
 
 

@@ -317,6 +317,8 @@ def test_unusable_rows_of_other_formats() -> None:
     assert reason({"conversations": [*sharegpt, {"from": "gpt"}]}) == "missing_field"
     assert reason({"conversations": sharegpt}) == "no_assistant"
     assert reason({"instruction": "Add.", "output": ""}) == "empty"
+    assert reason({"instruction": "Add.", "output": "3", "history": [["Hi", " "]]}) == "empty"
+    assert reason({"instruction": "Add.", "output": "3", "history": [["", "Hello"]]}) == "empty"
     assert reason({"instruction": None, "output": "3"}, "alpaca") == "missing_field"
     assert reason({"prompt": "x", "completion": 7}, "prompt_completion") == "wrong_type"
     assert reason({"prompt": MESSAGES, "completion": [MESSAGES[0]]}) == "no_assistant"
