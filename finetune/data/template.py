@@ -220,7 +220,7 @@ class Encoder:
     train_on_thinking: if False, mask the reasoning at the start of assistant turns, including its closing tag.
     chat_template_kwargs: variables for the chat template; those of a row come before them.
     markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
-    text_end: what ends a text; None for EOS.
+    text_end: what ends a text, instead of what a tokenizer adds; None for EOS, and what it adds, as in TRL.
     max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
         dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
         before it, as context, so that every label is predicted exactly once. Pieces without labels are dropped.
@@ -279,6 +279,7 @@ class Encoder:
         self._last_turn_only = last_turn_only
         self._markers = markers
         self.text_end = cast("str", tokenizer.eos_token or "") if text_end is None else text_end
+        self._ends_once = text_end is not None
         self.train_on_roles = TRAINED_ROLES if train_on_roles is None else tuple(train_on_roles)
         self._train_on_tool_calls = train_on_tool_calls
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
@@ -416,6 +417,8 @@ class Encoder:
             before = self._tokenize(prompts, not with_bos, offsets=False)
             for (index, row), encoding, prompt in zip(members, encodings, before, strict=True):
                 ids = np.array(encoding.ids, dtype=np.int32)
+                if self._ends_once:
+                    ids = ids[: len(ids) - _added_at_the_end(encoding)]
                 labels = ids.copy() if self._markers is None else self._markers.labels(ids)
                 if row.supervised_from is not None and self._completion_only_loss is not False:
                     labels[: _common_prefix_length(prompt.ids, encoding.ids)] = IGNORE_INDEX
@@ -981,6 +984,11 @@ def _window(roles: Sequence[str], before: int | None, last: int) -> list[int] | 
     if start is None or stop is None:
         return None
     return [*range(start[0]), *range(start[1], stop[0]), *range(stop[1], count)]
+
+
+def _added_at_the_end(encoding: Encoding) -> int:
+    """Tokens that the tokenizer adds after a text."""
+    return next((n for n, added in enumerate(reversed(encoding.special_tokens_mask)) if not added), 0)
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

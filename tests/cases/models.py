@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma_like": ("LlamaConfig", LLAMA),
     "bad_generation_config": ("LlamaConfig", LLAMA),
     "no_eos": ("LlamaConfig", LLAMA),
+    "adds_eos": ("LlamaConfig", LLAMA),
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
     "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
@@ -70,6 +71,13 @@ def _change_tokenizer(kind: str, tokenizer: Any) -> None:
         tokenizer.chat_template = TEMPLATES["gemma"].lstrip()
     elif kind == "no_eos":  # and no pad token
         tokenizer.eos_token = tokenizer.pad_token = None
+    elif kind == "adds_eos":
+        from tokenizers.processors import TemplateProcessing
+
+        end = (tokenizer.eos_token, tokenizer.eos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {end[0]}", pair=f"$A {end[0]} $B {end[0]}", special_tokens=[end]
+        )
     elif kind == "base_chatml":  # ChatML's tokens, but EOS is <|endoftext|>, as in Qwen's base models
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
 
