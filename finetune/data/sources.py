@@ -432,8 +432,7 @@ def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
     """Documents divided by blank lines."""
     lines: list[str] = []
     with _open(path) as file:
-        for number, line in enumerate(chain(file, [b""]), 1):
-            text = _decode(path, line, first=number == 1)
+        for number, text in enumerate(chain(_lines(path, file), [""]), 1):
             if text.strip():
                 lines.append(text)
             elif lines:
@@ -444,13 +443,22 @@ def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
 def _read_md(path: File) -> Iterator[tuple[Row, str]]:
     """One document: in Markdown, a blank line divides paragraphs."""
     with _open(path) as file:
-        lines = [_decode(path, line, first=number == 1) for number, line in enumerate(file, 1)]
+        lines = list(_lines(path, file))
     if any(line.strip() for line in lines):
         yield _document(lines), f"{path}:1"
 
 
+def _lines(path: File, file: IO[bytes]) -> Iterator[str]:
+    """Lines that end in \\n, \\r\\n or, as of a classic Mac, \\r; all with \\n instead."""
+    first = True
+    for some in file:
+        for line in some.splitlines(keepends=True):
+            yield _decode(path, line, first).replace("\r\n", "\n").replace("\r", "\n")
+            first = False
+
+
 def _document(lines: list[str]) -> Row:
-    return {"text": "".join(lines).replace("\r\n", "\n").strip("\n")}
+    return {"text": "".join(lines).strip("\n")}
 
 
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:
