@@ -216,6 +216,9 @@ def detect(
         later = ", ".join(dict.fromkeys(match.name for match in found if match.name != found[0].name))
         evidence = f"{found[0].evidence}; before {later}, as in TRL" if later else found[0].evidence
         return replace(found[0], evidence=evidence, as_trl=as_trl)
+    for key in known if sample_rows else ():
+        if (near := _columns_of(*key, columns, mapping)) is not None:
+            raise UserError(_wrong_type(key[0], near, sample_rows[0]))
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
@@ -312,13 +315,9 @@ def _match(
     mapping: dict[str, str],
     wanted: str,
 ) -> Format | None:
-    """The format with its columns. `first`: the name of the first required column unless mapped; None: either name."""
-    required, optional = _FIELDS[name]
-    names = {f: mapping.get(f, f) for f in required + optional}
-    if required[0] in _LIST_COLUMNS and required[0] not in mapping:
-        names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
-    found = {f: names[f] for f in required + optional if names[f] in columns or (f in mapping and f in optional)}
-    if not all(f in found for f in required):
+    """The format with its columns. `first`: as in `_columns_of`."""
+    found = _columns_of(name, first, columns, mapping)
+    if found is None:
         return None
     evidence = _evidence(name, found, rows)
     if evidence is None and wanted != name and not mapping:
@@ -327,6 +326,34 @@ def _match(
         found |= {f: f for f in ("prompt", "completion") if {"prompt", "completion"} <= set(columns)}
     of_text = name == "prompt_completion" and any(isinstance(row.get(found["prompt"]), str) for row in rows)
     return Format(name=name, columns=found, evidence=evidence or "as configured", of_text=of_text)
+
+
+def _columns_of(name: str, first: str | None, columns: list[str], mapping: dict[str, str]) -> dict[str, str] | None:
+    """The columns of a format's fields; None if a required one is not there. `first`: the name of the first required
+    column unless mapped; None: either name."""
+    required, optional = _FIELDS[name]
+    names = {f: mapping.get(f, f) for f in required + optional}
+    if required[0] in _LIST_COLUMNS and required[0] not in mapping:
+        names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
+    found = {f: names[f] for f in required + optional if names[f] in columns or (f in mapping and f in optional)}
+    return found if all(f in found for f in required) else None
+
+
+def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, Any]) -> str:
+    """What is wrong with a row that has the columns of a format, and no values that fit it."""
+    required = [columns[f] for f in _FIELDS[name][0]]
+    kind, what = str, "text"
+    if name in ("messages", "sharegpt"):
+        kind, what = dict, f"a list of {'role/content' if name == 'messages' else 'from/value'} objects"
+    elif name == "prompt_completion" and isinstance(row.get(required[0]), list):
+        kind, what = list, "a list of messages, as the prompt is"
+    column = next((column for column in required if not isinstance(row.get(column), kind)), required[-1])
+    value = row.get(column)
+    given = "null" if value is None else "another list" if isinstance(value, list) and kind is dict else None
+    return (
+        f"no row has the types of the format {name}: the column {column!r} must be {what}, not "
+        f"{given or type(value).__name__}. Convert its values, or map other columns with data.columns: {{field: column}}."
+    )
 
 
 def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:

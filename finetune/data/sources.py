@@ -161,9 +161,7 @@ def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
 
 def _expand_one(name: str) -> Sequence[File]:
     if is_url(name):
-        return expand_url(
-            name, lambda file: _is_data(file) and (not is_raw(file) or _asks_for_raw(name)), _SUPPORTED
-        )
+        return expand_url(name, lambda file: _is_data(file) and (not is_raw(file) or _asks_for_raw(name)), _SUPPORTED)
     path = Path(name).expanduser()
     if path.is_dir():
         return _expand_folder(path)

@@ -83,8 +83,25 @@ def test_columns_of_several_formats_are_read_in_the_order_of_trl() -> None:
 
 def test_values_of_another_type_are_not_evidence() -> None:
     assert detected({"messages": MESSAGES, "text": 7}).name == "messages"
-    with pytest.raises(UserError, match="no row format matches: the columns are messages; "):
-        detected({"messages": "a string"})
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": "Add.", "output": 5}, "alpaca: the column 'output' must be text, not int"),
+        ({"instruction": None, "output": "5"}, "alpaca: the column 'instruction' must be text, not null"),
+        ({"prompt": "Add.", "completion": 5.5}, "prompt_completion: the column 'completion' must be text, not float"),
+        ({"prompt": MESSAGES, "completion": "2"}, "column 'completion' must be a list of messages, as the prompt is"),
+        ({"text": 7}, "text: the column 'text' must be text, not int"),
+        ({"messages": "a string"}, "the column 'messages' must be a list of role/content objects, not str"),
+        ({"messages": [{"text": "a"}]}, "must be a list of role/content objects, not another list"),
+        ({"conversations": {}}, "the column 'conversations' must be a list of from/value objects, not dict"),
+    ],
+)
+def test_columns_of_a_format_with_values_of_another_type(row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        detected(row)
+    assert expected in str(caught.value) and "data.columns" in str(caught.value)
 
 
 def test_no_match_lists_the_columns_and_the_needs() -> None:
