@@ -97,7 +97,7 @@ class Format:
 
     columns: of the required fields, of optional fields that the first rows have, and of all that are mapped. Each row
              is asked for the other optional fields, because rows of JSON may have columns that the first ones lack.
-    of_text: prompts and completions are strings, which no chat template renders.
+    of_text: prompts and completions are strings, which no chat template renders. `of` says so of one row.
     as_trl:  optional columns that TRL does not read are not read.
     """
 
@@ -111,6 +111,15 @@ class Format:
         """The column of a field."""
         return self.columns.get(field, field)
 
+    def of(self, row: Mapping[str, Any]) -> Format:
+        """The format of one row: prompts may be strings in some rows and messages in others."""
+        prompt = row.get(self.column("prompt"))
+        of_text = isinstance(prompt, str)
+        if self.name != "prompt_completion" or of_text == self.of_text or not isinstance(prompt, str | list):
+            return self
+        was, now = ("of messages", "of text")[:: 1 if of_text else -1]
+        return replace(self, of_text=of_text, evidence=self.evidence.replace(was, now, 1))
+
     def get(self, row: Mapping[str, Any], field: str) -> Any:
         """The value of an optional field in a row, None if the row has none."""
         if field == "system" and self.as_trl and self.name in _WITHOUT_SYSTEM_IN_TRL:
@@ -120,7 +129,7 @@ class Format:
     def unread(self, row: Mapping[str, Any], *, has_template: bool) -> set[str]:
         """The columns in which this row has a value that `to_conversation` does not read."""
         required, optional = _FIELDS[self.name]
-        if self.name == "prompt_completion" and isinstance(row.get(self.column("prompt")), str):
+        if self.of(row).of_text:
             optional = ()
         elif self.name == "tokenized":
             optional += ("prompt", "completion")  # they decide what a completion_mask means
