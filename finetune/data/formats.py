@@ -361,7 +361,8 @@ def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, Any]) -> s
     given = "null" if value is None else "another list" if isinstance(value, list) and kind is dict else None
     return (
         f"no row has the types of the format {name}: the column {column!r} must be {what}, not "
-        f"{given or type(value).__name__}. Convert its values, or map other columns with data.columns: {{field: column}}."
+        f"{given or type(value).__name__}. Convert its values, or map other columns with data.columns: "
+        "{field: column}."
     )
 
 

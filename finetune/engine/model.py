@@ -437,7 +437,7 @@ def generate(
         eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
     answers: list[tuple[str, bool]] = []
-    with _inference(model):
+    with _inference(model), master_weights.autocast(model):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             found = complete(model, batch, settings, synced_gpus=with_other_ranks)

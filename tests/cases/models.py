@@ -33,6 +33,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", LLAMA),
     "lfm2": ("Lfm2Config", LLAMA | {"num_hidden_layers": 4, "layer_types": CONV_LAYERS}),
     "tied": ("Qwen3Config", LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "opt": (
+        "OPTConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64}
+        | {"max_position_embeddings": 64, "tie_word_embeddings": False},
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
 
