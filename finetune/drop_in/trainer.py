@@ -159,7 +159,7 @@ class SFTTrainer(engine.SFTTrainer):
         because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
-            engine_model.prepare_for_packs(model, config, stack)
+            because = engine_model.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)

@@ -116,8 +116,8 @@ def open_job(
             positions.check(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
-        model.prepare_for_packs(loaded, config, stack)
-    else:
+        because = model.prepare_for_packs(loaded, config, stack)
+    if because is not None:
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import pickle
 import re
 import warnings
@@ -35,7 +36,7 @@ from finetune.engine import (
     shard_loading,
 )
 from finetune.errors import RunError, UserError
-from finetune.runtime import files, flash
+from finetune.runtime import distributed, files, flash
 from finetune.runtime.bootstrap import Stack, errors_only, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -383,18 +384,29 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
     own = str(text._attn_implementation)
     if own not in _PACKS:
         return f"attention {own!r} is not known to separate packed documents"
+    forward = type(shard.base_of(model)).forward
+    if stack.backend == "transformers" and "position_ids" not in inspect.signature(forward).parameters:
+        return f"{text.model_type} takes no position ids, which say where a packed document begins"
     return None
 
 
-def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
+def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
     """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
-    an attention that the user has set."""
-    if stack.device != "cuda":
-        return
+    an attention that the user has set. Every rank calls it.
+
+    Returns:
+        Why packed documents would attend to each other all the same; None if they do not.
+    """
     if stack.backend == "transformers":
-        if config.model.attn_implementation is None:
+        if stack.device == "cuda" and config.model.attn_implementation is None:
             attention.use_for_packs(model, resolve_dtype(config, stack))
-        return
+        if model.config._attn_implementation in (attention.PACKED, "flex_attention"):
+            return None  # the first gets the boundaries from the trainer; the second would compile for the trial
+        if any(distributed.gather_objects(_attends_across_documents(model))):
+            return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
+        return None
+    if stack.device != "cuda":
+        return None
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength
 
@@ -404,6 +416,31 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
         from finetune.runtime import flash_blocks  # its operators take 0.1 s of every start
 
         flash_blocks.offer()
+    return None
+
+
+@torch.no_grad()
+def _attends_across_documents(model: Any) -> bool:
+    """Whether the logits of a packed document change with the document before it. Not every model of transformers
+    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not)."""
+    embedding = model.get_input_embeddings().weight
+    first, tokens, vocabulary, device = 8, 20, embedding.shape[0], next(model.parameters()).device
+    ids = torch.arange(tokens, device=device)[None] % vocabulary
+    other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
+    places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
+    keep_4bit_layout(model)
+    was_training = model.training
+    model.eval()
+    with master_weights.autocast(model):
+        found, changed = (
+            model(input_ids=one, position_ids=places, use_cache=False).logits[0, first:].float() for one in (ids, other)
+        )
+    model.train(was_training)
+    if shard.is_sharded(model):
+        shard.reshard(model)
+    # Masked positions add nothing, but experts may round differently beside other tokens.
+    in_float32 = device.type == "cpu" and embedding.dtype == torch.float32
+    return bool((found - changed).abs().max() > (1e-4 if in_float32 else 0.05) * found.abs().max())
 
 
 # --- generation -----------------------------------------------------------------------------------------------------
