@@ -181,15 +181,15 @@ def _tokenizer(found: Trained, base: str | None, trust_remote_code: bool) -> Any
     """The tokenizer that was saved with the weights; the base model's, beside an adapter that was saved without."""
     from transformers import AutoTokenizer
 
+    from finetune.engine.model import with_padding
+
     own = any((found.folder / file).is_file() for file in preflight.TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(
         str(found.folder) if own or base is None else base,
         revision=None if own else found.revision,
         trust_remote_code=trust_remote_code,
     )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return with_padding(tokenizer)
 
 
 def _causal_lm(name: str, bits: int | None, dtype: Any, **arguments: Any) -> Any:

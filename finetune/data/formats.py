@@ -97,7 +97,7 @@ class Format:
 
     columns: of the required fields, of optional fields that the first rows have, and of all that are mapped. Each row
              is asked for the other optional fields, because rows of JSON may have columns that the first ones lack.
-    of_text: prompts and completions are strings, which no chat template renders.
+    of_text: prompts and completions are strings, which no chat template renders. `of` says so of one row.
     as_trl:  optional columns that TRL does not read are not read.
     """
 
@@ -111,6 +111,15 @@ class Format:
         """The column of a field."""
         return self.columns.get(field, field)
 
+    def of(self, row: Mapping[str, Any]) -> Format:
+        """The format of one row: prompts may be strings in some rows and messages in others."""
+        prompt = row.get(self.column("prompt"))
+        of_text = isinstance(prompt, str)
+        if self.name != "prompt_completion" or of_text == self.of_text or not isinstance(prompt, str | list):
+            return self
+        was, now = ("of messages", "of text")[:: 1 if of_text else -1]
+        return replace(self, of_text=of_text, evidence=self.evidence.replace(was, now, 1))
+
     def get(self, row: Mapping[str, Any], field: str) -> Any:
         """The value of an optional field in a row, None if the row has none."""
         if field == "system" and self.as_trl and self.name in _WITHOUT_SYSTEM_IN_TRL:
@@ -120,7 +129,7 @@ class Format:
     def unread(self, row: Mapping[str, Any], *, has_template: bool) -> set[str]:
         """The columns in which this row has a value that `to_conversation` does not read."""
         required, optional = _FIELDS[self.name]
-        if self.name == "prompt_completion" and isinstance(row.get(self.column("prompt")), str):
+        if self.of(row).of_text:
             optional = ()
         elif self.name == "tokenized":
             optional += ("prompt", "completion")  # they decide what a completion_mask means
@@ -216,6 +225,9 @@ def detect(
         later = ", ".join(dict.fromkeys(match.name for match in found if match.name != found[0].name))
         evidence = f"{found[0].evidence}; before {later}, as in TRL" if later else found[0].evidence
         return replace(found[0], evidence=evidence, as_trl=as_trl)
+    for key in known if sample_rows else ():
+        if (near := _columns_of(*key, columns, mapping)) is not None:
+            raise UserError(_wrong_type(key[0], near, sample_rows[0]))
     needs = "; ".join(f"{name} needs {_needs(name)}" for name in candidates)
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
@@ -312,13 +324,9 @@ def _match(
     mapping: dict[str, str],
     wanted: str,
 ) -> Format | None:
-    """The format with its columns. `first`: the name of the first required column unless mapped; None: either name."""
-    required, optional = _FIELDS[name]
-    names = {f: mapping.get(f, f) for f in required + optional}
-    if required[0] in _LIST_COLUMNS and required[0] not in mapping:
-        names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
-    found = {f: names[f] for f in required + optional if names[f] in columns or (f in mapping and f in optional)}
-    if not all(f in found for f in required):
+    """The format with its columns. `first`: as in `_columns_of`."""
+    found = _columns_of(name, first, columns, mapping)
+    if found is None:
         return None
     evidence = _evidence(name, found, rows)
     if evidence is None and wanted != name and not mapping:
@@ -327,6 +335,35 @@ def _match(
         found |= {f: f for f in ("prompt", "completion") if {"prompt", "completion"} <= set(columns)}
     of_text = name == "prompt_completion" and any(isinstance(row.get(found["prompt"]), str) for row in rows)
     return Format(name=name, columns=found, evidence=evidence or "as configured", of_text=of_text)
+
+
+def _columns_of(name: str, first: str | None, columns: list[str], mapping: dict[str, str]) -> dict[str, str] | None:
+    """The columns of a format's fields; None if a required one is not there. `first`: the name of the first required
+    column unless mapped; None: either name."""
+    required, optional = _FIELDS[name]
+    names = {f: mapping.get(f, f) for f in required + optional}
+    if required[0] in _LIST_COLUMNS and required[0] not in mapping:
+        names[required[0]] = first or _LIST_COLUMNS[1 - _LIST_COLUMNS.index(required[0])]
+    found = {f: names[f] for f in required + optional if names[f] in columns or (f in mapping and f in optional)}
+    return found if all(f in found for f in required) else None
+
+
+def _wrong_type(name: str, columns: dict[str, str], row: Mapping[str, Any]) -> str:
+    """What is wrong with a row that has the columns of a format, and no values that fit it."""
+    required = [columns[f] for f in _FIELDS[name][0]]
+    kind, what = str, "text"
+    if name in ("messages", "sharegpt"):
+        kind, what = dict, f"a list of {'role/content' if name == 'messages' else 'from/value'} objects"
+    elif name == "prompt_completion" and isinstance(row.get(required[0]), list):
+        kind, what = list, "a list of messages, as the prompt is"
+    column = next((column for column in required if not isinstance(row.get(column), kind)), required[-1])
+    value = row.get(column)
+    given = "null" if value is None else "another list" if isinstance(value, list) and kind is dict else None
+    return (
+        f"no row has the types of the format {name}: the column {column!r} must be {what}, not "
+        f"{given or type(value).__name__}. Convert its values, or map other columns with data.columns: "
+        "{field: column}."
+    )
 
 
 def _evidence(name: str, columns: dict[str, str], rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -435,7 +472,8 @@ def _notes(row: Mapping[str, Any], format: Format, items: list) -> list[str]:
 
 
 def _null_arguments(items: list) -> list[str]:
-    calls = (call for item in items if isinstance(item, dict) for call in item.get("tool_calls") or ())
+    given = [item.get("tool_calls") for item in items if isinstance(item, dict)]
+    calls = (call for found in given if isinstance(found, list) for call in found)
     if any(isinstance(call, Struct) and _has_null(call.get("function", call)) for call in calls):
         return ["nulls in the arguments of tool calls are left out: Arrow adds them for keys that a call lacks"]
     return []
@@ -483,7 +521,7 @@ def _alpaca(
     instruction, given = _string(row, format, "instruction", keep_empty), _optional_string(row, format, "input")
     answer = _string(row, format, "output", keep_empty)
     system = _optional_string(row, format, "system") or system_prompt
-    history = _history(row, format)
+    history = _history(row, format, keep_empty)
     if has_template:
         prompt = f"{instruction}\n\n{given}" if given else instruction
         turns = [
@@ -499,7 +537,7 @@ def _alpaca(
     return Text(text=plain + answer, supervised_from=len(plain))
 
 
-def _history(row: Mapping[str, Any], format: Format) -> list[tuple[str, str]]:
+def _history(row: Mapping[str, Any], format: Format, keep_empty: bool) -> list[tuple[str, str]]:
     """Earlier turns of an Alpaca row: a list of [question, answer], as in LLaMA-Factory, or the list as JSON text."""
     column, value = format.column("history"), _from_json(format.get(row, "history"), format.column("history"))
     if not value:
@@ -508,6 +546,8 @@ def _history(row: Mapping[str, Any], format: Format) -> list[tuple[str, str]]:
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in value
     ):
         raise RowError("wrong_type", f"the column {column!r} must be a list of [question, answer]")
+    if not keep_empty and not all(part.strip() for pair in value for part in pair):
+        raise RowError("empty", f"the column {column!r} has an empty question or answer; {_KEPT}")
     return [(asked, said) for asked, said in value]
 
 
@@ -573,10 +613,14 @@ def _openai(items: list, keep_empty: bool) -> list[Message]:
             )
         # Arrow gives every message the keys of all messages, with None for those it lacked.
         message = {key: _without_none(value) for key, value in item.items() if value is not None}
-        if "tool_calls" in message:
-            message["tool_calls"] = [_tool_call(call, number) for call in message["tool_calls"]]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
+        calls = message.get("tool_calls")
+        if not calls:
+            message.pop("tool_calls", None)
+        elif isinstance(calls, list):
+            message["tool_calls"] = [_tool_call(call, number) for call in calls]
+        else:
+            kind = type(calls).__name__
+            raise RowError("wrong_type", f"the tool calls of message {number} must be a list, not {kind}")
         message["content"] = _content(message, number, keep_empty)
         _read_marks(message, item, number)
         messages.append(message)

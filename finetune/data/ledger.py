@@ -58,6 +58,7 @@ class Ledger:
     supervised_tokens: int = 0
     sources: dict[str, SourceCounts] = field(default_factory=dict)  # by name, in the order in which they are read
     leaked: dict[str, Any] | None = None  # evaluation rows that are training rows too: how many, where the first is
+    largest: dict[str, Any] = field(default_factory=lambda: {"id": -1, "where": None})  # token id or label, and its row
     histogram: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def source(self, name: str) -> SourceCounts:
@@ -87,6 +88,11 @@ class Ledger:
             counts.supervised_tokens += supervised_tokens
         self.histogram[int(np.searchsorted(BUCKETS, length))] += 1
 
+    def ids(self, largest: int, where: str) -> None:
+        """Note the largest token id or label of a document."""
+        if largest > self.largest["id"]:
+            self.largest = {"id": largest, "where": where}
+
     def formats(self) -> list[str]:
         """The formats that were read, each with its evidence."""
         return list(dict.fromkeys(format for counts in self.sources.values() for format in counts.formats))
@@ -109,6 +115,7 @@ class Ledger:
             "templated": self.templated,
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
+            "largest": self.largest,
             "sources": [{"name": name, **asdict(counts)} for name, counts in self.sources.items()],
             "length_histogram": dict(zip([*map(str, BUCKETS), "longer"], self.histogram, strict=True)),
             **({} if self.leaked is None else {"leaked": self.leaked}),

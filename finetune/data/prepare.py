@@ -305,15 +305,22 @@ def _needs_no_template(source: Source) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """How rows of a chunk are read."""
+
+    format: str  # and its evidence
+    templated: bool  # the rows are in the chat template, by this program or before
+    note: str | None  # about rows that are not, although they could be
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Chunk:
     """Rows of one source that are encoded together."""
 
     rows: list[dict[str, Any]]
     placed: list[tuple[str, str, int]]  # of each row: its position in the source, its split and how often it is used
+    readings: list[_Reading]  # of each row
     source: str
-    format: str  # and its evidence
-    templated: bool  # the rows are in the chat template, by this program or before
-    note: str | None  # about rows that are not, although they could be
     work: tuple  # how to encode the rows, see `_encode`
 
     @property
@@ -360,19 +367,9 @@ def _chunks(
         if source.raw:
             end = readers.encoder(source).text_end
             format = replace(format, evidence=f"documents of raw text, each ends with {end!r}")
-        described = formats.describe(
-            format,
-            has_template=readers.has_template(source),
-            assistant_only_loss=config.data.assistant_only_loss,
-            completion_only_loss=config.data.completion_only_loss,
-            last_turn_only=config.data.last_turn_only,
-            markers=config.data.response_part is not None,
-        )
         work = (readers.encoder(source), format, config.data.system_prompt, readers.has_template(source))
         work += (config.data.keep_empty,)
         columns = _Columns(format, has_template=readers.has_template(source))
-        rendered = templated.is_rendered(format, has_template=readers.has_template(source))
-        marker = None if rendered else readers.marker(source)
         repeats, extra = int(source.weight), int((source.weight % 1) * 2**64)
         read = 0
         while batch := list(islice(rows, CHUNK_ROWS)):
@@ -387,22 +384,46 @@ def _chunks(
                 columns.add(row)
             read += len(batch)
             if chosen:
-                in_template = rendered or (
-                    marker is not None and templated.is_written_in(chosen, format, readers.tokenizer, marker)
-                )
+                alike: dict[bool, list[dict[str, Any]]] = {}  # a source may have prompts of text and of messages
+                for row in chosen:
+                    alike.setdefault(format.of(row).of_text, []).append(row)
+                readings = {
+                    of_text: _read_as(group, format.of(group[0]), source, config, readers)
+                    for of_text, group in alike.items()
+                }
                 yield _Chunk(
                     rows=chosen,
                     placed=placed,
+                    readings=[readings[format.of(row).of_text] for row in chosen],
                     source=source.name,
-                    format=described,
-                    templated=in_template,
-                    note=None if in_template or not readers.has_template(source) else templated.remedy(format),
                     work=work,
                 )
         formats.check_mapping(source.columns, columns.all)
         ledger.source(source.name).unread += columns.unread
         ledger.notes.update(columns.notes())
         first += read
+
+
+def _read_as(
+    rows: Sequence[dict[str, Any]], format: Format, source: Source, config: Config, readers: _Readers
+) -> _Reading:
+    """How rows of this very format are read."""
+    has_template = readers.has_template(source)
+    in_template = templated.is_rendered(format, has_template=has_template)
+    if not in_template and (marker := readers.marker(source)) is not None:
+        in_template = templated.is_written_in(rows, format, readers.tokenizer, marker)
+    return _Reading(
+        format=formats.describe(
+            format,
+            has_template=has_template,
+            assistant_only_loss=config.data.assistant_only_loss,
+            completion_only_loss=config.data.completion_only_loss,
+            last_turn_only=config.data.last_turn_only,
+            markers=config.data.response_part is not None,
+        ),
+        templated=in_template,
+        note=None if in_template or not has_template else templated.remedy(format),
+    )
 
 
 class _Columns:
@@ -466,20 +487,21 @@ def _encode_all(
     """Encode every row, in order, into the writer of its split."""
     seen: dict[str, set[bytes]] = {name: set() for name in ledgers}
     for chunk, results in _encoded_chunks(chunks, num_proc):
-        for (where, name, copies), result in zip(chunk.placed, results, strict=True):
+        for (where, name, copies), reading, result in zip(chunk.placed, chunk.readings, results, strict=True):
             ledger = ledgers[name]
-            ledger.read(chunk.source, chunk.format, copies)
+            ledger.read(chunk.source, reading.format, copies)
             if isinstance(result, RowError):
                 ledger.drop(chunk.source, result.reason, where, result.detail, copies)
                 continue
             for piece in [*result] * copies:
-                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens, templated=chunk.templated)
+                ledger.keep(chunk.source, len(piece.input_ids), piece.label_tokens, templated=reading.templated)
                 writers[name].add(piece.input_ids, piece.labels)
             for piece in result:
+                ledger.ids(max(int(piece.input_ids.max()), int(piece.labels.max())), where)
                 digest = hashlib.blake2b(piece.input_ids.tobytes() + piece.labels.tobytes(), digest_size=8).digest()
                 ledger.duplicates += digest in seen[name]
                 seen[name].add(digest)
-                if notes := (*piece.notes, *([chunk.note] if chunk.note else [])):
+                if notes := (*piece.notes, *([reading.note] if reading.note else [])):
                     ledger.note(notes)
                 if len(ledgers) > 1:
                     overlap.add(name, piece.input_ids, where)

@@ -35,14 +35,17 @@ _SUPPORTED = (
     "datasets.save_to_disk, and .txt and .md for raw text."
 )
 _ABOUT = ("README", "LICENSE")  # files about a folder, not data in it
-# Names by which `datasets` knows the split of a file or folder, and "held out" (datasets/data_files.py).
+# Files about a dataset beside its data, which `datasets` skips as well (FILES_TO_IGNORE in datasets/data_files.py).
+_DESCRIPTIONS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+# Names by which `datasets` knows the split of a file or folder (datasets/data_files.py), "held out", and such names
+# with "set", as in testset.jsonl, which `datasets` would train on.
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation", "held[-_ ]?out", "holdout"),
 }
 _SPLIT_NAMES = {
-    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(names)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(names)})(?:set)?(?:[-._ 0-9]|$)", re.IGNORECASE)
     for split, names in _SPLITS.items()
 }
 _BATCH_ROWS = 1024  # rows of an Arrow table converted to Python objects at once
@@ -158,9 +161,7 @@ def iter_returned(rows: Any, name: str) -> Iterator[tuple[Row, str]]:
 
 def _expand_one(name: str) -> Sequence[File]:
     if is_url(name):
-        return expand_url(
-            name, lambda file: _kind(file) in KINDS and (not is_raw(file) or _asks_for_raw(name)), _SUPPORTED
-        )
+        return expand_url(name, lambda file: _is_data(file) and (not is_raw(file) or _asks_for_raw(name)), _SUPPORTED)
     path = Path(name).expanduser()
     if path.is_dir():
         return _expand_folder(path)
@@ -173,7 +174,7 @@ def _expand_one(name: str) -> Sequence[File]:
     if glob.has_magic(name):
         # A glob may also match other files, such as a README: these are skipped.
         found = sorted(glob.glob(str(path), recursive=True))
-        matches = [Path(match) for match in found if _kind(Path(match)) in KINDS or _is_saved_dataset(Path(match))]
+        matches = [Path(match) for match in found if _is_data(Path(match)) or _is_saved_dataset(Path(match))]
         matches = [match for match in matches if not is_raw(match) or _asks_for_raw(name)]
         if not matches:
             others = f", only {', '.join(found[:10])}" if found else ""
@@ -185,17 +186,32 @@ def _expand_one(name: str) -> Sequence[File]:
 def _expand_folder(path: Path) -> list[Path]:
     if _is_saved_dataset(path):
         return [path]
-    if (path / "dataset_dict.json").is_file():
-        saved = sorted(child for child in path.iterdir() if _is_saved_dataset(child))
-        raise _several_splits(str(path), {child.name: [child] for child in saved})
     children = sorted(path.iterdir())
-    matches = [p for p in children if p.is_file() and _kind(p) in KINDS and not p.name.startswith(".")]
+    if (path / "dataset_dict.json").is_file() and (saved := [child for child in children if _is_saved_dataset(child)]):
+        raise _several_splits(str(path), {child.name: [child] for child in saved})
+    if matches := _data_in(children):
+        return matches
+    if inner := [child for child in children if child.is_dir() and _has_data(child)]:
+        remedy = f"Give {' or '.join(map(str, inner[:3]))}, which {'has' if len(inner) == 1 else 'have'} some."
+    else:
+        remedy = _SUPPORTED
+    listing = ", ".join(child.name for child in children[:10]) or "nothing"
+    raise UserError(f"The folder {path} has no data file: it contains {listing}. {remedy}")
+
+
+def _data_in(children: Iterable[Path]) -> list[Path]:
+    """The data files of a folder: raw text only if there is no other data."""
+    matches = [p for p in children if p.is_file() and _is_data(p) and not p.name.startswith(".")]
     raw = [p for p in matches if is_raw(p) and p.name.partition(".")[0].upper() not in _ABOUT]
-    matches = [p for p in matches if not is_raw(p)] or raw
-    if not matches:
-        listing = ", ".join(child.name for child in children[:10]) or "nothing"
-        raise UserError(f"The folder {path} has no data file: it contains {listing}. {_SUPPORTED}")
-    return matches
+    return [p for p in matches if not is_raw(p)] or raw
+
+
+def _has_data(folder: Path) -> bool:
+    return _is_saved_dataset(folder) or bool(_data_in(folder.iterdir()))
+
+
+def _is_data(path: File) -> bool:
+    return _kind(path) in KINDS and str(path).rpartition("/")[2] not in _DESCRIPTIONS
 
 
 def _asks_for_raw(pattern: str) -> bool:
@@ -243,13 +259,30 @@ def _several_splits(name: str, splits: Mapping[str, Sequence[File]]) -> UserErro
         files = [str(file) for file in splits[split]]
         return files[0] if len(files) == 1 else f"[{', '.join(files[:2])}{', ...' if len(files) > 2 else ''}]"
 
-    keys = {"data.train_file": ("train", ""), "data.eval_file": ("validation", "test")}
-    found = {
-        key: next((split for kind in kinds for split in splits if _split_of(split) == kind), None)
-        for key, kinds in keys.items()
-    }
+    if len(splits) == 1:
+        return UserError(f"{redact(name)} contains one split: {listed}. Give its folder: {given(next(iter(splits)))}.")
+    # A dataset for several purposes has a pair of splits for each, such as train_sft and test_sft.
+    train = _best(splits, ("train", ""), ("", "sft"))
+    held_out = _best(splits, ("validation", "test"), (_purpose(train or ""), ""))
+    found = {"data.train_file": train, "data.eval_file": held_out}
     remedies = " and ".join(f"{key}: {given(split)}" for key, split in found.items() if split is not None)
     return UserError(f"{redact(name)} contains several splits: {listed}. Give one of them: {remedies}.")
+
+
+def _best(splits: Iterable[str], kinds: Sequence[str], purposes: Sequence[str]) -> str | None:
+    """The split of one of these kinds that is best for one of these purposes; the first purpose and kind come first."""
+
+    def rank(split: str) -> tuple[int, int]:
+        purpose = _purpose(split)
+        return purposes.index(purpose) if purpose in purposes else len(purposes), kinds.index(_split_of(split))
+
+    return min((split for split in splits if _split_of(split) in kinds), key=rank, default=None)
+
+
+def _purpose(split: str) -> str:
+    """What the name of a split has beside its kind: "sft" of "train_sft"."""
+    kind = _split_of(split)
+    return _SPLIT_NAMES[kind].sub("", split) if kind else split
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -432,8 +465,7 @@ def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
     """Documents divided by blank lines."""
     lines: list[str] = []
     with _open(path) as file:
-        for number, line in enumerate(chain(file, [b""]), 1):
-            text = _decode(path, line, first=number == 1)
+        for number, text in enumerate(chain(_lines(path, file), [""]), 1):
             if text.strip():
                 lines.append(text)
             elif lines:
@@ -444,13 +476,22 @@ def _read_txt(path: File) -> Iterator[tuple[Row, str]]:
 def _read_md(path: File) -> Iterator[tuple[Row, str]]:
     """One document: in Markdown, a blank line divides paragraphs."""
     with _open(path) as file:
-        lines = [_decode(path, line, first=number == 1) for number, line in enumerate(file, 1)]
+        lines = list(_lines(path, file))
     if any(line.strip() for line in lines):
         yield _document(lines), f"{path}:1"
 
 
+def _lines(path: File, file: IO[bytes]) -> Iterator[str]:
+    """Lines that end in \\n, \\r\\n or, as of a classic Mac, \\r; all with \\n instead."""
+    first = True
+    for some in file:
+        for line in some.splitlines(keepends=True):
+            yield _decode(path, line, first).replace("\r\n", "\n").replace("\r", "\n")
+            first = False
+
+
 def _document(lines: list[str]) -> Row:
-    return {"text": "".join(lines).replace("\r\n", "\n").strip("\n")}
+    return {"text": "".join(lines).strip("\n")}
 
 
 def _read_csv(path: File) -> Iterator[tuple[Row, str]]:

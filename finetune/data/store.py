@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.runtime.disk import no_space
 from finetune.runtime.files import checksum, staging, write_json
 
-VERSION = 5  # increment if the file layout or the code that determines tokens and labels changes; part of every key
+VERSION = 6  # increment if the file layout or the code that determines tokens and labels changes; part of every key
 BATCH_TOKENS = 4_000_000  # tokens per Arrow record batch, which a writer holds in memory
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "labels": pa.large_list(pa.int32())})
 _INFO = "entry.json"
@@ -54,10 +54,6 @@ class Rows:
         offsets, ids, labels = self._batches[batch]
         start, end = offsets[index - self._starts[batch] : index - self._starts[batch] + 2]
         return ids[start:end], labels[start:end]
-
-    def largest_id(self) -> int:
-        """The largest token id or label in the documents' file, which is read completely; -1 if it is empty."""
-        return max((int(side.max()) for _, *sides in self._batches for side in sides if len(side)), default=-1)
 
     def take(self, indices: np.ndarray) -> Rows:
         """Only these documents, renumbered in this order, without copying tokens."""

@@ -220,7 +220,7 @@ class Encoder:
     train_on_thinking: if False, mask the reasoning at the start of assistant turns, including its closing tag.
     chat_template_kwargs: variables for the chat template; those of a row come before them.
     markers: supervise the responses that these markers find in a Text. No EOS is appended to such a text.
-    text_end: what ends a text; None for EOS.
+    text_end: what ends a text, instead of what a tokenizer adds; None for EOS, and what it adds, as in TRL.
     max_length: in tokens; None for no limit. Longer rows are cut at the end ("truncate") or at the start ("keep_end"),
         dropped ("drop"), or cut into pieces ("split"): each piece but the first begins with the last token of the piece
         before it, as context, so that every label is predicted exactly once. Pieces without labels are dropped.
@@ -279,6 +279,7 @@ class Encoder:
         self._last_turn_only = last_turn_only
         self._markers = markers
         self.text_end = cast("str", tokenizer.eos_token or "") if text_end is None else text_end
+        self._ends_once = text_end is not None
         self.train_on_roles = TRAINED_ROLES if train_on_roles is None else tuple(train_on_roles)
         self._train_on_tool_calls = train_on_tool_calls
         self._special: dict[str, Any] = dict(tokenizer.special_tokens_map)  # bos_token and the like, for the template
@@ -351,6 +352,9 @@ class Encoder:
     def _given(self, row: Tokens) -> list[Encoded]:
         """The documents of a row of token ids."""
         labels = row.labels
+        notes: tuple[str, ...] = ()
+        if self._tokenizer.convert_ids_to_tokens(max(int(row.input_ids.max()), int(labels.max()))) is None:
+            notes = ("token ids or labels that the tokenizer does not have",)
         completion = row.by_default if self._completion_only_loss is None else self._completion_only_loss
         if completion and row.completion_mask is not None:
             labels = np.where(row.completion_mask, labels, np.int32(IGNORE_INDEX))
@@ -359,7 +363,7 @@ class Encoder:
         unlabeled: list[RowError] = []
         for start, stop in zip([0, *stops[:-1]], stops, strict=True):
             try:
-                pieces += self._pieces(row.input_ids[start:stop], labels[start:stop])
+                pieces += self._pieces(row.input_ids[start:stop], labels[start:stop], () if pieces else notes)
             except RowError as error:
                 if error.reason != "no_label":
                     raise
@@ -394,7 +398,16 @@ class Encoder:
 
     def _label_texts(self, rows: list[tuple[int, Text]]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(index, ids, labels) of each text: everything is supervised, or what follows the prompt, or what the markers
-        find. EOS is appended as text before tokenizing, as in TRL."""
+        find. EOS is appended as text before tokenizing, as in TRL.
+
+        Raises UserError if there is no EOS."""
+        if rows and not self._markers and not self.text_end:
+            raise UserError(
+                f"The tokenizer {self._tokenizer.name_or_path!r} has no eos_token, which ends every row of text: "
+                "without it, the model's answers would never end. Set eos_token in its tokenizer_config.json (in a "
+                "script, `tokenizer.eos_token`) to one of its special tokens, or train on rows of messages, whose "
+                "turns the chat template ends."
+            )
         bos, end = self._special.get("bos_token"), "" if self._markers else self.text_end
         for with_bos in (True, False):  # text that begins with BOS was rendered by a chat template
             members = [(i, row) for i, row in rows if bool(bos and row.text.startswith(bos)) is with_bos]
@@ -404,6 +417,8 @@ class Encoder:
             before = self._tokenize(prompts, not with_bos, offsets=False)
             for (index, row), encoding, prompt in zip(members, encodings, before, strict=True):
                 ids = np.array(encoding.ids, dtype=np.int32)
+                if self._ends_once:
+                    ids = ids[: len(ids) - _added_at_the_end(encoding)]
                 labels = ids.copy() if self._markers is None else self._markers.labels(ids)
                 if row.supervised_from is not None and self._completion_only_loss is not False:
                     labels[: _common_prefix_length(prompt.ids, encoding.ids)] = IGNORE_INDEX
@@ -710,8 +725,9 @@ class Encoder:
         if end < start:
             raise _ambiguous(turn, "its end comes before its start")
         for call in messages[turn].get("tool_calls", ()):
-            name = (call.get("function") or call).get("name")
-            if name and name not in text[start:end]:
+            function = call.get("function") or call
+            name = function.get("name") if isinstance(function, dict) else function
+            if isinstance(name, str) and name not in text[start:end]:
                 what = f"the tool calls of message {turn + 1}"
                 raise RowError("not_rendered", f"the chat template does not render {what}; {_RENDERS_TOOLS}")
         return start, end
@@ -968,6 +984,11 @@ def _window(roles: Sequence[str], before: int | None, last: int) -> list[int] | 
     if start is None or stop is None:
         return None
     return [*range(start[0]), *range(start[1], stop[0]), *range(stop[1], count)]
+
+
+def _added_at_the_end(encoding: Encoding) -> int:
+    """Tokens that the tokenizer adds after a text."""
+    return next((n for n, added in enumerate(reversed(encoding.special_tokens_mask)) if not added), 0)
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

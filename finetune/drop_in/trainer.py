@@ -159,7 +159,7 @@ class SFTTrainer(engine.SFTTrainer):
         because = None if self.preparation.settings.packing else "packing is off"
         because = because or engine_model.why_not_packed(model, stack)
         if because is None:
-            engine_model.prepare_for_packs(model, config, stack)
+            because = engine_model.prepare_for_packs(model, config, stack)
         self._check_rows(model, data)
         layout = self._lay_out(data, "train", self.preparation.settings.pack_length if because is None else None)
         dtype = engine_model.resolve_dtype(config, stack)
@@ -194,7 +194,7 @@ class SFTTrainer(engine.SFTTrainer):
             Refused, UserError: it has not.
         """
         for split, found in data.splits.items():
-            engine_model.check_vocabulary(model, found, split)
+            engine_model.check_vocabulary(model, self.preparation.tokenizer, data.ledgers[split], split)
             positions.check(model, found, split, "max_length (in SFTConfig)")
             refusals.row_length(found, split, backbone.loaded_length(model))
 

@@ -109,17 +109,15 @@ def open_job(
     row_length = config.data.row_length or max(int(rows.lengths.max()) for rows in splits)
     with activity.during("loading the model"):
         loaded = load_model(config, stack, row_length, tokenizer, hooks)
-    if len(tokenizer) > loaded.get_input_embeddings().weight.shape[0]:  # tokenizers may have unused ids beyond it
-        for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
-            if rows is not None:
-                model.check_vocabulary(loaded, rows, split)
+    for split, ledger in prepared.ledgers.items():
+        model.check_vocabulary(loaded, tokenizer, ledger, split)
     for split, rows in (("training", prepared.train), ("held-out", prepared.eval)):
         if rows is not None:
             positions.check(loaded, rows, split)
     because = "data.packing is off" if pack_length is None else model.why_not_packed(loaded, stack)
     if because is None:
-        model.prepare_for_packs(loaded, config, stack)
-    else:
+        because = model.prepare_for_packs(loaded, config, stack)
+    if because is not None:
         pack_length = None
     keyed = {"seed": config.training.seed, "fingerprint": prepared.fingerprint}
     layout = lay_out(prepared.train, pack_length, **keyed)

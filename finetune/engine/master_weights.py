@@ -8,6 +8,7 @@ the expected value.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -139,7 +140,8 @@ def stored_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 def widen(model: Any, kind: str, full: bool) -> None:
     """Turn trained 16-bit weights into float32, if that is how they are kept. Adapters are already; what else may be
-    trained beside them (`modules_to_save`, biases) is not.
+    trained beside them (`modules_to_save`, biases) is not. The kernels of norms take weights of one
+    dtype, so a norm of which only the bias is trained becomes float32 as a whole.
 
     Autocast computes matrix products in 16 bits and leaves embeddings and norms in float32, which would double the
     memory of nearly all activations. They get a hook that returns what they would return in a 16-bit model.
@@ -150,12 +152,25 @@ def widen(model: Any, kind: str, full: bool) -> None:
     if kind != FLOAT32:
         return
     for module in model.modules():
-        trained = [one for one in module.parameters(recurse=False) if one.requires_grad]
+        own = list(module.parameters(recurse=False))
+        trained = [one for one in own if one.requires_grad]
         narrow = [one for one in trained if one.dtype in (torch.bfloat16, torch.float16)]
-        for parameter in narrow:
+        is_norm = all(one.ndim == 1 for one in own)
+        if narrow:
+            model.widened_from = narrow[0].dtype
+        for parameter in own if narrow and is_norm else narrow:
             parameter.data = parameter.data.float()
         if (narrow or (full and trained)) and not isinstance(module, torch.nn.Linear):
             module.register_forward_hook(_in_autocast_dtype)
+
+
+def autocast(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """For the forward passes of a model outside the trainer, such as in generation: autocast if `widen` has changed a
+    part of it, which would not accept the activations of the rest."""
+    dtype = getattr(model, "widened_from", None)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype)
 
 
 def _in_autocast_dtype(module: torch.nn.Module, given: Any, output: Any) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from finetune.engine import (
     shard_loading,
 )
 from finetune.errors import RunError, UserError
-from finetune.runtime import files, flash
+from finetune.runtime import distributed, files, flash
 from finetune.runtime.bootstrap import Stack, errors_only, quiet_ranks
 from finetune.runtime.hardware import out_of_memory_details
 
@@ -44,7 +45,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The model's tokenizer, with a pad token and right padding.
+    """The model's tokenizer, with padding.
 
     Raises:
         UserError: it is found neither locally nor on the Hub.
@@ -61,10 +62,12 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """Give the tokenizer a pad token and right padding, and return it."""
+    """Give the tokenizer a pad token, if it has a special token for that, and right padding; and return it."""
     if tokenizer.pad_token is None:
-        # Padding is masked in attention and labels, so any token will do; every tokenizer has an end token.
-        tokenizer.pad_token = tokenizer.eos_token
+        # Padding is masked in attention and labels, so any token will do. But a token of text would become a special
+        # one, which is left out of decoded answers.
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        tokenizer.pad_token = tokenizer.eos_token or next(special, None)
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -381,18 +384,29 @@ def why_not_packed(model: Any, stack: Stack) -> str | None:
     own = str(text._attn_implementation)
     if own not in _PACKS:
         return f"attention {own!r} is not known to separate packed documents"
+    forward = type(shard.base_of(model)).forward
+    if stack.backend == "transformers" and "position_ids" not in inspect.signature(forward).parameters:
+        return f"{text.model_type} takes no position ids, which say where a packed document begins"
     return None
 
 
-def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
+def prepare_for_packs(model: Any, config: Config, stack: Stack) -> str | None:
     """On a GPU, enable variable-length attention over packs, in Unsloth's layers and in transformers' own, which keep
-    an attention that the user has set."""
-    if stack.device != "cuda":
-        return
+    an attention that the user has set. Every rank calls it.
+
+    Returns:
+        Why packed documents would attend to each other all the same; None if they do not.
+    """
     if stack.backend == "transformers":
-        if config.model.attn_implementation is None:
+        if stack.device == "cuda" and config.model.attn_implementation is None:
             attention.use_for_packs(model, resolve_dtype(config, stack))
-        return
+        if model.config._attn_implementation in (attention.PACKED, "flex_attention"):
+            return None  # the first gets the boundaries from the trainer; the second would compile for the trial
+        if any(distributed.gather_objects(_attends_across_documents(model))):
+            return f"a packed document attends to the one before it in {model.config.model_type}, which was tried"
+        return None
+    if stack.device != "cuda":
+        return None
     from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
     from unsloth.utils.packing import mark_allow_overlength
 
@@ -402,6 +416,31 @@ def prepare_for_packs(model: Any, config: Config, stack: Stack) -> None:
         from finetune.runtime import flash_blocks  # its operators take 0.1 s of every start
 
         flash_blocks.offer()
+    return None
+
+
+@torch.no_grad()
+def _attends_across_documents(model: Any) -> bool:
+    """Whether the logits of a packed document change with the document before it. Not every model of transformers
+    passes the position ids on to where the mask is made (OPT, Falcon and gpt-oss do not)."""
+    embedding = model.get_input_embeddings().weight
+    first, tokens, vocabulary, device = 8, 20, embedding.shape[0], next(model.parameters()).device
+    ids = torch.arange(tokens, device=device)[None] % vocabulary
+    other = torch.cat([(ids[:, :first] + vocabulary // 2) % vocabulary, ids[:, first:]], dim=1)
+    places = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None].to(device)
+    keep_4bit_layout(model)
+    was_training = model.training
+    model.eval()
+    with master_weights.autocast(model):
+        found, changed = (
+            model(input_ids=one, position_ids=places, use_cache=False).logits[0, first:].float() for one in (ids, other)
+        )
+    model.train(was_training)
+    if shard.is_sharded(model):
+        shard.reshard(model)
+    # Masked positions add nothing, but experts may round differently beside other tokens.
+    in_float32 = device.type == "cpu" and embedding.dtype == torch.float32
+    return bool((found - changed).abs().max() > (1e-4 if in_float32 else 0.05) * found.abs().max())
 
 
 # --- generation -----------------------------------------------------------------------------------------------------
@@ -435,7 +474,7 @@ def generate(
         eos_token_id=sorted({*end_tokens(model, tokenizer), *stops}),
     )
     answers: list[tuple[str, bool]] = []
-    with _inference(model):
+    with _inference(model), master_weights.autocast(model):
         for start in range(0, len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
             found = complete(model, batch, settings, synced_gpus=with_other_ranks)
@@ -468,7 +507,8 @@ def complete(model: Any, prompts: Sequence[Sequence[int]], settings: Any, **furt
             return [ids for one in prompts for ids in complete(model, [one], settings, **further)]
         settings = copy.copy(settings)
         settings.max_new_tokens = min(settings.max_new_tokens, room)
-    padded = [[settings.pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts]
+    pad = settings.pad_token_id or 0  # masked, so any token will do
+    padded = [[pad] * (width - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
     output = model.generate(
         input_ids=torch.tensor(padded, device=device),
@@ -578,23 +618,26 @@ def _check_files(name: str, what: str, error: Exception) -> None:
         ) from error
 
 
-def check_vocabulary(model: Any, rows: Any, split: str) -> None:
+def check_vocabulary(model: Any, tokenizer: Any, ledger: Mapping[str, Any], split: str) -> None:
     """Check that every token id has a row in the model's embedding. Otherwise CUDA fails with an unspecific assertion,
     and a CPU with an IndexError.
 
     Args:
-        rows: `finetune.data.store.Rows`.
+        ledger: of the rows, `Data.ledgers`.
 
     Raises:
-        UserError: the tokenizer's vocabulary is larger than the model's.
+        UserError: the tokenizer's vocabulary, or a token id of the user's own, is larger than the model's.
     """
-    count, largest = model.get_input_embeddings().weight.shape[0], rows.largest_id()
-    if largest >= count:
-        raise UserError(
-            f"The tokenizer does not fit the model: the {split} rows have the token id {largest}, and the model's "
-            f"embedding has {count} rows. Use the tokenizer that belongs to the model, or resize the embedding "
-            "(`model.resize_token_embeddings`) and save the model first."
-        )
+    count, largest = model.get_input_embeddings().weight.shape[0], ledger["largest"]
+    if largest["id"] < count:
+        return
+    found = f"{largest['where']} ({split}) has the token id {largest['id']}, and the model's embedding has {count} rows"
+    if tokenizer.convert_ids_to_tokens(largest["id"]) is None:
+        raise UserError(f"{found}. Correct the row: its ids must be those of the model's tokenizer.")
+    raise UserError(
+        f"The tokenizer does not fit the model: {found}. Use the tokenizer that belongs to the model, or resize the "
+        "embedding (`model.resize_token_embeddings`) and save the model first."
+    )
 
 
 @contextlib.contextmanager

@@ -10,14 +10,23 @@ from finetune.errors import UserError
 
 # Words in a table's name: wpe, embed_positions, positions_embed, position_embeddings, pos_encoding.
 _WORDS = {"wpe", "pos", "position", "positions"}
+# What configurations call their number: nearly all, MPT and DBRX, Whisper's kin.
+_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _SPARE_ROWS = 8  # tables may begin with rows for padding: OPT's with 2
 
 
 def limit(model: Any) -> int | None:
     """Positions of the model's table; None if it has none, as with rotary embeddings."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(most, int):
-        return None
+    config = model.config.get_text_config()
+    if config.model_type == "mpt":  # its table of linear biases is computed in every forward pass
+        return config.max_seq_len
+    named = (getattr(config, name, None) for name in _NAMES)
+    found = [rows for most in named if isinstance(most, int) and (rows := _rows(model, most)) is not None]
+    return min(found, default=None)
+
+
+def _rows(model: Any, most: int) -> int | None:
+    """Usable rows of a table of `most` positions; None if the model has no such table."""
     for name, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for own, tensor in tensors:

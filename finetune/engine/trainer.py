@@ -361,7 +361,7 @@ class SFTTrainer(trl.SFTTrainer):
         )
 
     def _collate(self, rows: Any, pack_length: int | None = None) -> dict[str, Any]:
-        pad = self.processing_class.pad_token_id
+        pad = self.processing_class.pad_token_id or 0  # masked, so any token will do
         batch = collate(rows, pad_token_id=pad, pack_length=pack_length, uneven=self._uneven)
         if self.load_balancing is None:
             batch.pop("document_lengths")

@@ -45,6 +45,7 @@ SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, tor
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of float32, in stochastic rounding
 SLACK = 2.0**-20  # of a tensor's largest value
 RESERVE = 2**30  # bytes for activations
+SPARE = 8  # rows of a table of positions that may be for padding
 GGUF_TOP = 20  # log-probabilities that llama.cpp is asked for, at each position
 
 
@@ -102,6 +103,7 @@ def _check_folder(job: dict[str, Any]) -> dict[str, Any]:
     found |= {"device": str(device), "dtype": _name(dtype)}
 
     reference = _reference(job, dtype, device, len(tokenizer), exported)
+    prompts = [ids[: _positions(reference) - 1] for ids in prompts]
     answers = [_answer(reference, ids, job["max_new_tokens"]) for ids in prompts]
     wanted = [_logits(reference, ids + answer) for ids, answer in zip(prompts, answers, strict=True)]
     least, most = LOSS_TOKENS[device.type]
@@ -390,8 +392,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
 
 
+def _positions(model: Any) -> int:
+    """Tokens that the model has positions for. Fewer than it says: the first of a table may be for padding."""
+    config = model.config.get_text_config()
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
+    return min((most - SPARE for most in named if isinstance(most, int) and most > SPARE), default=sys.maxsize)
+
+
 def _answer(model: Any, ids: list[int], count: int) -> list[int]:
-    given = torch.tensor([ids], device=model.device)
+    given, count = torch.tensor([ids], device=model.device), min(count, _positions(model) - len(ids))
     found = model.generate(
         input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count, pad_token_id=0
     )

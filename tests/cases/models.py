@@ -25,12 +25,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "base_chatml": ("LlamaConfig", LLAMA),
     "gemma_like": ("LlamaConfig", LLAMA),
     "bad_generation_config": ("LlamaConfig", LLAMA),
+    "no_eos": ("LlamaConfig", LLAMA),
+    "adds_eos": ("LlamaConfig", LLAMA),
     "tokenizer_of_v4": ("LlamaConfig", LLAMA),
     "backtracking_tokenizer": ("LlamaConfig", LLAMA),
     "moe": ("Qwen3MoeConfig", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "phi3": ("Phi3Config", LLAMA),
     "lfm2": ("Lfm2Config", LLAMA | {"num_hidden_layers": 4, "layer_types": CONV_LAYERS}),
     "tied": ("Qwen3Config", LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "opt": (
+        "OPTConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64}
+        | {"max_position_embeddings": 64, "tie_word_embeddings": False},
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
 
@@ -67,6 +74,15 @@ def _change_tokenizer(kind: str, tokenizer: Any) -> None:
         tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"})
         tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
         tokenizer.chat_template = TEMPLATES["gemma"].lstrip()
+    elif kind == "no_eos":  # and no pad token
+        tokenizer.eos_token = tokenizer.pad_token = None
+    elif kind == "adds_eos":
+        from tokenizers.processors import TemplateProcessing
+
+        end = (tokenizer.eos_token, tokenizer.eos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {end[0]}", pair=f"$A {end[0]} $B {end[0]}", special_tokens=[end]
+        )
     elif kind == "base_chatml":  # ChatML's tokens, but EOS is <|endoftext|>, as in Qwen's base models
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
 

@@ -925,3 +925,17 @@ def test_the_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert cli.main(["export", "--help"]) == commands.DONE
     assert "RUN|CHECKPOINT --to FORM --out DIR" in capsys.readouterr().out
+
+
+def test_answers_of_a_check_end_where_the_positions_do(tmp_path: Path, check: ModuleType) -> None:
+    """GPT-2 has a table of them: beyond it is an IndexError."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = tiny.make_tokenizer(tmp_path)
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=24)
+    ).save_pretrained(tmp_path)
+    job: dict[str, Any] = {"model": tmp_path, "exported": tmp_path, "tokenizer": tmp_path, "max_new_tokens": 24}
+    found = check.check(job | {"prompts": ["the cat", "the cat runs over " * 8]})
+    assert found["passed"] and [one["tokens"] for one in found["answers"]] == [14, 1]

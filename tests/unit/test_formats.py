@@ -83,8 +83,25 @@ def test_columns_of_several_formats_are_read_in_the_order_of_trl() -> None:
 
 def test_values_of_another_type_are_not_evidence() -> None:
     assert detected({"messages": MESSAGES, "text": 7}).name == "messages"
-    with pytest.raises(UserError, match="no row format matches: the columns are messages; "):
-        detected({"messages": "a string"})
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": "Add.", "output": 5}, "alpaca: the column 'output' must be text, not int"),
+        ({"instruction": None, "output": "5"}, "alpaca: the column 'instruction' must be text, not null"),
+        ({"prompt": "Add.", "completion": 5.5}, "prompt_completion: the column 'completion' must be text, not float"),
+        ({"prompt": MESSAGES, "completion": "2"}, "column 'completion' must be a list of messages, as the prompt is"),
+        ({"text": 7}, "text: the column 'text' must be text, not int"),
+        ({"messages": "a string"}, "the column 'messages' must be a list of role/content objects, not str"),
+        ({"messages": [{"text": "a"}]}, "must be a list of role/content objects, not another list"),
+        ({"conversations": {}}, "the column 'conversations' must be a list of from/value objects, not dict"),
+    ],
+)
+def test_columns_of_a_format_with_values_of_another_type(row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        detected(row)
+    assert expected in str(caught.value) and "data.columns" in str(caught.value)
 
 
 def test_no_match_lists_the_columns_and_the_needs() -> None:
@@ -291,6 +308,10 @@ def turns(*roles: str) -> dict[str, Any]:
             {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
             "wrong_type",
         ),
+        *[
+            ({"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}]}, "wrong_type")
+            for calls in (5, True, 0.5, "look", {"name": "look"}, [5])
+        ],
         ({"messages": MESSAGES, "tools": "not json"}, "wrong_type"),
     ],
 )
@@ -313,6 +334,8 @@ def test_unusable_rows_of_other_formats() -> None:
     assert reason({"conversations": [*sharegpt, {"from": "gpt"}]}) == "missing_field"
     assert reason({"conversations": sharegpt}) == "no_assistant"
     assert reason({"instruction": "Add.", "output": ""}) == "empty"
+    assert reason({"instruction": "Add.", "output": "3", "history": [["Hi", " "]]}) == "empty"
+    assert reason({"instruction": "Add.", "output": "3", "history": [["", "Hello"]]}) == "empty"
     assert reason({"instruction": None, "output": "3"}, "alpaca") == "missing_field"
     assert reason({"prompt": "x", "completion": 7}, "prompt_completion") == "wrong_type"
     assert reason({"prompt": MESSAGES, "completion": [MESSAGES[0]]}) == "no_assistant"

@@ -130,6 +130,21 @@ def test_trained_weights_are_widened_and_activations_stay_16_bit() -> None:
         assert model(torch.arange(3))[0].dtype == torch.float32  # without autocast nothing changes
 
 
+def test_a_norm_of_which_only_the_bias_is_trained_is_widened_as_a_whole() -> None:
+    """As with `lora.bias: all`: its kernel takes weights of one dtype."""
+    model = Small().requires_grad_(False)
+    for module in (model.norm, model.frozen):
+        module.bias.requires_grad_(True)
+    master_weights.widen(model, "float32", full=False)
+    kept = {name for name, one in model.named_parameters() if one.dtype == BF16}
+    assert kept == {"embed.weight", "frozen.weight", "head.weight", "head.bias"}
+    with torch.autocast("cpu", BF16):
+        hidden, logits = model(torch.arange(3))
+    assert hidden.dtype == logits.dtype == BF16
+    logits.sum().backward()
+    assert model.norm.weight.grad is None and model.norm.bias.grad is not None
+
+
 def test_tied_weights_stay_one_tensor_in_the_saved_model() -> None:
     model = Small().float()
     model.head.weight = model.embed.weight

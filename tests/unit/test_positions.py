@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.config import Config
+from finetune.config.schema import ModelConfig
 from finetune.engine import model as engine_model
 from finetune.engine import positions
 from finetune.errors import UserError
@@ -37,6 +39,12 @@ KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
     "BioGptConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, 40),
     "RobertaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 38),
     "BertConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40, "is_decoder": True}, 40),
+    "MptConfig": (dict(d_model=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=40), 40),
+    "WhisperConfig": (
+        dict(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32)
+        | dict(encoder_layers=1, encoder_attention_heads=2, max_target_positions=40),
+        40,
+    ),
     "LlamaConfig": (TINY | {"intermediate_size": 16, "max_position_embeddings": 40}, None),
     "BloomConfig": (dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=32), None),
 }
@@ -83,6 +91,38 @@ def test_each_answer_ends_at_the_limit() -> None:
     assert found == alone and len(found[1]) <= 5 and settings.max_new_tokens == 30
     with pytest.raises(UserError, match="prompt has 40 tokens, and gpt2 has a table of 40 positions"):
         engine_model.complete(model, [[5] * 40], settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "separates"),
+    [
+        ("LlamaConfig", True),
+        ("GPTNeoConfig", True),
+        ("BloomConfig", False),  # takes no position ids
+        ("OPTConfig", False),  # makes its mask without them
+        ("BioGptConfig", False),
+        ("FalconConfig", False),
+    ],
+)
+def test_models_that_do_not_separate_packed_documents_are_not_packed(
+    kind: str, separates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"max_position_embeddings": 512}
+    monkeypatch.setitem(KINDS, "FalconConfig", (TINY | {"alibi": False}, None))
+    monkeypatch.setitem(KINDS, kind, (KINDS[kind][0] | more, None))
+    torch.manual_seed(0)
+    model = made(kind)
+    model.train()
+    stack: Any = SimpleNamespace(backend="transformers", device="cpu")
+    config = Config(model=ModelConfig(model_name_or_path="m"))
+    why = engine_model.why_not_packed(model, stack) or engine_model.prepare_for_packs(model, config, stack)
+    assert (why is None) == separates and model.training, why
+
+    model.eval()
+    ids, places = torch.arange(20)[None] + 3, torch.tensor([[*range(8), *range(12)]])
+    with torch.no_grad():
+        packed, alone = model(ids, position_ids=places, use_cache=False), model(ids[:, 8:], use_cache=False)
+    assert torch.allclose(packed.logits[:, 8:], alone.logits, atol=1e-5) == separates
 
 
 def test_a_table_shorter_than_the_padding_of_a_pack_is_not_packed() -> None:

@@ -147,6 +147,7 @@ def test_splits_of_a_saved_dataset_dict(tmp_path: Path) -> None:
         (["train.jsonl", "test.jsonl"], True),
         (["chat.jsonl", "my-test-set.jsonl"], True),
         (["train-00000.parquet", "validation-00000.parquet"], True),
+        (["trainset.jsonl", "testset.jsonl"], True),  # which `datasets` reads as one split
         (["train.jsonl", "training_2.jsonl"], False),
         (["test_a.jsonl", "test_b.jsonl"], False),
         (["contest.jsonl", "latest.jsonl", "devices.jsonl"], False),
@@ -164,6 +165,45 @@ def test_held_out_files_are_not_mixed_with_others(names: list[str], refused: boo
             with pytest.raises(UserError, match=r"contains several splits: .* Give one of them: data\."):
                 expand([str(given)])
     assert len(expand([str(folder / name) for name in names])) == len(names)
+
+
+def test_files_about_a_data_set_are_not_its_rows(tmp_path: Path) -> None:
+    for name in ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "config.json"):
+        (tmp_path / name).write_text('{"default": {"features": {}}}')
+    (tmp_path / "train.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
+    for given in (tmp_path, tmp_path / "*", tmp_path.as_uri()):
+        assert [str(file).rpartition("/")[2] for file in expand([str(given)])] == ["train.jsonl"]
+
+
+def test_a_folder_of_folders_names_those_that_have_data(tmp_path: Path) -> None:
+    for name in ("data", "docs", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(jsonl(ROWS), encoding="utf-8")
+    (tmp_path / "docs" / "README.md").write_text("# Rows")
+    with pytest.raises(UserError, match=f"has no data file: .*docs.* Give {tmp_path}/data, which has some"):
+        expand([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("names", "suggested"),
+    [
+        (["test_gen", "test_sft", "train_gen", "train_sft"], ["train_sft", "test_sft"]),
+        (["dev_math", "test_code", "train_code"], ["train_code", "test_code"]),
+        (["test", "train", "train_sft", "validation"], ["train", "validation"]),
+        (["test", "train_prefs", "train_sft"], ["train_sft", "test"]),
+        (["train_sft"], []),
+    ],
+)
+def test_the_splits_of_a_saved_dictionary_that_belong_together(
+    names: list[str], suggested: list[str], tmp_path: Path
+) -> None:
+    datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in names}).save_to_disk(tmp_path)
+    with pytest.raises(UserError) as caught:
+        expand([str(tmp_path)])
+    pairs = zip(("data.train_file", "data.eval_file"), suggested, strict=False)
+    remedy = " and ".join(f"{key}: {tmp_path}/{name}" for key, name in pairs)
+    expected = f"one of them: {remedy}." if suggested else f"its folder: {tmp_path}/{names[0]}."
+    assert str(caught.value).endswith(f"Give {expected}"), caught.value
 
 
 def test_raw_text_is_read_only_if_it_is_asked_for(tmp_path: Path) -> None:

@@ -234,6 +234,8 @@ def test_tool_calls_are_supervised_and_tool_results_are_not() -> None:
     ]
     messages[1]["content"] = "Let me see."  # phi3 would render this content and drop the call
     assert fails_with(encoder_for("phi3"), Conversation(messages=messages)).reason == "not_rendered"
+    messages[1]["tool_calls"] = [{"function": "add"}]
+    assert fails_with(encoder_for("phi3"), Conversation(messages=messages)).reason == "not_rendered"
 
 
 def test_only_turns_from_supervised_from_on_are_supervised() -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 from tests.cases.rows import marked_rows
@@ -12,3 +13,5 @@ def check(folder: Path, output: str) -> None:
     assert '"name": "look"' in marked_rows(folder, "c_tools")[-1]
     labels = marked_rows(folder, "c_labels")
     assert labels[0].startswith("[[") and labels[-1].count("[[") == 1 and not labels[-1].startswith("[[")
+    ledger = json.loads((folder / "both.json").read_text(encoding="utf-8"))["ledger"]["train"]
+    assert (ledger["templated"], ledger["rows_kept"]) == (3, 4)

@@ -10,6 +10,7 @@ def check(folder: Path, output: str) -> None:
     assert len(documents) > 2 and documents[1].startswith(second[:20]) and documents[-1].endswith("<|endoftext|>")
     assert not any(document.endswith("<|endoftext|>") for document in documents[1:-1])
     assert _text(marked_rows(folder, "c_notes")) == ["# birds\n\nthe birds sing<|endoftext|>"]
+    assert _text(marked_rows(folder, "c_mac")) == ["one\ntwo<|endoftext|>", "three<|endoftext|>"]
     assert len(marked_rows(folder, "c_cut")) == 2
 
 
