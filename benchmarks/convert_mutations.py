@@ -3,8 +3,7 @@
     python benchmarks/convert_mutations.py FOLDER [--json PATH]
 
 FOLDER holds notebooks. Those that convert are converted, in memory; then each single statement of the script
-(docstrings aside) is deleted, and V1 to V5 are asked. A deletion that none of them sees is a survivor. Each check is
-also asked alone, for what it sees by itself.
+(docstrings aside) is deleted, and V1 to V5 are asked. A deletion that none of them sees is a survivor.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.convert.command import drop_in_steps, steps
-from finetune.convert.drop_in_checks import verify_drop_in
+from finetune.convert.checks import NotVerified, verify
+from finetune.convert.command import steps
 from finetune.convert.read import Refusal, read
 from finetune.convert.secrets import remove_secrets
-from finetune.convert.verify import CHECKS, NotVerified
 from finetune.errors import UserError
 
 
@@ -68,21 +66,9 @@ def _at(tree: ast.AST, path: tuple[tuple[str, int], ...]) -> Any:
     return tree
 
 
-def converted(path: Path, form: str) -> tuple[Any, dict[str, Callable[[Any], Any]]]:
-    """A notebook's conversion, and each check as a function of it. A drop-in script has one for all."""
-    if form == "drop-in":
-        notebook, conversion = drop_in_steps(path, "")
-        original = read(path)
-        remove_secrets(original)
-        return conversion, {"V1 to V5": lambda mutant: verify_drop_in(notebook, mutant, original)}
-    notebook, plan, traces, conversion = steps(path)
-    checks = {name: lambda mutant, check=check: check(notebook, plan, mutant, traces) for name, check in CHECKS.items()}
-    return conversion, checks
-
-
-def seen_by(check: Callable[[Any], Any], conversion: Any) -> bool:
+def is_seen(check: Callable[[], Any]) -> bool:
     try:
-        check(conversion)
+        check()
     except (NotVerified, Refusal):
         return True
     return False
@@ -92,24 +78,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--form", choices=("settings", "drop-in"), default="settings")
     parser.add_argument("--every", type=int, default=1, help="only every n-th notebook")
     options = parser.parse_args()
-    alone: Counter[str] = Counter()
     total, scripts, survivors, start = 0, 0, [], time.perf_counter()
     for path in sorted(options.folder.rglob("*.ipynb"))[:: options.every]:
         try:
-            conversion, checks = converted(path, options.form)
+            notebook, conversion = steps(path)
         except (Refusal, UserError, NotVerified):
             continue
         scripts += 1
+        original = read(path)
+        remove_secrets(original)
         for gone, script in mutants(conversion.script):
             total += 1
             mutant = replace(conversion, script=script)
-            found = {name for name, check in checks.items() if seen_by(check, mutant)}
-            alone.update(found)
-            alone.update(["V2 or V5"] if found & {"V2", "V5"} else [])
-            if not found:
+            if not is_seen(functools.partial(verify, notebook, mutant, original)):
                 survivors.append({"notebook": path.name, "statement": gone})
     caught = total - len(survivors)
     result = {
@@ -117,7 +100,6 @@ def main() -> int:
         "mutants": total,
         "caught": caught,
         "share": round(caught / max(1, total), 4),
-        "alone": dict(sorted(alone.items())),
         "survivors": survivors,
         "seconds": round(time.perf_counter() - start, 1),
     }

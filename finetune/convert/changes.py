@@ -10,8 +10,7 @@ from typing import Any
 
 from finetune.convert.names import Program
 from finetune.convert.read import Refusal
-from finetune.convert.roles import event_of, training_events
-from finetune.convert.trace import Trace
+from finetune.convert.trace import Trace, event_of, training_events
 
 # The package trains without some functions of these, so a replacement might not be called.
 _REPLACED = ("trl", "transformers", "torch", "accelerate", "unsloth", "unsloth_zoo")

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import TypeGuard
 
 from finetune.convert.knowledge import explained, matches, named
 from finetune.convert.read import Statement
@@ -29,6 +30,10 @@ class Effects:
     @property
     def all_reads(self) -> set[str]:
         return self.reads | self.late
+
+
+def is_import(node: ast.AST) -> TypeGuard[ast.Import | ast.ImportFrom]:
+    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def effects(node: ast.stmt) -> Effects:

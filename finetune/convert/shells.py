@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Sequence
 from itertools import pairwise
 
+from finetune.convert.draft import Draft
 from finetune.convert.knowledge import matches
-from finetune.convert.read import Notebook, Refusal
-from finetune.convert.roles import HOOKS, Plan, only_installs
+from finetune.convert.read import Refusal
+from finetune.convert.roles import only_installs
 from finetune.convert.secrets import REMOVED
 
 INSTALLS = re.compile(
@@ -26,19 +28,19 @@ _READS_LOCAL = re.compile(
 )
 
 
-def refuse_shells(plan: Plan, notebook: Notebook) -> None:
-    """Leave out shell lines, unless something kept needs a file that they create."""
-    kept = [plan.program.statements[place].source for name in HOOKS for place in plan.hooks[name]]
-    text = "\n".join(kept)
-    literals = _literals(plan)
-    trained = plan.program.statements[plan.key["train"]].cell
+def refuse_shells(draft: Draft, kept: Sequence[int]) -> None:
+    """Leave out shell lines, unless a statement that is kept up to the training (`kept`) needs a file they create."""
+    notebook, statements = draft.notebook, draft.program.statements
+    text = "\n".join(statements[place].source for place in kept)
+    literals = _literals(draft)
+    trained = statements[draft.train].cell
     local = bool(_READS_LOCAL.search(text))
     for shell in notebook.shells:
         if shell.cell > trained:
             continue
         if match := re.match(r"[%!]?cd\s+(\S+)\s*$", shell.text):
             if local:
-                plan.notes.append(f"cell {shell.cell}: paths are relative to {match[1]}; start the script there")
+                draft.notes.append(f"cell {shell.cell}: paths are relative to {match[1]}; start the script there")
             continue
         if shell.kind == "file":
             if shell.writes and (
@@ -66,7 +68,7 @@ def refuse_shells(plan: Plan, notebook: Notebook) -> None:
                 )
             continue
         named = any(word in literal for word in _words(shell.text) for literal in literals)
-        if only_installs(plan, notebook, shell.cell) and not named:
+        if only_installs(draft.roles, notebook, shell.cell) and not named:
             continue
         if local or named:
             raise Refusal(
@@ -124,13 +126,13 @@ def _shows(node: ast.stmt) -> bool:
     return name == "print" and all(_SHOWN.fullmatch(one) for one in names)
 
 
-def _literals(plan: Plan) -> list[str]:
-    """Strings in kept statements and in the settings."""
-    places = [place for place, decision in plan.dispositions.items() if decision.what in ("kept", "settings")]
+def _literals(draft: Draft) -> list[str]:
+    """Strings in kept statements."""
+    places = [place for place, decision in draft.decisions.items() if decision.outcome == "kept"]
     return [
         node.value
         for place in places
-        for node in ast.walk(plan.program.statements[place].node)
+        for node in ast.walk(draft.program.statements[place].node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 300
     ]
 

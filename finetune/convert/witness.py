@@ -63,12 +63,11 @@ class CouldNotRun(Exception):
     pass
 
 
-def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, seconds: float = SECONDS) -> Witness:
+def check(notebook: Path, files: Mapping[str, str], *, seconds: float = SECONDS) -> Witness:
     """Compare a notebook with its conversion.
 
     Args:
-        files: the script (NAME.py) and, in the form "settings", its NAME.yaml, by name.
-        form: "settings" or "drop-in".
+        files: the script by its name.
         seconds: limit for both sides together.
     """
     start = time.perf_counter()
@@ -81,7 +80,7 @@ def check(notebook: Path, files: Mapping[str, str], form: str = "settings", *, s
         theirs = run_notebook(notebook, seconds)
         columns = [run["columns"] for run in theirs["runs"] if not run["empty"]]
         left = seconds - (time.perf_counter() - start)
-        ours = run_scripts([name], files, form, theirs, left)[name]
+        ours = run_scripts([name], files, theirs, left)[name]
         for one, two in zip(theirs["runs"], ours, strict=True):
             if any(_same_failure(failure, two.get("refused")) for failure in one["failures"]):
                 raise CouldNotRun(f"both the notebook and the script fail: {two['refused']}")
@@ -104,14 +103,13 @@ def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 def run_scripts(
-    names: Sequence[str], files: Mapping[str, str], form: str, theirs: dict[str, Any], seconds: float = SECONDS
+    names: Sequence[str], files: Mapping[str, str], theirs: dict[str, Any], seconds: float = SECONDS
 ) -> dict[str, list[dict[str, Any]]]:
     """What scripts would train with, on the columns of the notebook's runs, by name."""
     job = {
         # Neither side may write outside of its own folder.
         "files": {name: in_working_folder(text) for name, text in files.items()},
         "names": list(names),
-        "form": form,
         "unsloth": theirs["unsloth"],
         "template": theirs["template"],
     }

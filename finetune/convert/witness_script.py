@@ -14,75 +14,6 @@ import types
 from typing import Any
 
 
-def hooks_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
-    """A script of functions and its YAML file."""
-    from transformers import AutoTokenizer
-
-    from finetune.config import load, resolve_batch
-    from finetune.data.prepare import prepare
-    from finetune.engine.model import with_padding
-    from finetune.engine.trainer import arguments
-    from finetune.runtime.bootstrap import Stack
-    from finetune.runtime.hooks import Hooks
-
-    path = os.path.abspath(job["name"] + ".py")
-    config = load(["--config", path.removesuffix(".py") + ".yaml"], script=job["name"] + ".py")
-    functions = captured(path)
-    hooks = Hooks(**functions)
-    loaded = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
-    tokenizer = with_padding(hooks.replace("tokenizer", with_padding(loaded)))
-    data = prepare(config, tokenizer, hooks)
-    backend = "unsloth" if config.model.backend != "transformers" and job["unsloth"] else "transformers"
-    stack = Stack(backend=backend, reason="", device="cpu", local_rank=0, patches=())
-    batch = resolve_batch(config.training, 1, config.data)
-    args = arguments(config, stack, batch, evaluate=False)
-    model = _loaded(config, stack, tokenizer, hooks)
-    stand_ins.record["checkpoint"] = stand_ins.checkpoint(config.training.resume_from_checkpoint)
-    more = {"max_length": config.data.max_length, "packing": config.data.packing}
-    return {
-        "settings": stand_ins.settings(args) | more,
-        "model": stand_ins.model_settings(model, tokenizer, backend == "unsloth"),
-        "lora": stand_ins.record.get("lora"),
-        "rows": tokenized(data.train, stand_ins),
-        "eos": tokenizer.eos_token_id,
-    }
-
-
-def _loaded(config: Any, stack: Any, tokenizer: Any, hooks: Any) -> Any:
-    """The model that the package loads, on a GPU as far as it chooses by device. The stand-ins record how."""
-    import dataclasses
-
-    from finetune.engine import adapter_targets, model, preflight
-    from finetune.errors import RunError
-
-    loader: Any = model  # what they check is not here: weights, bitsandbytes, the layers of the real model
-    loader._check_bitsandbytes = lambda *_: None
-    adapter_targets.check = lambda *_: None
-    preflight.adapter = lambda *_: None
-    loaded = model.load(config, dataclasses.replace(stack, device="cuda"), row_length=config.data.max_length or 2048)
-    try:
-        return hooks.replace("model", loaded, tokenizer)
-    except RunError:  # it may need layers that the tiny model lacks; what it has changed so far is compared
-        return loaded
-
-
-def captured(path: str) -> dict[str, Any]:
-    """The functions that a script gives to `script.run`."""
-    from pathlib import Path
-
-    from finetune import script
-
-    found: dict[str, Any] = {}
-
-    def run(file: str, **functions: Any) -> int:
-        found.update(functions, script=Path(file).resolve())
-        return 0
-
-    script.run = run
-    execute(path)
-    return found
-
-
 def execute(path: str) -> None:
     """Run a script as the main program."""
     module = types.ModuleType("__main__")
@@ -107,7 +38,7 @@ def _import(name: str, *given: Any, **named: Any) -> Any:
         return sys.modules["stand_ins"].missing_package(name if given[2:] and given[2] else name.partition(".")[0])
 
 
-def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
+def reached(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     """A script with `finetune.SFTTrainer`, up to `train()`."""
     from finetune.drop_in import trainer as drop_in
 
@@ -117,9 +48,11 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
 
     def init(self: Any, *positional: Any, **given: Any) -> None:
         model = positional[0] if positional else given.get("model")
-        if given.get("peft_config") is not None and stand_ins.record.get("lora") is not None:
-            raise ValueError("the trainer is given a `PeftModel` and a `peft_config`")  # as TRL does
-        stand_ins.record_adapter(given.pop("peft_config", None), model)
+        config, held = given.pop("peft_config", None), stand_ins.record.get("lora")
+        if config is not None and held is not None and stand_ins.adapter(config.to_dict()) != held:
+            raise ValueError("the trainer is given a `PeftModel` and another `peft_config`")  # as TRL does
+        if held is None:
+            stand_ins.record_adapter(config, model)
         stand_ins.record["own functions"] = own_functions(given)
         build(self, *positional, **given)
 
@@ -137,6 +70,7 @@ def drop_in_form(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
         raise LookupError("the script does not reach train()")
     trainer = found[0]
     more = {"max_length": trainer.given.max_length, "packing": bool(trainer.given.packing)}
+    more["global batch"] = trainer.job.batch.global_batch_size
     tokenizer = trainer.processing_class
     return {
         "settings": stand_ins.settings(trainer.given) | more,
@@ -166,8 +100,7 @@ def answer(job: dict[str, Any], stand_ins: Any) -> dict[str, Any]:
     ]
     stand_ins.today = True
     stand_ins.prepare(job["unsloth"], template=job["template"])
-    if job["form"] == "drop-in":
-        stand_ins.replace_configs(job["unsloth"])
+    stand_ins.replace_configs(job["unsloth"])
     for name, text in job["files"].items():
         with open(name, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -201,9 +134,10 @@ def _one(job: dict[str, Any], name: str, number: int, columns: dict[str, str], s
     os.environ["FINETUNE_CACHE"] = os.path.abspath(f"cache-{name}-{number}")
     stand_ins.by_line = "json.load(" not in job["files"][f"{name}.py"]
     stand_ins.empty = job["empty"][number]
-    run = {"settings": hooks_form, "drop-in": drop_in_form}[job["form"]]
     try:
-        return _with_variables(lambda: run(job | {"name": name}, stand_ins), columns, stand_ins) | {"columns": columns}
+        return _with_variables(lambda: reached(job | {"name": name}, stand_ins), columns, stand_ins) | {
+            "columns": columns
+        }
     except (UserError, RunError) as error:
         return {"refused": str(error)[:600]}
     except Exception as error:

@@ -38,9 +38,6 @@ def test_the_fast_part_touches_every_cause() -> None:
 
 
 FALSE = {
-    "a setting": [("setting", "lora.r = 9")],
-    "a setting that is there": [("setting", "lora.r = absent")],
-    "a mask": [("mask", "assistant")],
     "missing code": [("has", "load_from_disk")],
     "code that is there": [("hasnot", "load_dataset")],
     "a missing note": [("says", "no such note")],
@@ -77,7 +74,8 @@ def test_a_copied_secret_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     probe = read_probe(FOLDER / "secrets" / "login_literal.py")
     assert judge(probe, tmp_path).good
     monkeypatch.setattr("finetune.convert.secrets.remove_secrets", lambda notebook: [])
-    monkeypatch.setattr("finetune.convert.emit.scrub", lambda text: text, raising=False)
+    monkeypatch.setattr("finetune.convert.write.scrub", lambda text: text)
+    monkeypatch.setattr("finetune.convert.report.scrub", lambda text: text)
     verdict = judge(probe, tmp_path)
     assert verdict.kind == "wrong" and "@HF@" in verdict.details and SECRETS["@HF@"] not in verdict.details
 

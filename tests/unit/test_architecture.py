@@ -129,7 +129,7 @@ OPENS_ITSELF = {
     "the user names the file and may give a pipe: --config <(...)": ["config.load"],
     "what is installed: this package, TRL, accelerate": [
         "config.sft_fields",
-        "convert.drop_in_form:_trl_source",
+        "convert.decide:_trl_source",
         "convert.knowledge",
         "convert.witness:_run",
         "doctor",

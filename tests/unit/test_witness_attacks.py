@@ -48,7 +48,7 @@ def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: Any, ours: 
     monkeypatch.setattr(sandbox, "run_libraries", run)
     path = tmp_path / "mine.ipynb"
     path.write_text(NOTEBOOK)
-    return witness.check(path, {"mine.py": "", "mine.yaml": ""})
+    return witness.check(path, {"mine.py": ""})
 
 
 def changed(**values: Any) -> Callable[[Any], None]:

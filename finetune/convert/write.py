@@ -1,4 +1,4 @@
-"""Write the drop-in script of a notebook: rewrite what `drop_in_form` keeps, in its order, and the report."""
+"""Write the script of a notebook: what `decide` keeps, in its order, made safe for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,48 +9,51 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune import __version__
-from finetune.convert import drop_in_code as code
-from finetune.convert.drop_in_arguments import Arguments
-from finetune.convert.drop_in_code import Rewriter
-from finetune.convert.drop_in_form import AFTER, MAIN, TOP, Decision, Form, decide, refuse_outside, sets_up
-from finetune.convert.emit import Conversion, is_import, origin, requirements, slug
+from finetune.convert import rewrite as code
+from finetune.convert.arguments import Arguments
+from finetune.convert.decide import decide, sets_up
+from finetune.convert.draft import AFTER, MAIN, TOP, Decision, Draft
 from finetune.convert.harmless import leaves
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program
+from finetune.convert.names import Program, is_import
+from finetune.convert.outside import refuse_outside
 from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.convert.report import Conversion, report, slug, title
+from finetune.convert.rewrite import Rewriter
 from finetune.convert.roles import fetched_package, refuse_list_of_one
 from finetune.convert.secrets import scrub
 from finetune.convert.source import BLANK, Part, block, own, script
 
 
-def convert_to_drop_in(notebook: Notebook, program: Program, notes: Sequence[str], why: str) -> Conversion:
-    """The drop-in script of a notebook that `classify.refuse_by_kind` accepts.
+def write(notebook: Notebook, program: Program, notes: Sequence[str]) -> Conversion:
+    """The script of a notebook that `classify.refuse_by_kind` accepts, and its report.
 
     Args:
         notes: about what was changed in the notebook before, for the report.
-        why: why this form was chosen.
 
     Raises:
         Refusal: R0, R2 or R4, for what cannot run on several ranks.
     """
-    form = decide(notebook, program)
-    arguments = Arguments(program, unsloth=form.unsloth)
-    form.notes += [*arguments.notes, *_checkpoints(form)]
-    _refuse_list_of_one(form)
-    _imports(form)
-    _rewrite(form, arguments)
-    refuse_outside(form)
-    text = _script(form, arguments, _name(form))
-    return Conversion(name=_name(form), script=text, config="", report=_report(form, notes, why))
+    draft = decide(notebook, program)
+    arguments = Arguments(program, unsloth=draft.unsloth)
+    draft.notes += [*arguments.notes, *_checkpoints(draft)]
+    _refuse_list_of_one(draft)
+    _imports(draft)
+    _rewrite(draft, arguments)
+    refuse_outside(draft)
+    name = slug(notebook.name, {dotted.split(".")[0] for dotted in program.imports.values()})
+    statements = _statements(draft)
+    text = _script(draft, arguments, title(notebook, name, statements, keeps_batch=arguments.keeps_batch))
+    found = report(notebook, statements, [*notes, *draft.notes, *_foreign(draft)])
+    return Conversion(name=name, script=text, report=found)
 
 
-def _checkpoints(form: Form) -> list[str]:
+def _checkpoints(draft: Draft) -> list[str]:
     """Notes on checkpoints that the notebook names by their step."""
     return [
         f"cell {statement.cell}: {node.value} is a step of the notebook's training; it exists only if the script takes"
         " and saves this step: with the same rows and the same batch"
-        for statement in (form.program.statements[place] for place in form.kept(MAIN) + form.kept(AFTER))
+        for statement in (draft.program.statements[place] for place in draft.kept(MAIN) + draft.kept(AFTER))
         for node in ast.walk(statement.node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CHECKPOINT.fullmatch(node.value)
     ]
@@ -59,34 +62,30 @@ def _checkpoints(form: Form) -> list[str]:
 _CHECKPOINT = re.compile(r"(?:[^\n]*[/\\])?checkpoint-\d+(?:[/\\]\S*)?")
 
 
-def _name(form: Form) -> str:
-    return slug(form.notebook.name, {dotted.split(".")[0] for dotted in form.program.imports.values()})
-
-
 # --- imports, rows, rewriting -----------------------------------------------------------------------------------------
 
 
-def _refuse_list_of_one(form: Form) -> None:
+def _refuse_list_of_one(draft: Draft) -> None:
     """Refuse (R4) a formatting_func whose result differs between releases, unless the rows may be token ids, which
     TRL takes as they are."""
-    for statement in form.program.statements if not _tokenizes(form) else ():
+    for statement in draft.program.statements if not _tokenizes(draft) else ():
         for call in code.calls(statement.node):
-            for item in call.keywords if form.program.dotted(call.func).endswith("SFTTrainer") else ():
+            for item in call.keywords if draft.program.dotted(call.func).endswith("SFTTrainer") else ():
                 if item.arg == "formatting_func":
-                    refuse_list_of_one(form.program, item.value)
+                    refuse_list_of_one(draft.program, item.value)
 
 
-def _tokenizes(form: Form) -> bool:
+def _tokenizes(draft: Draft) -> bool:
     """Whether the notebook may tokenize its rows itself."""
-    tokenizers = "|".join(map(re.escape, dict.fromkeys([*form.plan.tokenizers, "tokenizer"])))
-    source = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    tokenizers = "|".join(map(re.escape, dict.fromkeys([*draft.roles.tokenizers, "tokenizer"])))
+    source = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
     return re.search(rf"\b({tokenizers})(\.encode\w*)?\(|\binput_ids\b", source) is not None
 
 
-def _imports(form: Form) -> None:
+def _imports(draft: Draft) -> None:
     """Imports whose names have one meaning move to the top; the others stay where they are."""
     bound: dict[str, set[str]] = {}
-    for place, statement in enumerate(form.program.statements):
+    for place, statement in enumerate(draft.program.statements):
         node = statement.node
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -94,60 +93,61 @@ def _imports(form: Form) -> None:
                 name = (alias.asname or alias.name).split(".")[0]
                 what = module + (alias.name if alias.asname or module else alias.name.split(".")[0])
                 bound.setdefault(name, set()).add(what)
-        elif form.decisions[place].outcome == "kept":
+        elif draft.decisions[place].outcome == "kept":
             for name in code.binds(node):
                 bound.setdefault(name, set()).add("a variable")
-    for place, statement in enumerate(form.program.statements):
+    for place, statement in enumerate(draft.program.statements):
         node = statement.node
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             ambiguous = any(len(bound[name]) > 1 for name in names)
-            before = place < form.train or any(one > place for one in form.kept(AFTER))
-            where = MAIN if ambiguous and place < form.train else AFTER if ambiguous and before else TOP
-            form.decisions[place] = Decision(outcome="kept", where=where)
+            before = place < draft.train or any(one > place for one in draft.kept(AFTER))
+            where = MAIN if ambiguous and place < draft.train else AFTER if ambiguous and before else TOP
+            draft.decisions[place] = Decision(outcome="kept", where=where)
 
 
-def _rewrite(form: Form, arguments: Arguments) -> None:
-    kept = [place for where in (TOP, MAIN, AFTER) for place in form.kept(where)]
-    nodes = {place: form.program.statements[place].node for place in kept}
+def _rewrite(draft: Draft, arguments: Arguments) -> None:
+    kept = [place for where in (TOP, MAIN, AFTER) for place in draft.kept(where)]
+    nodes = {place: draft.program.statements[place].node for place in kept}
     bound = {name for place, node in nodes.items() if not is_import(node) for name in code.binds(node)}
     secrets: set[str] = set()
     for place, node in nodes.items():
-        statement, decision = form.program.statements[place], form.decisions[place]
+        statement, decision = draft.program.statements[place], draft.decisions[place]
         refuse = lambda text, s=statement: Refusal("R4", text, s.cell)  # noqa: E731
-        rewriter = Rewriter(form.program, refuse, bound=bound, secrets=secrets)
+        rewriter = Rewriter(draft.program, refuse, bound=bound, secrets=secrets)
         on_main = decision.where == AFTER and not code.runs_together(node)
         done = rewriter.statement(node, main_rank=on_main)
         done.reasons = [*arguments.reasons.get(place, []), *done.reasons]
         if not done.reasons and not _is_own_text(statement, done):
             done.reasons = ["arguments are changed: see the notes"]
-        form.rewritten[place] = done
-        form.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
+        draft.rewritten[place] = done
+        draft.notes += [f"cell {statement.cell}: {note}" for note in done.notes]
         if not done.nodes:
-            form.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
+            draft.decisions[place] = Decision(outcome="dropped", reason="; ".join(done.reasons))
         elif done.reasons:
             decision.outcome, decision.reason = "rewritten", "; ".join(done.reasons)
-    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(form, place)}
+    used = {name for place, node in nodes.items() if not is_import(node) for name in _used(draft, place)}
     once: dict[str, set[str]] = {TOP: set(), MAIN: set(), AFTER: set()}
     for place, node in sorted(nodes.items()):
-        if is_import(node) and form.decisions[place].outcome != "dropped":
-            _only_used(form, place, used, once[form.decisions[place].where])
+        if is_import(node) and draft.decisions[place].outcome != "dropped":
+            _only_used(draft, place, used, once[draft.decisions[place].where])
+    _keep_unsloth(draft)
 
 
-def _used(form: Form, place: int) -> set[str]:
+def _used(draft: Draft, place: int) -> set[str]:
     """The names that the statement needs from outside."""
-    return {name for node in form.rewritten[place].nodes for name in code.reads(node)}
+    return {name for node in draft.rewritten[place].nodes for name in code.reads(node)}
 
 
-def _only_used(form: Form, place: int, used: set[str], once: set[str]) -> None:
+def _only_used(draft: Draft, place: int, used: set[str], once: set[str]) -> None:
     """An import without the names that nothing uses, and without those that an earlier one in the same part of the
     script has (`once`, added to); Unsloth stays, because it patches other libraries."""
-    node = form.rewritten[place].nodes[0]
+    node = draft.rewritten[place].nodes[0]
     if not isinstance(node, ast.Import | ast.ImportFrom):
-        form.decisions[place] = Decision(
+        draft.decisions[place] = Decision(
             outcome="dropped", reason="the script imports it from finetune, or has its own"
         )
-        form.rewritten[place].nodes = []
+        draft.rewritten[place].nodes = []
         return
     names = []
     for alias in node.names:
@@ -158,8 +158,8 @@ def _only_used(form: Form, place: int, used: set[str], once: set[str]) -> None:
             names.append(alias)
     node.names = names
     if not node.names:
-        form.decisions[place] = Decision(outcome="dropped", reason="unused import")
-        form.rewritten[place].nodes = []
+        draft.decisions[place] = Decision(outcome="dropped", reason="unused import")
+        draft.rewritten[place].nodes = []
 
 
 # --- the script -------------------------------------------------------------------------------------------------------
@@ -171,42 +171,46 @@ _RANDOM = re.compile(
 )
 
 
-def _script(form: Form, arguments: Arguments, name: str) -> str:
-    body = [*_seed(form, arguments), *_main(form), *_exports(form)]
+def _keep_unsloth(draft: Draft) -> None:
+    """Keep an import of Unsloth if the script uses no name of it: it patches other libraries."""
+    imports = [place for place in sorted(draft.rewritten) if is_import(draft.program.statements[place].node)]
+    roots = {place: _root(draft.program.statements[place].node) for place in imports}
+    places = [place for place in imports if roots[place] == "unsloth"]
+    if places and all(draft.decisions[place].outcome == "dropped" for place in places):
+        draft.decisions[places[0]] = Decision(outcome="rewritten", where=TOP, reason="only its patches are needed")
+        draft.rewritten[places[0]].nodes = [ast.parse("import unsloth").body[0]]
+
+
+def _root(node: ast.stmt) -> str:
+    """The package of an import."""
+    assert is_import(node)
+    return ((node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+
+
+def _script(draft: Draft, arguments: Arguments, title: str) -> str:
+    body = [*_seed(draft, arguments), *_main(draft), *_exports(draft)]
     nodes = [inner for part in body for node in part.nodes for inner in ast.walk(node)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    parts = [*_top(form, used), BLANK, BLANK, block("def main() -> None:", body)]
+    parts = [*_top(draft, used), BLANK, BLANK, block("def main() -> None:", body)]
     parts += [BLANK, BLANK, own('if __name__ == "__main__":\n    main()')]
-    title = [
-        "Supervised fine-tuning, converted from a notebook: its own code, on any number of GPUs.",
-        "",
-        f"    accelerate launch {name}.py",
-        "",
-        *(
-            ["`global_batch_size` is the notebook's batch: a step has as many rows on any number of GPUs.", ""]
-            if arguments.keeps_batch
-            else []
-        ),
-        *origin(form.notebook, f". What was left out or rewritten, and why: {name}.report.json"),
-    ]
-    return script("\n".join(title), parts)
+    return script(title, parts)
 
 
-def _top(form: Form, used: set[str]) -> list[Part]:
+def _top(draft: Draft, used: set[str]) -> list[Part]:
     """Environment variables, then finetune, Unsloth and the other imports."""
     environment, imports = [], []
-    for place in form.kept(TOP):
-        if form.decisions[place].outcome == "dropped":
+    for place in draft.kept(TOP):
+        if draft.decisions[place].outcome == "dropped":
             continue
-        target = imports if is_import(form.program.statements[place].node) else environment
-        target += [line for node in form.rewritten[place].nodes for line in _lines(node)]
-    if not form.unsloth:
+        target = imports if is_import(draft.program.statements[place].node) else environment
+        target += [line for node in draft.rewritten[place].nodes for line in _lines(node)]
+    if not draft.unsloth:
         environment.append('os.environ.setdefault("FINETUNE_BACKEND", "transformers")  # as in the notebook')
     if environment or "os" in used:
         imports = [line for line in imports if line != "import os"]
     ours = sorted(code.PROVIDED & used)
     more = ["from accelerate import PartialState"] if "PartialState" in used else []
-    own_seed = form.program.definition("set_seed") is not None
+    own_seed = draft.program.definition("set_seed") is not None
     has_seed = any(re.search(r"\bset_seed\b", line) for line in imports)
     more += ["from transformers import set_seed"] if "set_seed" in used and not (has_seed or own_seed) else []
     lines = [line for line in dict.fromkeys(imports) if line not in more]
@@ -227,47 +231,47 @@ def _lines(node: ast.stmt) -> list[str]:
     return [ast.unparse(node)]
 
 
-def _seed(form: Form, arguments: Arguments) -> list[Part]:
+def _seed(draft: Draft, arguments: Arguments) -> list[Part]:
     """Seed every rank alike before the model and the rows, unless the notebook does it at its top level."""
-    for place in form.kept(MAIN):
-        node = form.program.statements[place].node
+    for place in draft.kept(MAIN):
+        node = draft.program.statements[place].node
         call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        name = form.program.dotted(call.func) if call is not None else ""
+        name = draft.program.dotted(call.func) if call is not None else ""
         if name and any(name == key or name.endswith("." + key) for key in named("seeds") if key != "random.seed"):
             return []
-    if "set_seed" in form.program.imports and form.program.imports["set_seed"] != "transformers.set_seed":
+    if "set_seed" in draft.program.imports and draft.program.imports["set_seed"] != "transformers.set_seed":
         return []
-    if form.program.definition("set_seed") is not None:
+    if draft.program.definition("set_seed") is not None:
         return []
-    seed = arguments.seed if arguments.seed is not None else 3407 if form.unsloth else 42
-    text = "\n".join(form.program.statements[place].source for place in form.kept(MAIN))
+    seed = arguments.seed if arguments.seed is not None else 3407 if draft.unsloth else 42
+    text = "\n".join(draft.program.statements[place].source for place in draft.kept(MAIN))
     if _RANDOM.search(text):
-        form.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
+        draft.notes.append(f"rows are drawn at random: set_seed({seed}) was added, so that every rank draws the same")
     return [own(f"set_seed({seed})  # every rank starts from the same random state")]
 
 
-def _main(form: Form) -> list[Part]:
+def _main(draft: Draft) -> list[Part]:
     """The statements up to the training; runs of data preparation go first on one rank per machine."""
     found: list[Part] = []
     run: list[Part] = []
     tail: list[Part] = []
     cell = None
-    nodes = [form.program.statements[place].node for place in form.kept(MAIN) + form.kept(AFTER)]
+    nodes = [draft.program.statements[place].node for place in draft.kept(MAIN) + draft.kept(AFTER)]
     readers = Counter(name for node in nodes for name in code.reads(node))
-    for place in [one for one in form.kept(MAIN) if form.decisions[one].outcome != "dropped"]:
-        if form.program.statements[place].cell != cell and not run:
+    for place in [one for one in draft.kept(MAIN) if draft.decisions[one].outcome != "dropped"]:
+        if draft.program.statements[place].cell != cell and not run:
             found.append(BLANK)
-        cell = form.program.statements[place].cell
-        guarded = _written(form, place, readers)
+        cell = draft.program.statements[place].cell
+        guarded = _written(draft, place, readers)
         if guarded is not None:
             _close(found, run, tail)
             found += guarded
             continue
-        part = _part(form, place)
-        if _is_data(form, place) and _may_wait(form, place):
+        part = _part(draft, place)
+        if _is_data(draft, place) and _may_wait(draft, place):
             run += [*tail, part]
             tail.clear()
-        elif run and place != form.train and _is_plain(form, place):
+        elif run and place != draft.train and _is_plain(draft, place):
             tail.append(part)
         else:
             _close(found, run, tail)
@@ -285,41 +289,41 @@ def _close(found: list[Part], run: list[Part], tail: list[Part]) -> None:
     tail.clear()
 
 
-def _is_data(form: Form, place: int) -> bool:
-    node = form.program.statements[place].node
+def _is_data(draft: Draft, place: int) -> bool:
+    node = draft.program.statements[place].node
     definition = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     return not definition and bool(_GUARDED.search(ast.unparse(node)))
 
 
-def _may_wait(form: Form, place: int) -> bool:
+def _may_wait(draft: Draft, place: int) -> bool:
     """Whether the statement has no collective inside: it neither trains nor sets up the trainer."""
-    node = form.program.statements[place].node
+    node = draft.program.statements[place].node
     called = {call.func.id for call in code.calls(node) if isinstance(call.func, ast.Name)}
-    inside = [one for one in map(form.program.definition, called) if one is not None]
-    return place != form.train and not any(sets_up(form, one) or _collective(one) for one in [node, *inside])
+    inside = [one for one in map(draft.program.definition, called) if one is not None]
+    return place != draft.train and not any(sets_up(draft, one) or _collective(one) for one in [node, *inside])
 
 
 def _collective(node: ast.AST) -> bool:
     return any(name in ast.unparse(node) for name in ("SFTTrainer", ".train()", "wait_for_everyone"))
 
 
-def _is_plain(form: Form, place: int) -> bool:
+def _is_plain(draft: Draft, place: int) -> bool:
     """A definition or a plain value between two statements that prepare data."""
-    node = form.program.statements[place].node
+    node = draft.program.statements[place].node
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return True
-    return isinstance(node, ast.Assign) and leaves(form.plan, node) and _may_wait(form, place)
+    return isinstance(node, ast.Assign) and leaves(draft.roles, node) and _may_wait(draft, place)
 
 
-def _written(form: Form, place: int, readers: Mapping[str, int]) -> list[Part] | None:
+def _written(draft: Draft, place: int, readers: Mapping[str, int]) -> list[Part] | None:
     """A statement that writes files, on one rank per machine, which the others wait for. `readers`: how many kept
     statements read each name."""
-    statement = form.program.statements[place]
+    statement = draft.program.statements[place]
     node = statement.node
-    writes = code.writes_files(form.program, node) or fetched_package(form.program, node) is not None
-    if place >= form.train or not writes or sets_up(form, node):
+    writes = code.writes_files(draft.program, node) or fetched_package(draft.program, node) is not None
+    if place >= draft.train or not writes or sets_up(draft, node):
         return None
-    e = form.program.effects[place]
+    e = draft.program.effects[place]
     itself = code.reads(node)
     live = {one for one in (e.binds | e.may_bind) - code.own_targets(node) if readers.get(one, 0) > (one in itself)}
     if live:
@@ -330,12 +334,12 @@ def _written(form: Form, place: int, readers: Mapping[str, int]) -> list[Part] |
             statement.cell,
         )
     head = f"if {code.LOCAL_MAIN_RANK}:  # files are written once per machine"
-    return [block(head, [_part(form, place)]), own(code.WAIT)]
+    return [block(head, [_part(draft, place)]), own(code.WAIT)]
 
 
-def _exports(form: Form) -> list[Part]:
+def _exports(draft: Draft) -> list[Part]:
     """The statements after training. The trainer's own saves run on every rank, all else on the main rank."""
-    places = [place for place in form.kept(AFTER) if form.decisions[place].outcome != "dropped"]
+    places = [place for place in draft.kept(AFTER) if draft.decisions[place].outcome != "dropped"]
     found = [own(code.WAIT)] if places else []
     together: list[Part] = []
 
@@ -345,18 +349,18 @@ def _exports(form: Form) -> list[Part]:
             together.clear()
 
     for place in places:
-        if code.runs_together(form.program.statements[place].node):
+        if code.runs_together(draft.program.statements[place].node):
             flush()
-            found.append(_part(form, place))
+            found.append(_part(draft, place))
         else:
-            together.append(_part(form, place))
+            together.append(_part(draft, place))
     flush()
     return found
 
 
-def _part(form: Form, place: int) -> Part:
+def _part(draft: Draft, place: int) -> Part:
     """The statement's own text if nothing in it changed, else its new code."""
-    done, statement = form.rewritten[place], form.program.statements[place]
+    done, statement = draft.rewritten[place], draft.program.statements[place]
     if _is_own_text(statement, done):
         return Part(text=statement.source, nodes=done.nodes)
     return own("\n".join(ast.unparse(node) for node in done.nodes))
@@ -370,51 +374,32 @@ def _is_own_text(statement: Statement, done: code.Rewritten) -> bool:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _report(form: Form, notes: Sequence[str], why: str) -> dict[str, Any]:
-    live = {statement.id: place for place, statement in enumerate(form.program.statements)}
-    statements = []
-    for statement in form.notebook.statements:
+def _statements(draft: Draft) -> list[dict[str, Any]]:
+    """What became of each statement of the notebook."""
+    live = {statement.id: place for place, statement in enumerate(draft.program.statements)}
+    found = []
+    for statement in draft.notebook.statements:
         entry: dict[str, str] = {"outcome": "dropped", "reason": statement.left_out or "dead code: `if False:`"}
         if statement.id in live:
-            one = form.decisions[live[statement.id]]
+            one = draft.decisions[live[statement.id]]
             entry = {"outcome": one.outcome}
             entry |= {"in": one.where} if one.outcome != "dropped" else {}
             entry |= {"reason": one.reason} if one.outcome != "kept" else {}
             if one.outcome == "rewritten":
-                entry["becomes"] = scrub("\n".join(map(ast.unparse, form.rewritten[live[statement.id]].nodes)))
+                entry["becomes"] = scrub("\n".join(map(ast.unparse, draft.rewritten[live[statement.id]].nodes)))
         else:
             assert statement.is_dead
         head = {"cell": statement.cell, "line": statement.line, "statement": scrub(statement.head[:200])}
-        statements.append(head | entry)
-    shells = [
-        {
-            "cell": shell.cell,
-            "line": shell.line,
-            "text": scrub(shell.text.partition("\n")[0][:200]),
-            "outcome": "dropped",
-        }
-        for shell in form.notebook.shells
-    ]
-    return {
-        "notebook": form.notebook.name,
-        "sha256": form.notebook.sha256,
-        "converter": __version__,
-        "outcome": "converted",
-        "form": "drop-in",
-        "why_this_form": scrub(why),
-        "notes": [scrub(note) for note in dict.fromkeys([*notes, *form.plan.notes, *form.notes, *_foreign(form)])],
-        "requirements": requirements(form.notebook),
-        "statements": statements,
-        "not_python": shells,
-    }
+        found.append(head | entry)
+    return found
 
 
-def _foreign(form: Form) -> list[str]:
+def _foreign(draft: Draft) -> list[str]:
     """Notes on libraries that the script imports and this project does not install."""
     roots = {
         (getattr(node, "module", None) or node.names[0].name).split(".")[0]
-        for place in form.kept(TOP)
-        for node in form.rewritten[place].nodes
+        for place in draft.kept(TOP)
+        for node in draft.rewritten[place].nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     unknown = roots - named("installed") - set(sys.stdlib_module_names)

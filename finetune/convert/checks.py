@@ -1,31 +1,49 @@
-"""The checks of a drop-in script, before it is written: V1 to V4, and V5 if both sides run under the stubs."""
+"""The checks that every script must pass before it is written.
+
+V1 it parses on the oldest supported Python; V2 ruff finds no undefined, unused or redefined name; V3 nothing in it
+misbehaves on several ranks; V4 each kept statement is the notebook's, and every statement is in the report; V5 under
+the recording stubs, if both sides run there, script and notebook train the same. V6, that a second conversion produces
+the same bytes, and the witness are in `command`.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.convert import drop_in_code as code
+from finetune.convert import rewrite as code
+from finetune.convert.arguments import CHANGED_ARGUMENTS
 from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
 from finetune.convert.classify import not_trainers, trainings
-from finetune.convert.drop_in_arguments import CHANGED_ARGUMENTS, WRITTEN_DEFAULTS
-from finetune.convert.emit import Conversion
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program
+from finetune.convert.names import Program, effects
 from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.convert.report import Conversion
+from finetune.convert.source import ruff
 from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.values import described
-from finetune.convert.verify import NotVerified, names_are_defined, parses
+
+OLDEST = (3, 11)
 
 
-def verify_drop_in(
-    notebook: Notebook, conversion: Conversion, original: Notebook
-) -> tuple[dict[str, str], list[Trace]]:
-    """Check a drop-in script.
+class NotVerified(Exception):
+    """`check` (V1 to V6) failed; `reason` explains what and where."""
+
+    def __init__(self, check: str, reason: str):
+        super().__init__(check, reason)
+        self.check, self.reason = check, reason
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.reason}"
+
+
+def verify(notebook: Notebook, conversion: Conversion, original: Notebook) -> tuple[dict[str, str], list[Trace]]:
+    """Check a script.
 
     Args:
         original: the notebook as it was read, before anything was rewritten.
@@ -36,9 +54,8 @@ def verify_drop_in(
     Raises:
         NotVerified: at the first check that fails.
     """
-    no_plan: Any = None  # neither check uses it
-    parses(notebook, no_plan, conversion, [])
-    names_are_defined(notebook, no_plan, conversion, [])
+    parses(conversion.script)
+    names_are_defined(notebook, conversion.script)
     safe_on_ranks(conversion.script)
     has_its_frame(conversion)
     if len(conversion.report["statements"]) != len(notebook.statements):
@@ -46,6 +63,98 @@ def verify_drop_in(
     has_every_statement(notebook, conversion)
     outcome, traces = trains_the_same(original, conversion.script)
     return {"V1": "passed", "V2": "passed", "V3": "passed", "V4": "passed", "V5": outcome}, traces
+
+
+def parses(script: str) -> None:
+    """V1: the script parses."""
+    try:
+        ast.parse(script, feature_version=OLDEST)
+    except SyntaxError as error:
+        raise NotVerified("V1", f"line {error.lineno}: {error.msg}") from None
+
+
+def names_are_defined(notebook: Notebook, script: str) -> None:
+    """V2: ruff finds no undefined, unused or redefined name."""
+    done = subprocess.run(
+        [
+            ruff(),
+            "check",
+            "--isolated",
+            "--no-cache",
+            "--select",
+            "F,E9",
+            "--ignore",
+            "F541",
+            "--target-version",
+            "py311",
+            "--output-format",
+            "concise",
+            "--stdin-filename",
+            "script.py",
+            "-",
+        ],
+        input=script.encode(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        own = _own_imports(notebook, script)
+        found = [line for line in done.stdout.decode().splitlines() if not _was_there(line, notebook, own)]
+        found = [line for line in found if line.startswith("script.py")]
+        _refuse_undefined(notebook, found)
+        if found or done.returncode > 1:
+            raise NotVerified("V2", "; ".join(found) or done.stderr.decode()[:300])
+
+
+def _refuse_undefined(notebook: Notebook, found: list[str]) -> None:
+    """Refuse names that no cell defines: those of a cell which was deleted before the notebook was published."""
+    missing = set(re.findall(r"F821 Undefined name `(\w+)`", "\n".join(found)))
+    for statement in notebook.statements:
+        e = effects(statement.node)
+        missing -= e.binds | e.may_bind
+    users = [one.cell for one in notebook.statements if missing & effects(one.node).all_reads]
+    if users:
+        names = ", ".join(f"`{name}`" for name in sorted(missing))
+        raise Refusal("R4", f"no cell defines {names}; define or import what is missing", users[0])
+
+
+def _was_there(line: str, notebook: Notebook, own_imports: set[int]) -> bool:
+    """Whether the notebook's author is responsible: an unused local, a repeated key, a name that is defined or imported
+    twice, an import in `try:` that only tests for a package, or an unused import in a function."""
+    number = re.match(r"script\.py:(\d+)", line)
+    unused = " F401 " in line
+    tests = unused and "importlib.util.find_spec" in line
+    own = unused and number is not None and int(number[1]) in own_imports
+    twice = re.search(r"`(\w+)` redefined", line) if " F811 " in line else None
+    again = twice is not None and _bindings(notebook, twice[1]) > 1
+    patches = unused and "`unsloth` imported" in line  # it is imported for what it changes
+    return tests or own or patches or again or " F841 " in line or " F601 " in line
+
+
+def _bindings(notebook: Notebook, name: str) -> int:
+    """How often the notebook imports or defines a name."""
+    nodes = [node for statement in notebook.statements for node in ast.walk(statement.node)]
+    imported = [(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)]
+    defined = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return [*imported, *defined].count(name)
+
+
+def _own_imports(notebook: Notebook, script: str) -> set[int]:
+    """Lines of the script with an import that is inside a function or class of the notebook."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own = {
+        ast.unparse(inner)
+        for statement in notebook.statements
+        if isinstance(statement.node, kinds)
+        for inner in ast.walk(statement.node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+    tree = ast.parse(script)
+    top = {node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in top]
+    return {
+        line for node in imports if ast.unparse(node) in own for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
 
 
 def has_every_statement(notebook: Notebook, conversion: Conversion) -> None:
@@ -134,12 +243,15 @@ def _is_save(node: ast.Call) -> bool:
 
 # --- V5 ---------------------------------------------------------------------------------------------------------------
 
-_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", *code.FORMER})
+_FLASH = "use_flash_attention_2"
+_LOADER = frozenset({"device_map", "max_memory", "token", "use_auth_token", "resume_download", _FLASH, *code.FORMER})
 
 
 def _loaded_with(pairs: list[Any]) -> list[Any]:
     """What a loader is given besides `_LOADER`, with `load_in_4bit=True` alone as the configuration it became."""
     kept = [[pair[0], _made_with(pair[1])] for pair in pairs if pair[0] not in _LOADER]
+    kept += [["attn_implementation", "flash_attention_2"] for pair in pairs if pair == [_FLASH, True]]
+    kept = [pair for pair in kept if pair != ["quantization_config", None]]
     bits = [list(pair) for pair in pairs if pair[0] in code.FORMER and pair[1] is True]
     if len(bits) == 1 and not any(pair[0] == "quantization_config" for pair in pairs):
         kept.append(["quantization_config", {"dict": bits}])
@@ -227,8 +339,6 @@ def _compare(mine: Trace, theirs: Trace) -> None:
     if old.trainer.get("eval_dataset") is None and "eval_strategy" not in new.config:
         old.config.pop("eval_strategy", None)  # left out, as nothing could be evaluated
     _compare_arguments(old.config, new.config)
-    if str(old.adapter) != str(new.adapter):
-        raise NotVerified("V5", f"the adapter differs: notebook {old.adapter}; script {new.adapter}")
 
 
 def _loads_the_same(mine: list[Any], theirs: list[Any]) -> bool:
@@ -255,11 +365,9 @@ def _key_events(trace: Trace) -> dict[str, list[Any]]:
         if kind == "adapt":
             detail = _without_order(detail)
         if kind == "trainer":
-            detail = {
-                name: value
-                for name, value in detail.items()
-                if name in ("callbacks", "optimizers") or name == "peft_config" and "adapt" not in found
-            }
+            given = dict(map(tuple, detail.get("dict", [])))
+            names = ("callbacks", "optimizers", *(() if "adapt" in found else ("peft_config",)))
+            detail = {name: _without_order(given[name]) for name in names if given.get(name) is not None}
         found.setdefault(kind, []).append(detail)
         if kind == "train":
             break
@@ -274,11 +382,10 @@ def _without_order(detail: Any) -> Any:
 
 
 def _compare_arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Each argument of the notebook's is in the script, unless its change is listed; others are known defaults."""
+    """Each argument is the notebook's, unless its change is listed."""
     for name in sorted(mine.keys() | theirs.keys()):
         old, new = mine.get(name), theirs.get(name)
         if name == "model_init_kwargs" and isinstance(old, dict) and isinstance(new, dict):
             old, new = ({key: value for key, value in one.items() if key not in _LOADER} for one in (old, new))
-        allowed = name in CHANGED_ARGUMENTS or (name not in mine and new in WRITTEN_DEFAULTS.get(name, ()))
-        if str(old) != str(new) and not allowed:
+        if str(old) != str(new) and name not in CHANGED_ARGUMENTS:
             raise NotVerified("V5", f"{name}: the notebook has {old!r}, the script {new!r}")

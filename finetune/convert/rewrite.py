@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finetune.convert.drop_in_arguments import CONFIGS
-from finetune.convert.hooks import MODEL_FLAGS, of_launcher
+from finetune.convert.arguments import CONFIGS
+from finetune.convert.environment import MODEL_FLAGS, of_launcher
 from finetune.convert.knowledge import matches, named
 from finetune.convert.names import Program, effects, root, target_names, written_path
 from finetune.convert.read import Refusal, Statement
@@ -31,7 +31,8 @@ class Rewritten:
 
 # --- statements -------------------------------------------------------------------------------------------------------
 
-PROVIDED = frozenset("SFTTrainer SFTConfig DataCollatorForCompletionOnlyLM setup_chat_format".split())
+# What the script imports from finetune: the trainer, what configures it, and what TRL has removed.
+PROVIDED = frozenset("SFTTrainer SFTConfig TrainingArguments DataCollatorForCompletionOnlyLM setup_chat_format".split())
 
 
 class Rewriter(ast.NodeTransformer):
@@ -161,7 +162,7 @@ class Rewriter(ast.NodeTransformer):
     # --- expressions --------------------------------------------------------------------------------------------------
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
-        if (node.module or "").split(".")[0] == "trl":
+        if (node.module or "").split(".")[0] in ("trl", "transformers"):
             node.names = [alias for alias in node.names if alias.name not in PROVIDED]
         return node if node.names else ast.Pass()
 
@@ -183,7 +184,7 @@ class Rewriter(ast.NodeTransformer):
         if name == "dict":
             self._without_map(node)
         if last in ("SFTTrainer", *CONFIGS):
-            node.func = ast.Name("SFTTrainer" if last == "SFTTrainer" else "SFTConfig", ast.Load())
+            node.func = ast.Name(last, ast.Load())
         elif last in PROVIDED and name.split(".")[0] == "trl":
             node.func = ast.Name(last, ast.Load())
         elif last == "from_pretrained":
@@ -193,7 +194,7 @@ class Rewriter(ast.NodeTransformer):
             return node.func.value
         elif last == "cuda" and node.args:
             node.args = []
-        node.keywords = [item for item in node.keywords if item.arg != "push_to_hub" or last == "SFTConfig"]
+        node.keywords = [item for item in node.keywords if item.arg != "push_to_hub"]
         return node
 
     def _without_map(self, node: ast.Call) -> None:
@@ -234,9 +235,15 @@ class Rewriter(ast.NodeTransformer):
                 item.arg = "token"
             elif item.arg == "resume_download" or item.arg in FORMER and (off or "quantization_config" in names):
                 node.keywords.remove(item)
+            elif item.arg == "use_flash_attention_2":
+                node.keywords.remove(item)
+                if not off:
+                    node.keywords.append(ast.keyword("attn_implementation", ast.Constant("flash_attention_2")))
             elif quantizes_by(item, names):
-                item.value = ast.Dict([ast.Constant(item.arg)], [item.value])
-                item.arg = "quantization_config"
+                given: ast.expr = ast.Dict([ast.Constant(item.arg)], [ast.Constant(True)])
+                if not isinstance(item.value, ast.Constant):
+                    given = ast.IfExp(item.value, given, ast.Constant(None))
+                item.value, item.arg = given, "quantization_config"
             else:
                 continue
             self.reasons.append("the loader has other arguments now")
@@ -259,7 +266,7 @@ class Rewriter(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig"):
+        if self.program.dotted(node) in ("trl.SFTTrainer", "trl.SFTConfig", "transformers.TrainingArguments"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         owner = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
         if node.attr == "tokenizer" and (owner in self.trainers or "trainer" in owner.lower()):
@@ -272,9 +279,12 @@ FORMER = ("load_in_4bit", "load_in_8bit")  # of a loader, now in a BitsAndBytesC
 
 
 def quantizes_by(item: ast.keyword, names: Set[str | None]) -> bool:
-    """Whether it is `load_in_4bit=True` of a loader that is given nothing else about the quantization."""
+    """Whether it is `load_in_4bit=True`, or a variable, of a loader that is given nothing else about the
+    quantization."""
     alone = not any(str(name).startswith(("bnb_", "quantization_config", "llm_int8")) for name in names)
-    return alone and item.arg in FORMER and isinstance(item.value, ast.Constant) and item.value.value is True
+    on = isinstance(item.value, ast.Constant) and item.value.value is True
+    only = isinstance(item.value, ast.Name | ast.Attribute | ast.Subscript) and len(names & set(FORMER)) == 1
+    return alone and item.arg in FORMER and (on or only)
 
 
 def _is_none(node: ast.expr) -> bool:
