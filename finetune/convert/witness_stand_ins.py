@@ -963,7 +963,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
                 given["warmup_steps"] = float(share)  # below 1, it is a share of the steps
             given = {key: value for key, value in given.items() if key in parameters}
         if "fp16" in given:
-            record["fp16"] = bool(given["fp16"])
+            record["fp16"] = bool(given["fp16"] or record.get("fp16"))  # a copy is made without it
         values = {key: value for key, value in (defaults | given).items() if key not in ELSEWHERE}
         values["output_dir"] = "trainer_output"  # the notebook's may be a folder that cannot be made here
         values["load_best_model_at_end"] = False

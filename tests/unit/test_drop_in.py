@@ -324,7 +324,9 @@ def test_training_arguments_are_completed_as_by_trls_trainer(
 
 
 @pytest.mark.unsloth
-def test_the_defaults_are_those_of_the_class_that_is_trls_now(make: Callable[..., Any]) -> None:
+def test_the_defaults_are_those_of_the_class_that_is_trls_now(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unsloth puts its own SFTConfig in the place of TRL's when it is imported on a GPU, which happens first. Its
     generator is the reference for the folder of a trainer without `args`."""
     import trl
@@ -338,6 +340,12 @@ def test_the_defaults_are_those_of_the_class_that_is_trls_now(make: Callable[...
     assert spec is not None and spec.origin is not None
     generator = (Path(spec.origin).parent / "models" / "rl.py").read_text(encoding="utf-8")
     loaded = type("Loaded", (), {"for_training": None, "max_seq_length": 8, "config": SimpleNamespace()})()
+
+    class OnCpu(trl.SFTConfig):
+        def __init__(self, folder: str) -> None:
+            super().__init__(folder, use_cpu=True, bf16=False)
+
+    monkeypatch.setattr(trl, "SFTConfig", OnCpu)
     assert f"output_dir = '{former.arguments(None, loaded, {}).output_dir}'" in generator
 
 
