@@ -22,8 +22,8 @@ from typing import Any
 
 from finetune.convert.checks import NotVerified, verify
 from finetune.convert.command import steps
-from finetune.convert.read import Refusal, read
-from finetune.convert.secrets import remove_secrets
+from finetune.convert.notebook.read import Refusal, read
+from finetune.convert.notebook.secrets import remove_secrets
 from finetune.errors import UserError
 
 

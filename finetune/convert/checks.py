@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.convert import rewrite as code
-from finetune.convert.arguments import CHANGED_ARGUMENTS
-from finetune.convert.changes import refuse_late_changes, refuse_length_of_model
-from finetune.convert.classify import not_trainers, trainings
+from finetune.convert.analysis.changes import refuse_late_changes, refuse_length_of_model
+from finetune.convert.analysis.classify import not_trainers, trainings
+from finetune.convert.analysis.names import Program, effects
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program, effects
-from finetune.convert.read import Notebook, Refusal, Statement
-from finetune.convert.report import Conversion
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import CHANGED_ARGUMENTS
+from finetune.convert.script.report import Conversion
 from finetune.convert.source import ruff
 from finetune.convert.trace import Trace, trace_notebook
 from finetune.convert.values import described

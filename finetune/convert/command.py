@@ -100,7 +100,7 @@ def convert(path: Path, *, witness: bool = False) -> Outcome:
         witness: also compare the script with the notebook's own trainer, which takes about 10 s.
     """
     from finetune.convert.checks import NotVerified
-    from finetune.convert.read import Refusal
+    from finetune.convert.notebook.read import Refusal
     from finetune.redact import redact
     from finetune.runtime import disk
 
@@ -154,14 +154,14 @@ def _verified(path: Path, witness: bool) -> Any:
 
 def steps(path: Path) -> tuple[Any, Any]:
     """Read, classify and write. Returns the notebook and the unverified conversion."""
-    from finetune.convert.classify import refuse_by_kind
-    from finetune.convert.modules import refuse_missing
-    from finetune.convert.names import Program
-    from finetune.convert.prepare import name_the_trainer
-    from finetune.convert.pushes import save_what_is_pushed
-    from finetune.convert.roles import live_statements
-    from finetune.convert.secrets import note_variables
-    from finetune.convert.write import write
+    from finetune.convert.analysis.classify import refuse_by_kind
+    from finetune.convert.analysis.names import Program
+    from finetune.convert.analysis.roles import live_statements
+    from finetune.convert.notebook.modules import refuse_missing
+    from finetune.convert.notebook.prepare import name_the_trainer
+    from finetune.convert.notebook.pushes import save_what_is_pushed
+    from finetune.convert.notebook.secrets import note_variables
+    from finetune.convert.script.write import write
 
     notebook, notes = _without_secrets(path)
     name_the_trainer(notebook)
@@ -176,14 +176,14 @@ def steps(path: Path) -> tuple[Any, Any]:
 
 def _without_secrets(path: Path) -> tuple[Any, list[str]]:
     """The notebook without secrets, and notes on what was removed."""
-    from finetune.convert.classify import text_cells, unparsed_after_training
-    from finetune.convert.files import one_name_per_file
-    from finetune.convert.modules import inline_modules
-    from finetune.convert.prepare import prepare_by_todays_name, settle_globals, train_by_method
-    from finetune.convert.read import read
-    from finetune.convert.results import results_in_working_folder
-    from finetune.convert.resumed import leave_out_resumed
-    from finetune.convert.secrets import remove_secrets
+    from finetune.convert.analysis.classify import text_cells, unparsed_after_training
+    from finetune.convert.notebook.files import one_name_per_file
+    from finetune.convert.notebook.modules import inline_modules
+    from finetune.convert.notebook.prepare import prepare_by_todays_name, settle_globals, train_by_method
+    from finetune.convert.notebook.read import read
+    from finetune.convert.notebook.results import results_in_working_folder
+    from finetune.convert.notebook.resumed import leave_out_resumed
+    from finetune.convert.notebook.secrets import remove_secrets
 
     notebook = read(path)
     settle_globals(notebook)
@@ -204,7 +204,7 @@ def _compared(path: Path, conversion: Any, witness: bool) -> Any:
     """The conversion, after a comparison with the notebook's own trainer if `witness`. Raises NotVerified if the script
     trains differently."""
     from finetune.convert.checks import NotVerified
-    from finetune.convert.witness import check
+    from finetune.convert.witness.compare import check
 
     verification = conversion.report["verification"]
     if not witness:
@@ -269,7 +269,7 @@ def _passed(report: dict[str, Any]) -> str:
 
 def _print_outcome(outcome: Outcome, files: list[Path]) -> None:
     if outcome.result == "converted":
-        from finetune.convert.report import how_to_run
+        from finetune.convert.script.report import how_to_run
 
         report = outcome.conversion.report
         kept = sum(item["outcome"] == "kept" for item in report["statements"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.convert import sandbox
 from finetune.convert.knowledge import named, pattern
-from finetune.convert.read import Refusal, Statement
+from finetune.convert.notebook.read import Refusal, Statement
 
 # The folder is on the path only during this import, because other modules in it shadow the standard library.
 _PROGRAM = """import sys

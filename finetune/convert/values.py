@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.arguments import CONFIG, TRAINER, former, rows
-from finetune.convert.read import Refusal
+from finetune.convert.notebook.read import Refusal
 from finetune.convert.trace import Trace, event_of
 
 

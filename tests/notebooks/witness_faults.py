@@ -15,8 +15,6 @@ from typing import Any
 WITNESS = {
     "command",
     "witness",
-    "witness_notebook",
-    "witness_stand_ins",
     "sandbox",
     "services",
 }  # the package imports its command
@@ -394,7 +392,7 @@ def planted(pair: Pair, old: str, new: str) -> str:
 
 def outcomes(pair: Pair) -> dict[str, str]:
     """What the witness says to the correct conversion ("right") and to each fault: the difference, or ""."""
-    from finetune.convert import witness
+    from finetune.convert.witness import compare as witness
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.ipynb"
@@ -415,7 +413,7 @@ def main() -> None:
     """Print the outcomes of the pair that the command line names."""
     sys.meta_path.insert(0, Blocker())
     try:
-        import finetune.convert.decide  # noqa: F401
+        import finetune.convert.script.decide  # noqa: F401
     except ModuleNotFoundError:
         sys.stdout.write(json.dumps(outcomes(PAIRS[sys.argv[1]])))
 

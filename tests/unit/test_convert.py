@@ -21,8 +21,8 @@ from benchmarks.convert_mutations import mutants
 from finetune.convert import command, main
 from finetune.convert.checks import NotVerified, safe_on_ranks, verify
 from finetune.convert.command import Outcome, convert, steps
-from finetune.convert.read import Refusal, read
-from finetune.convert.report import Conversion, slug
+from finetune.convert.notebook.read import Refusal, read
+from finetune.convert.script.report import Conversion, slug
 from finetune.convert.source import formatted, ruff
 from finetune.convert.trace import trace_notebook
 from finetune.errors import UserError

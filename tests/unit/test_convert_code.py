@@ -15,7 +15,7 @@ import pytest
 from finetune.convert import main
 from finetune.convert.checks import NotVerified, has_every_statement, has_its_frame, safe_on_ranks, trains_the_same
 from finetune.convert.command import convert, steps
-from finetune.convert.read import Refusal, read
+from finetune.convert.notebook.read import Refusal, read
 
 pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from finetune.convert import main
 from finetune.convert.command import Outcome, convert, write
-from finetune.convert.read import read
+from finetune.convert.notebook.read import read
 from finetune.convert.source import Part, comment, docstring, expression, own, script, visible_comments
 from finetune.errors import RunError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from finetune.convert.analysis.names import Program
 from finetune.convert.command import steps
-from finetune.convert.names import Program
-from finetune.convert.read import read
+from finetune.convert.notebook.read import read
 
 pytestmark = pytest.mark.process  # the stubs run in a process of their own, and so does ruff
 

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.convert import sandbox, trace
 from finetune.convert.command import convert
-from finetune.convert.read import Refusal
+from finetune.convert.notebook.read import Refusal
 
 pytestmark = pytest.mark.process
 

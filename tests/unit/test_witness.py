@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from finetune.convert import witness
 from finetune.convert.command import convert, steps
 from finetune.convert.services import in_working_folder
-from finetune.convert.witness_stand_ins import ROWS
+from finetune.convert.witness import compare as witness
+from finetune.convert.witness.stand_ins import ROWS
 from tests.notebooks.probe import probes
 from tests.unit.test_convert import LOADER, TRAIN, document
 from tests.unit.test_sandbox_attacks import kernel
@@ -56,11 +56,13 @@ def planted(text: str, old: str, new: str) -> str:
 def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_path: Path) -> None:
     cells = [LOADER, ADAPTER, DATA, TRAINER, TRAIN]
     right = steps(write(tmp_path / "mine.ipynb", *cells))[1].script
-    masked = right[right.index("    trainer = train_on_responses_only(") : right.index("    trainer.train()")]
+    masked = right[
+        right.index("    trainer = train_on_responses_only(") : right.index("    trainer_stats = trainer.train()")
+    ]
     first = "def main() -> None:\n"
     scripts = {
         "right": right,
-        "rate": planted(right, "learning_rate=2e-4", "learning_rate=3e-4"),
+        "rate": planted(right, "learning_rate=0.0002", "learning_rate=0.0003"),
         "rank": planted(right, "r=8", "r=9"),
         "column": planted(right, 'dataset_text_field="text"', 'dataset_text_field="note"'),
         "mask": planted(right, masked, ""),
@@ -68,7 +70,7 @@ def test_wrong_arguments_columns_and_masks_are_found_without_the_converter(tmp_p
         "length": planted(right, "max_seq_length = 1024", "max_seq_length = 128"),
         "steps": planted(right, "max_steps=60", "max_steps=61"),
         "bits": planted(right, "load_in_4bit=True", "load_in_4bit=False"),
-        "imports": planted(right, first, first + "    import finetune.convert.decide\n"),
+        "imports": planted(right, first, first + "    import finetune.convert.script.decide\n"),
     }
     files = {f"{name}.py": text for name, text in scripts.items()}
 

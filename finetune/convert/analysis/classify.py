@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 
+from finetune.convert.analysis.names import Program, free_names, root
+from finetune.convert.analysis.objects import Objects
+from finetune.convert.analysis.own_train import own_train_calls, plain_classes
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, free_names, root
-from finetune.convert.objects import Objects
-from finetune.convert.own_train import own_train_calls, plain_classes
-from finetune.convert.read import Notebook, Refusal, Statement, is_dead
+from finetune.convert.notebook.read import Notebook, Refusal, Statement, is_dead
 from finetune.redact import redact
 
 # Arguments of a processor, and what they hold.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finetune.convert.names import Program
-from finetune.convert.read import Notebook
-from finetune.convert.rewrite import Rewritten
-from finetune.convert.roles import Roles
+from finetune.convert.analysis.names import Program
+from finetune.convert.analysis.roles import Roles
+from finetune.convert.notebook.read import Notebook
+from finetune.convert.script.rewrite import Rewritten
 
 TOP, MAIN, AFTER = "top of the script", "main()", "main(), after training"
 

@@ -14,19 +14,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
-from finetune.convert import rewrite as code
-from finetune.convert.arguments import CONFIGS
-from finetune.convert.changes import gives_own_tokenizer, refuse_patches
-from finetune.convert.classify import Others, is_model_name, most, not_trainers
-from finetune.convert.draft import AFTER, MAIN, TOP, Decision, Draft
-from finetune.convert.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
-from finetune.convert.files import Mentioned, is_named
-from finetune.convert.harmless import adds_path, installs, is_tracker, leaves, only_looks
+from finetune.convert.analysis.changes import gives_own_tokenizer, refuse_patches
+from finetune.convert.analysis.classify import Others, is_model_name, most, not_trainers
+from finetune.convert.analysis.environment import MODEL_FLAGS, NO_ENVIRONMENT, environment_key
+from finetune.convert.analysis.harmless import adds_path, installs, is_tracker, leaves, only_looks
+from finetune.convert.analysis.names import Program, free_names, in_place, is_import, root, target_names, written_path
+from finetune.convert.analysis.roles import Roles, fetched_package, find_scratch, packages_used
 from finetune.convert.knowledge import explained, matches, named
-from finetune.convert.modules import own_packages
-from finetune.convert.names import Program, free_names, in_place, is_import, root, target_names, written_path
-from finetune.convert.read import Notebook, Refusal, Statement
-from finetune.convert.roles import Roles, fetched_package, find_scratch, packages_used
+from finetune.convert.notebook.files import Mentioned, is_named
+from finetune.convert.notebook.modules import own_packages
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import CONFIGS
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
 
 
 def decide(notebook: Notebook, program: Program) -> Draft:

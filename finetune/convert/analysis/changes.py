@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from finetune.convert.names import Program
-from finetune.convert.read import Refusal
+from finetune.convert.analysis.names import Program
+from finetune.convert.notebook.read import Refusal
 from finetune.convert.trace import Trace, event_of, training_events
 
 # The package trains without some functions of these, so a replacement might not be called.

@@ -10,10 +10,10 @@ import ast
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from finetune.convert.classify import live
+from finetune.convert.analysis.classify import live
+from finetune.convert.analysis.names import root
 from finetune.convert.knowledge import named
-from finetune.convert.names import root
-from finetune.convert.read import Notebook
+from finetune.convert.notebook.read import Notebook
 from finetune.convert.source import expression
 
 # What Unsloth's `push_to_hub_KIND` and `save_pretrained_KIND` are both given after the repository or the folder. The

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from finetune.convert.analysis.names import effects
 from finetune.convert.knowledge import known_packages
-from finetune.convert.names import effects
-from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
 from finetune.runtime.files import read_text
 
 MAX_BYTES = 2**20  # of a module; larger ones are data

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from finetune.convert.read import Notebook, Statement
+from finetune.convert.notebook.read import Notebook, Statement
 from finetune.convert.source import docstring, expression
 from finetune.redact import (
     Found,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TypeGuard
 
 from finetune.convert.knowledge import explained, matches, named
-from finetune.convert.read import Statement
+from finetune.convert.notebook.read import Statement
 
 _BUILTINS = frozenset(dir(builtins))
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from finetune.convert.classify import is_model_name
-from finetune.convert.files import renamed
+from finetune.convert.analysis.classify import is_model_name
+from finetune.convert.analysis.names import target_names, written_path
 from finetune.convert.knowledge import named
-from finetune.convert.names import target_names, written_path
-from finetune.convert.read import Notebook
+from finetune.convert.notebook.files import renamed
+from finetune.convert.notebook.read import Notebook
 from finetune.convert.services import SERVICE_FOLDERS, below_working_folder, is_below
 
 _ARGUMENTS = frozenset({"output_dir", "logging_dir", "save_directory"})

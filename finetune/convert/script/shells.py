@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Sequence
 from itertools import pairwise
 
-from finetune.convert.draft import Draft
+from finetune.convert.analysis.roles import only_installs
 from finetune.convert.knowledge import matches
-from finetune.convert.read import Refusal
-from finetune.convert.roles import only_installs
-from finetune.convert.secrets import REMOVED
+from finetune.convert.notebook.read import Refusal
+from finetune.convert.notebook.secrets import REMOVED
+from finetune.convert.script.draft import Draft
 
 INSTALLS = re.compile(
     r"(?:^|&&\s*|;\s*)(?:sudo\s+)?(?:[^\s;&]*python3?\s+-m\s+)?(?:pip3?|uv|conda|mamba|apt|apt-get|npm|brew|poetry)\b|^%(?:pip|conda|uv)\b"

@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from finetune.convert.knowledge import matches, named
-from finetune.convert.names import (
+from finetune.convert.analysis.names import (
     Program,
     root,
     target_names,
 )
-from finetune.convert.read import Notebook, Refusal, Statement
+from finetune.convert.knowledge import matches, named
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
 
 SAVES = named("saves") | named("exports")
 

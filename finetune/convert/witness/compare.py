@@ -24,8 +24,8 @@ from typing import Any
 
 from finetune.convert import sandbox
 from finetune.convert.services import in_working_folder
-from finetune.convert.witness_notebook import is_unsloth, read_cells
-from finetune.convert.witness_stand_ins import ADAPTER, MODEL, SETTINGS
+from finetune.convert.witness.notebook import is_unsloth, read_cells
+from finetune.convert.witness.stand_ins import ADAPTER, MODEL, SETTINGS
 from finetune.runtime.command import printable
 from finetune.runtime.files import read_text
 
@@ -99,7 +99,7 @@ def run_notebook(notebook: Path, seconds: float = SECONDS) -> dict[str, Any]:
     source = "\n".join(cells)
     # TRL refused to set a chat format where the tokenizer has a template.
     about = {"unsloth": is_unsloth(cells), "template": "setup_chat_format(" not in source}
-    return about | {"runs": _runs(_run("witness_notebook.py", about | {"cells": cells}, seconds), "the notebook")}
+    return about | {"runs": _runs(_run("notebook.py", about | {"cells": cells}, seconds), "the notebook")}
 
 
 def run_scripts(
@@ -114,8 +114,8 @@ def run_scripts(
         "template": theirs["template"],
     }
     job |= {key: [run[key] for run in theirs["runs"]] for key in ("columns", "empty")}
-    job["packages"] = str(_HERE.parents[1])
-    found = _run("witness_script.py", job, seconds)
+    job["packages"] = str(_HERE.parents[2])
+    found = _run("script.py", job, seconds)
     if not isinstance(found, dict) or set(found) != set(names):
         raise _unreadable("the script", "other scripts")
     return {name: _runs(found[name], "the script", len(theirs["runs"])) for name in names}
@@ -132,8 +132,8 @@ def _cells(notebook: Path) -> list[str]:
 def _run(program: str, job: dict[str, Any], seconds: float) -> Any:
     """What a side reports. Its report has to repeat a number that only this call knows: what else is printed to the
     same pipe is not taken for one."""
-    side = "the notebook" if program == "witness_notebook.py" else "the script"
-    stand_ins = (_HERE / "witness_stand_ins.py").read_text(encoding="utf-8")
+    side = "the notebook" if program == "notebook.py" else "the script"
+    stand_ins = (_HERE / "stand_ins.py").read_text(encoding="utf-8")
     key = os.urandom(16).hex()
     given = json.dumps(job | {"stand_ins": stand_ins, "key": key}).encode()
     done = sandbox.run_libraries(str(_HERE / program), given, seconds=max(seconds, 1), output=OUTPUT)

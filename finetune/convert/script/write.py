@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.convert import rewrite as code
-from finetune.convert.arguments import Arguments
-from finetune.convert.decide import decide, sets_up
-from finetune.convert.draft import AFTER, MAIN, TOP, Decision, Draft
-from finetune.convert.harmless import leaves
+from finetune.convert.analysis.harmless import leaves
+from finetune.convert.analysis.names import Program, is_import
+from finetune.convert.analysis.roles import fetched_package, refuse_list_of_one
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program, is_import
-from finetune.convert.outside import refuse_outside
-from finetune.convert.read import Notebook, Refusal, Statement
-from finetune.convert.report import Conversion, report, slug, title
-from finetune.convert.rewrite import Rewriter
-from finetune.convert.roles import fetched_package, refuse_list_of_one
-from finetune.convert.secrets import scrub
+from finetune.convert.notebook.read import Notebook, Refusal, Statement
+from finetune.convert.notebook.secrets import scrub
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.arguments import Arguments
+from finetune.convert.script.decide import decide, sets_up
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Decision, Draft
+from finetune.convert.script.outside import refuse_outside
+from finetune.convert.script.report import Conversion, report, slug, title
+from finetune.convert.script.rewrite import Rewriter
 from finetune.convert.source import BLANK, Part, block, own, script
 
 

@@ -970,6 +970,7 @@ def _replace_config(kind: Any, defaults: dict[str, Any], renamed: Mapping[str, s
         build(self, **dict(zip(names, positional, strict=False)) | values, use_cpu=True, report_to="none")
         self._has_length = has_length
 
+    init.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]  # a notebook may ask for it
     kind.__init__ = init
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from finetune.convert.objects import Scopes, Variable
+from finetune.convert.analysis.objects import Scopes, Variable
 
 _PLAIN_BASES = frozenset({"object", "ABC", "abc.ABC", "Protocol", "typing.Protocol"})
 

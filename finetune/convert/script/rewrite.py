@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from finetune.convert.arguments import CONFIGS
-from finetune.convert.environment import MODEL_FLAGS, of_launcher
+from finetune.convert.analysis.environment import MODEL_FLAGS, of_launcher
+from finetune.convert.analysis.names import Program, effects, root, target_names, written_path
 from finetune.convert.knowledge import matches, named
-from finetune.convert.names import Program, effects, root, target_names, written_path
-from finetune.convert.read import Refusal, Statement
+from finetune.convert.notebook.read import Refusal, Statement
+from finetune.convert.script.arguments import CONFIGS
 from finetune.convert.source import expression
 
 MAIN_RANK = "PartialState().is_main_process"

@@ -11,8 +11,8 @@ from typing import Any
 
 from finetune import __version__
 from finetune.convert.knowledge import named
-from finetune.convert.read import Notebook
-from finetune.convert.secrets import scrub
+from finetune.convert.notebook.read import Notebook
+from finetune.convert.notebook.secrets import scrub
 from finetune.convert.source import one_line
 
 LINES = 10  # of the summary

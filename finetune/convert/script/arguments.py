@@ -11,8 +11,8 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 from finetune.config.arguments import CONFIG, TRAINER, former, rows
 from finetune.config.sft_fields import sft_fields
-from finetune.convert.names import Program
-from finetune.convert.read import Refusal
+from finetune.convert.analysis.names import Program
+from finetune.convert.notebook.read import Refusal
 from finetune.convert.services import is_hosted
 from finetune.convert.source import expression
 

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import replace
 
 from finetune.config.sft_fields import PARAMETERS_OF, parameters
-from finetune.convert.names import effects
-from finetune.convert.read import Notebook, Statement
+from finetune.convert.analysis.names import effects
+from finetune.convert.notebook.read import Notebook, Statement
 
 
 def settle_globals(notebook: Notebook) -> None:

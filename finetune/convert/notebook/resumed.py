@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
+from finetune.convert.analysis.names import Program, free_names, root, target_names
 from finetune.convert.knowledge import named
-from finetune.convert.names import Program, free_names, root, target_names
-from finetune.convert.read import Notebook
+from finetune.convert.notebook.read import Notebook
 
 _WHY = "it continues a training that is complete"
 _CHECKPOINT = r"[/\\]checkpoint-\d+[/\\]?"

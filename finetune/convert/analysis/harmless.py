@@ -6,8 +6,7 @@ import ast
 import re
 from dataclasses import replace
 
-from finetune.convert.knowledge import matches, named
-from finetune.convert.names import (
+from finetune.convert.analysis.names import (
     Program,
     casts_modules,
     changed_in_loop,
@@ -15,9 +14,10 @@ from finetune.convert.names import (
     root,
     target_names,
 )
-from finetune.convert.read import Notebook, Statement, process_command
-from finetune.convert.roles import SAVES, Roles, calls_in, method_of, only_installs
-from finetune.convert.shells import INSTALLS, leaves_nothing
+from finetune.convert.analysis.roles import SAVES, Roles, calls_in, method_of, only_installs
+from finetune.convert.knowledge import matches, named
+from finetune.convert.notebook.read import Notebook, Statement, process_command
+from finetune.convert.script.shells import INSTALLS, leaves_nothing
 
 
 def _harmless(

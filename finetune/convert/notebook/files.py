@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from finetune.convert.names import Program, is_path, root, written_path
-from finetune.convert.read import Notebook
+from finetune.convert.analysis.names import Program, is_path, root, written_path
+from finetune.convert.notebook.read import Notebook
 from finetune.convert.services import WORKING_FOLDERS
 
 _READS = re.compile(r"load|read|open|from_|glob|listdir|scandir|walk|path|join", re.IGNORECASE)

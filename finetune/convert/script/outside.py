@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from finetune.convert import rewrite as code
-from finetune.convert.decide import loaders
-from finetune.convert.draft import AFTER, MAIN, TOP, Draft
+from finetune.convert.analysis.names import Program
 from finetune.convert.knowledge import explained, matches, named
-from finetune.convert.names import Program
-from finetune.convert.read import Refusal
+from finetune.convert.notebook.read import Refusal
+from finetune.convert.script import rewrite as code
+from finetune.convert.script.decide import loaders
+from finetune.convert.script.draft import AFTER, MAIN, TOP, Draft
+from finetune.convert.script.shells import refuse_shells
 from finetune.convert.services import is_hosted
-from finetune.convert.shells import refuse_shells
 
 
 def refuse_outside(draft: Draft) -> None:
